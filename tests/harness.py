@@ -12,7 +12,7 @@ import importlib.util
 import json
 import os
 import tempfile
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
@@ -25,8 +25,9 @@ import torch
 
 from optgen import passes
 from optgen.backends import cpp, host, reference, triton, wrapper
-from optgen.driver import targets
+from optgen.driver import cpp_text, targets
 from optgen.driver.kernel_text import unpack_of
+from optgen.driver.targets import Case
 from optgen.ir.program import Schedule, Step
 from optgen.lang.spec import Spec
 from optgen.lower import lower
@@ -50,7 +51,19 @@ def schedule(
     settings = {f.name: f.default for f in spec.flags} | dict(flags or {})
     recurrences = targets.recurrences_of(spec, tuple(sorted(settings.items())))
     storage = plan.storage(spec.present(settings), dtypes.FROM_TORCH[param], small, recurrences)
-    return passes.run(lower(spec, settings, storage), maths)  # type: ignore[arg-type]
+    made = passes.run(lower(spec, settings, storage), maths)  # type: ignore[arg-type]
+    remember(made, spec, Case(settings, storage.param, small, storage))
+    return made
+
+
+_cases: OrderedDict[int, tuple[Schedule | Step, Spec, Case]] = OrderedDict()
+
+
+def remember(made: Schedule | Step, spec: Spec, case: Case) -> None:
+    """Keep which case this is the step of, for its C++ text: that is generated for weights of any dtype."""
+    _cases[id(made)] = made, spec, case
+    if len(_cases) > 64:
+        _cases.popitem(last=False)
 
 
 def _module(path: Path, text: str) -> ModuleType:
@@ -89,22 +102,37 @@ def _texts(spec: Spec, s: Schedule, kernels: Schedule) -> tuple[str, str, str]:
     return text + "\n".join(lines) + "\n", rendered, head + "\n".join(scalars) + "\n"
 
 
-def _source(kernels: Schedule) -> str:
-    """The C++ file of this kernel alone."""
-    return wrapper.render("cpp.cpp.j2", header="// a test", kernels=[cpp.kernel(kernels, "f")])
+def cpp_source(schedule: Schedule, name: str = "f") -> str:
+    """The C++ file of a schedule alone, whose weight is a buffer as any other unless it is f32."""
+    use = f"template <class Grad> using {name} = {name}_kernel<weight_float32, Grad>;"
+    return wrapper.render("cpp.cpp.j2", header="// a test", kernels=[cpp.kernel(schedule, f"{name}_kernel"), [use]])
+
+
+def _source(kernels: Schedule | Step) -> str:
+    """The C++ file of this kernel alone, as the package has it where its case is known."""
+    found = _cases.get(id(kernels))
+    if found is None:
+        return cpp_source(only(kernels))
+    _, spec, case = found
+    maths = only(kernels).program.maths
+    made = cpp_text.Kernels()
+    made.add(spec, case, maths, passes.step(lower(spec, case.flags, case.storage), maths), "f")
+    texts = cpp_text.texts(case.storage.plan, maths, made)
+    return wrapper.render("cpp.cpp.j2", header="// a test", kernels=texts)
 
 
 def texts(spec: Spec, s: Schedule | Step) -> list[str]:
     """All that `Pair` prints for a step that is one kernel."""
     schedule = only(s)
-    return [*_texts(spec, schedule, schedule), _source(schedule)]
+    return [*_texts(spec, schedule, schedule), _source(s)]
 
 
 class Pair:
     """The reference and the kernel of one schedule, and a set of buffers for each."""
 
     def __init__(self, spec: Spec, s: Schedule | Step, folder: Path, *, kernels: Schedule | Step | None = None) -> None:
-        s, kernels = only(s), only(kernels or s)
+        self.known = kernels or s
+        s, kernels = only(s), only(self.known)
         self.spec, self.schedule, self.kernels = spec, s, kernels
         reference_text, triton_text, host_text = _texts(spec, s, kernels)
         self.reference = _module(folder / "ref.py", reference_text)
@@ -183,7 +211,7 @@ class Pair:
     @cached_property
     def source(self) -> str:
         """The C++ file of this kernel alone."""
-        return _source(self.kernels)
+        return _source(self.known)
 
     def run_cpp(
         self,
@@ -308,4 +336,4 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
-__all__ = ["Pair", "compiled", "only", "plan_of", "same_bits", "schedule", "spec_of"]
+__all__ = ["Pair", "compiled", "cpp_source", "only", "plan_of", "remember", "same_bits", "schedule", "spec_of"]

@@ -250,6 +250,8 @@ def build(cell: Cell) -> Built:
     param = dtypes.FROM_TORCH[cell.param]
     storage = plan.storage(spec.present(flags), param, cell.small, recurrences, vector=cell.vector)
     compiled = compile_case(spec, Case(flags, param, cell.small, storage, cell.vector))
+    for step in (compiled.fast, compiled.strict):
+        harness.remember(step, spec, compiled.case)
     every = join.variants(record_text.rules(spec)[1], record_text.plan_record(plan))
     size = (cell.param, cell.small, cell.vector)
     variant = next(v for v in every if dict(v.flags) == flags and (v.param, v.small, v.vector) == size)

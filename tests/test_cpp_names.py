@@ -11,8 +11,10 @@ import pytest
 import torch
 
 import optgen
-from optgen.backends import cpp, cpp_stages
+from optgen.driver import cpp_text
+from optgen.driver.project import Maths
 from optgen.formats import Float, LogMax, narrow
+from optgen.ir.program import Step
 from optgen.lang import hyper, maximum, minimum, nonneg, optimizer, sqrt, state, where
 from optgen.lang.values import bits, block_max, cast
 from optgen.ops import dtypes
@@ -166,16 +168,21 @@ def test_no_buffer_is_read_after_it_was_written(plan: str) -> None:
     for name in product.SPECS:
         if product.refusal(name, plan) or product.reduces(name):
             continue
-        compiled = product.build(product.Cell(name, plan)).compiled
-        for step in (compiled.strict, compiled.fast):
-            for k, stage in enumerate(step.stages):
-                if stage.call:
-                    continue
-                several = step.in_stages
-                text = "\n".join(cpp_stages.stage(step, k, "f") if several else cpp.kernel(stage.schedule, "f"))
-                for b in stage.schedule.program.buffers:
-                    stored = [m.start() for m in re.finditer(rf"store\w*(<\d>)?\({b.name}_at \+", text)]
-                    read = [m.start() for m in re.finditer(rf"(load|raw)\({b.name}_at \+", text)]
-                    assert not stored or not read or max(read) < min(stored), (name, b.name)
+        built = product.build(product.Cell(name, plan))
+        steps: dict[Maths, Step] = {"strict": built.compiled.strict, "fast": built.compiled.fast}
+        for maths, step in steps.items():
+            made = cpp_text.Kernels()
+            made.add(built.spec, built.case, maths, step, "f")
+            assert any("weight.encode" in line for lines in made.kernels.functions for line in lines)
+            for lines in made.kernels.functions:
+                # What is done to a weight stands where it is called.
+                text = re.sub(r"const auto update_weight = .*?\n        };", "", "\n".join(lines), flags=re.S)
+                for b in (b.name for b in step.program.buffers if b.owner != "p"):
+                    stored = [m.start() for m in re.finditer(rf"store\w*(<\d>)?\({b}_at \+", text)]
+                    read = [m.start() for m in re.finditer(rf"(load|raw)\({b}_at \+", text)]
+                    assert not stored or not read or max(read) < min(stored), (name, b)
+                stored = [m.start() for m in re.finditer(r"weight\.encode|update_weight\(", text)]
+                read = [m.start() for m in re.finditer(r"weight\.decode", text)]
+                assert not stored or max(read, default=0) < min(stored), name
                 blocks = set(re.findall(r"(\w+)_kept\[TILE / BLOCK\];", text))
                 assert set(re.findall(r"(\w+)_kept \+ b\)", text)) <= blocks, name  # others: an entry per element

@@ -51,14 +51,8 @@ def test_subnormals_survive_a_kernel() -> None:
     assert not any("fast-math" in flag for flag in native.FLAGS)
     spec = harness.spec_of("sgd")
     s = harness.schedule(spec, harness.plan_of("fp32"), "float32", "fast")
-    harness.compiled(cpp_source(s), "float32")
+    harness.compiled(harness.cpp_source(s), "float32")
     assert float(torch.tensor(1e-40) * torch.tensor(1.0)) > 0
-
-
-def cpp_source(schedule: object) -> str:
-    from optgen.backends import wrapper
-
-    return wrapper.render("cpp.cpp.j2", header="// a test", kernels=[cpp.kernel(schedule, "f")])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("value", [0.1, 1 / 3, 1e-45, 3.4028235e38, -0.0, float("inf"), 2.0**-149, 16777217.0])

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from optgen import passes
-from optgen.backends import cpp, wrapper
 from optgen.formats import Noise, Split
 from optgen.ir import node as ir
 from optgen.ir.program import Buffer, Program, Store
@@ -23,6 +22,7 @@ from optgen.ops import dtypes, spaces
 from optgen.ops.dtypes import DType, bf16, f16
 from optgen.runtime.cpu import native
 from optgen.verify.bounds import master_bound
+from tests import harness
 
 CHUNK = 1 << 17  # fits the cache
 # Ends of binades, of subnormals, of what rounds to Inf, of NaN; of f32, bf16 and f16.
@@ -152,8 +152,7 @@ class Compiled:
             "tiny": where(inside & (size < smallest_normal(param)), error, 0.0),
         }
         program = Program("split", buffers, (), (), tuple(Store(k, lift(v)) for k, v in stores.items()), "strict")
-        kernel = cpp.kernel(passes.run(program, "strict"), "split")
-        text = wrapper.render("cpp.cpp.j2", header="// test", kernels=[kernel])
+        text = harness.cpp_source(passes.run(program, "strict"), "split")
         (library,) = native.load([native.Job("split", text, ("OPTGEN_KERNEL=split", "OPTGEN_GRAD=float32"))])
         assert isinstance(library, ctypes.CDLL), library
         self.step = library.optgen_step

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import add, mul, sub, truediv
 
 from optgen.backends.idioms import idiom
 from optgen.backends.printer import (
@@ -39,7 +40,6 @@ from optgen.ops.spaces import Space
 BLOCKS = 16  # storage blocks per tile where a step takes several kernels: one vector of their values
 FLAT = 1024  # elements per tile where nothing is stored in blocks
 NAN = 0x7FC00000  # f32, without a payload
-SHARE = 8  # elements that share a hash (lower/noise.py)
 WORTH = 6  # operations from which on a loop of their own pays
 
 _TYPE: Mapping[str, str] = {"f32": "F", "bool": "M"}  # all else is whole numbers, or bits, in an I
@@ -50,20 +50,24 @@ _STORED: Mapping[str, str] = {
 }  # fmt: skip
 # What the printed functions name themselves, call or receive, and C++'s own words.
 RESERVED = frozenset(
-    "abs across alignas alignof and and_eq as_float asm at auto b bfloat16 bitand bitor bits bits_or_nan BLOCK BLOCKS "
-    "blocks bool break bytes_of_lanes case catch char char16_t char32_t char8_t class co_await co_return co_yield "
-    "Column COLUMNS compl concept const const_cast consteval constexpr constinit continue count counter decltype "
-    "default delete do double dynamic_cast elements_of_tile else end enum explicit export extend16 extern F false "
-    "fetch first float float16 float32 floor fma gather for friend goto Grad halves halves_of_lanes I i I16 if "
-    "INFINITY inline int int16_t INT32_MAX INT32_MIN int32_t int64_t int8_t iota joined k lane Larger larger largest "
-    "live load long lookup low16 lshr M mask max maximum memcpy memset min minimum mutable namespace NAN narrow "
-    "narrow_half new noexcept not not_eq no_codes pack NULL nullptr operator OPTGEN_EXPORT OPTGEN_GRAD OPTGEN_KERNEL "
-    "OPTGEN_L1 optgen_layout OPTGEN_ONCE OPTGEN_SIMD OPTGEN_STAMP optgen_stamp optgen_step or or_eq private protected "
-    "public RAGGED ramp raw read_row register reinterpret_cast requires return rint rotl run SCALARS scalars search "
-    "short sign signed sizeof Smaller smaller smallest spread sqrt staged static static_assert static_cast step_key "
-    "store store_byte store_half stream_key struct switch template Tensor this thread_local throw TILE tile tile_of "
-    "to_float to_int true try typedef typeid typename U16 U8 unpack uint16_t uint8_t union unsigned using V4d V4f V4i "
-    "V4u virtual void volatile W walk wchar_t where while widen widen_half widened width xor xor_eq".split()
+    "abs across ahead alignas alignof and and_eq apart as_float asm at auto b bfloat16 bitand bitor bits "
+    "bits_or_nan BLOCK BLOCKS blocks bool break bytes_of_lanes case catch char char16_t char32_t char8_t "
+    "class co_await co_return co_yield Column COLUMNS Columns columns compl concept const const_cast "
+    "consteval constexpr constinit continue count counter Dealt dealt decltype decode default delete do "
+    "double DRAWN dynamic_cast elements_of_tile else encode end enum explicit export extend16 extern F false "
+    "fetch fill fill_first first float float16 float32 floor fma for fraction friend gather goto Grad halves "
+    "halves_of_lanes I i I16 if INFINITY inline int int16_t INT32_MAX INT32_MIN int32_t int64_t int8_t "
+    "integer iota joined k KEPT lane Larger larger largest live load long lookup low16 lshr M mask max "
+    "maximum memcpy memset middle min minimum mutable namespace NAN narrow narrow_half new no_codes noexcept "
+    "NOISE Noise noise not not_eq NULL nullptr operator OPTGEN_EXPORT OPTGEN_GRAD OPTGEN_KERNEL OPTGEN_L1 "
+    "optgen_layout OPTGEN_ONCE OPTGEN_SIMD OPTGEN_STAMP optgen_stamp optgen_step or or_eq P pack Part PARTS "
+    "parts PLACE private protected public RAGGED ramp raw read_row register reinterpret_cast requires return "
+    "rint rotl run SCALARS scalars search SHARE Share short sign signed sizeof Smaller smaller smallest "
+    "spread sqrt staged static static_assert static_cast step_key store store_byte store_half stream_key "
+    "struct switch template Tensor this thread_local throw TILE tile tile_of to_float to_int true try "
+    "typedef typeid typename U16 U8 uint16_t uint8_t union unpack unsigned update_weight using V4d V4f V4i "
+    "V4u virtual void volatile W walk Want wchar_t Weight weight weight_float32 where while widen widen_half "
+    "widened width Word Words words xor xor_eq".split()
 )
 
 
@@ -122,8 +126,6 @@ class CppPrinter(Printer):
 def _infix(p: Printer, n: Node) -> Text:
     sign, level = _INFIX[n.op]
     a, b = n.args
-    if n.op == "and" and a.op == "index" and b.op == "const" and b.attr == SHARE - 1:
-        return "lane(i)", ATOM
     if n.op == "add" and b.op == "const" and _apart(p, a, b.attr):
         sign, level = _INFIX["or"]  # masked and put together in one instruction, where there is one for three operands
     if a.op == "const" and b.op == "const":  # neither is a vector: nothing to overload the operator
@@ -135,6 +137,8 @@ def _infix(p: Printer, n: Node) -> Text:
 
 def _apart(p: Printer, n: Node, plus: int) -> bool:
     """Whether n is masked where it is printed, so that it has no bit of `plus`: their sum is their union."""
+    if n.op == "draw":
+        return n.attr[0] == "integer" and not plus & ((1 << n.attr[1]) - 1)
     return n.op == "and" and n.uid not in p.names and n.args[1].op == "const" and not n.args[1].attr & plus
 
 
@@ -251,6 +255,8 @@ def _load(p: Printer, n: Node) -> Text:
     assert isinstance(p, CppPrinter)
     if n.attr == "g":
         return "Grad::load(g_at + i)", ATOM
+    if n.attr == "p" and p.phases.weight:
+        return "weight.decode(i)", ATOM
     if n.space.name in spaces.SMALL:
         return _load_few(p.phases.program.space, n), ATOM
     return f"{'raw' if n.uid in p.raw else 'load'}({n.attr}_at + {'b' if n.space.name == 'block' else 'i'})", ATOM
@@ -265,6 +271,13 @@ def _load_few(runs_over: Space, n: Node) -> str:
     return f"load({n.attr}_at + i)"
 
 
+def _draw(p: Printer, n: Node) -> Text:
+    assert isinstance(p, CppPrinter)
+    kind, _, width, of = n.attr
+    more = f", {width}" if kind != "integer" else ""
+    return f"{kind}<{p.phases.number(of)}{more}>(noise)", ATOM
+
+
 _EXTENTS = ("rows", "columns", "elements")
 
 SPELL: dict[str, Spelling] = {
@@ -275,6 +288,7 @@ SPELL: dict[str, Spelling] = {
     "key": lambda p, n: (str(n.attr), ATOM),
     "index": lambda p, n: ("(I(first) + iota(i))", ATOM),
     "load": _load,
+    "draw": _draw,
     "extent": lambda p, n: (f"F(extent[{_EXTENTS.index(n.attr)}])", ATOM),
     "neg": lambda p, n: (f"-{p.text(n.args[0], 31)}", 30),
     "not": lambda p, n: (f"~{p.text(n.args[0], 30)}", 30),
@@ -309,6 +323,7 @@ class Phase:
 
     found   the reductions of the phase before, which the blocks' stage finishes
     apart   a loop that left the phase before it: it has no stage, and the next phase does not wait for it
+    low     that is so for weights of 16 bits only: to read and write others is too little work
     """
 
     found: list[Node] = field(default_factory=list)
@@ -318,36 +333,44 @@ class Phase:
     block_stores: list[Store] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)
     apart: bool = False
+    low: bool = False
+
+
+def _union(lists: Iterable[list[str]]) -> list[str]:
+    return list(dict.fromkeys(itertools.chain.from_iterable(lists)))
 
 
 class Phases:
     """Where each value of a sweep is computed, and which values outlive their phase."""
 
-    def __init__(self, schedule: Schedule, reserved: frozenset[str] = RESERVED) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        function: str,
+        reserved: frozenset[str] = RESERVED,
+        head: Mapping[int, str] | None = None,
+    ) -> None:
         sweep = schedule.sweep
-        self.program = schedule.program
+        self.program, self.function = schedule.program, function
+        self.weight = any(b.role == "param" and b.dtype is dtypes.f32 for b in self.program.buffers)
+        self.wants = {name: bits for name, bits in self.program.draws.wants if bits or name == "p"}
+        self.values = [name for name in self.wants if name != "p"]
         self.reserved = reserved
-        self.head: dict[int, str] = {}  # names that stand before all loops
+        self.head = dict(head or {})  # names that stand before all loops
         roots = [let.node for let in sweep.lets] + [s.node for s in sweep.stores]
         self.nodes = list(postorder(roots))
         self._level: dict[int, int] = {}
-        self._shared: dict[int, bool] = {}
         for n in self.nodes:
             below = max((self._level[a.uid] for a in n.args), default=0)
             self._level[n.uid] = below + (n.op in ("block_max", "block_min"))
-            self._shared[n.uid] = self._is_shared(n)
         self.phases = [Phase() for _ in range(1 + max(self._level.values(), default=0))]
-        self.words: list[Let] = []  # one value for eight elements
-        bound = {let.node.uid for let in sweep.lets}
         self.name: dict[int, str] = {}
         self._taken = set(reserved) | {f"{b.name}_{x}" for b in self.program.buffers for x in ("at", "packed")}
         # Scalars keep their position; a name that means something here gets another.
         self.scalar = {let.name: self.fresh(let.name) for let in self.program.host}
         for let in sweep.lets:
             self._name(let.node, let.name)
-            if self._shared[let.node.uid]:
-                self.words.append(let)
-            elif let.node.op not in ("block_max", "block_min"):
+            if let.node.op not in ("block_max", "block_min", "draw"):
                 phase = self.phases[self._level[let.node.uid]]
                 (phase.blocks if let.node.space.name == "block" else phase.elements).append(let)
         for n in self.nodes:
@@ -355,14 +378,6 @@ class Phases:
                 self.phases[self._level[n.args[0].uid]].reductions.append(n)
                 self.phases[self._level[n.uid]].found.append(n)
                 self._name(n, "largest_of_block" if n.op == "block_max" else "smallest_of_block")
-            for a in n.args:
-                # The edge of the shared part: its values cross into code that runs per element.
-                if self._shared[a.uid] and not self._shared[n.uid] and a.uid not in bound:
-                    bound.add(a.uid)
-                    self._name(a, "word")
-                    self.words.append(Let(self.name[a.uid], a))
-        self._order = {n.uid: k for k, n in enumerate(self.nodes)}
-        self.words.sort(key=lambda let: self._order[let.node.uid])
         for s in sweep.stores:  # every buffer is read in phase 0, before any is written
             phase = self.phases[self._level[s.node.uid]]
             block = self.program.buffer(s.buffer).space.name == "block"
@@ -377,13 +392,8 @@ class Phases:
         self._find_kept()
         self._split()
         self._find_kept()
-
-    def _is_shared(self, n: Node) -> bool:
-        if n.op == "lshr" and n.args[0].op == "index" and n.args[1].attr >= int(math.log2(SHARE)):
-            return True
-        if not n.args or n.space.name != "elem" or n.dtype.name != "i32":
-            return False
-        return all(self._shared[a.uid] or a.space.name == "host" for a in n.args)
+        drawn = [self.draws(k) for k in range(len(self.phases))]
+        self.drawn, self.kept_draws = _union(drawn), _union(drawn[self.first + 1 :])
 
     def fresh(self, wanted: str) -> str:
         """A name that nothing else has; arrays are called `<name>_kept`, so no name ends like that."""
@@ -401,6 +411,8 @@ class Phases:
 
     def _trivial(self, n: Node) -> bool:
         """Whether it is cheaper to compute n again than to keep it: it only looks differently at a named value."""
+        if n.op == "draw":
+            return True
         return n.op in ("abs", "neg", "bitcast") and n.space.name == "elem" and n.args[0].uid in self.name
 
     def operands(self, n: Node) -> tuple[Node, ...]:
@@ -409,6 +421,39 @@ class Phases:
         if found is None or found.helper not in _SAID or any(a.uid not in self.raw for a in found.args):
             return n.args
         return found.args
+
+    @property
+    def first(self) -> int:
+        """The first phase with a loop over elements, 0 where there is none."""
+        return next((k for k in range(len(self.phases)) if self.phase_roots(k)), 0)
+
+    def draws(self, k: int) -> list[str]:
+        """Return the values that the elements' loop of phase k draws random bits for."""
+        own = {let.node.uid for let in self.phases[k].elements}
+        nodes = self.computed(self.phase_roots(k), own, set()).values()
+        stored = ["p"] if self.weight and any(s.buffer == "p" for s in self.phases[k].stores) else []
+        return [*(n.attr[3] for n in nodes if n.op == "draw"), *stored]
+
+    def number(self, of: str) -> str:
+        """Return the place of a value among those that random bits are dealt to."""
+        return str(self.values.index(of)) if of in self.values else "P"
+
+    def mask(self, values: list[str]) -> str:
+        """Return the text of the words of these values' bits."""
+        return f"NOISE.mask({{{', '.join(map(self.number, values))}}})" if values else "0"
+
+    def noise_lines(self) -> list[str]:
+        """Return the members of a kernel's struct that say which random bits it draws, and which it keeps."""
+        if not self.drawn:
+            return []
+        names, rare = [*self.values, "p"], self.program.draws.rare
+        wants = [str(self.wants.get(name) or "Weight::NOISE") for name in names]
+        shown = ", ".join(f"{{{n}, {str(name in rare).lower()}}}" for n, name in zip(wants, names, strict=True))
+        return [
+            f"    // random bits of {', '.join(names)}; which of their words are drawn, and kept",
+            f"    static constexpr auto NOISE = dealt({{{shown}}});",
+            f"    static constexpr int DRAWN = {self.mask(self.drawn)}, KEPT = {self.mask(self.kept_draws)};",
+        ]
 
     def apart(self, k: int) -> list[int]:
         """The loops that left phase k."""
@@ -419,6 +464,13 @@ class Phases:
         phase = self.phases[k]
         own = [r.args[0] for r in phase.reductions] + [_wanted(s.node) for s in phase.stores]
         return [let.node for let in phase.elements] + own
+
+    def tile_size(self) -> str:
+        """Return the text of how many elements a tile has."""
+        if self.program.block == 1:
+            return str(FLAT)
+        noise = " + count(KEPT)" if self.kept_draws else ""
+        return f"elements_of_tile({self.program.block}, {len(self.kept)}{noise})"
 
     def _drop_unread(self) -> None:
         """Lets that nothing reads as it is printed go: a store takes a byte of a word, an idiom what was loaded."""
@@ -458,15 +510,13 @@ class Phases:
             for n in self.uses(self.phase_roots(k), own):
                 if n.space.name == "block":
                     self._add(self.across, n)
-                elif not self._shared[n.uid]:
+                else:
                     self._add(self.kept, n)
             own = {let.node.uid for let in phase.blocks}
             roots = [let.node for let in phase.blocks] + [s.node for s in phase.block_stores]
             for n in self.uses(roots, own):
                 if all(n is not m for m in phase.found):
                     self._add(self.across, n)
-        edge = [a for n in self.nodes if not self._shared[n.uid] for a in n.args if self._shared[a.uid]]
-        self.edge = list({a.uid: a for a in edge}.values())
 
     def _split(self) -> None:
         """Stores that read what is kept anyway leave their phase for a loop of their own.
@@ -483,7 +533,8 @@ class Phases:
             leaving: list[Store] = []
             for s in phase.stores:
                 need = self.computed([_wanted(s.node)], own, stop)
-                if kept and _cost(need.values()) >= WORTH and _cost(n for uid, n in need.items() if uid in stay) <= 1:
+                worth = _cost(need.values()) >= WORTH or (s.buffer == "p" and self.weight)
+                if kept and worth and _cost(n for uid, n in need.items() if uid in stay) <= 1:
                     leaving.append(s)
                 else:
                     stay |= self.computed([_wanted(s.node)], own, set())
@@ -494,10 +545,16 @@ class Phases:
             if not leaving or _cost(n for uid, n in gone.items() if uid in stay) > 1:
                 continue
             own_loop = [let for let in phase.elements if let.node.uid in gone]
-            apart = Phase(elements=own_loop, stores=leaving, apart=True)
+            low = _cost(gone.values()) < WORTH and all(n.space.name == "elem" for n in self._read_by(leaving, own_loop))
+            apart = Phase(elements=own_loop, stores=leaving, apart=True, low=low)
             phase.elements = [let for let in phase.elements if let.node.uid in stay]
             phase.stores = [s for s in phase.stores if all(s is not x for x in leaving)]
             self.phases.insert(k + 1, apart)
+
+    def _read_by(self, stores: list[Store], lets: list[Let]) -> list[Node]:
+        """Return the values that a loop of its own for these stores finds made."""
+        roots = [let.node for let in lets] + [_wanted(s.node) for s in stores]
+        return self.uses(roots, {let.node.uid for let in lets})
 
     def computed(self, roots: list[Node], own: set[int], stop: set[int]) -> dict[int, Node]:
         """Elements' nodes that a loop for the roots computes: not those of other phases, nor what is in `stop`."""
@@ -535,6 +592,9 @@ def _value_type(n: Node) -> str:
 
 def _stored(plan: Phases, s: Store, printer: CppPrinter, at: str) -> str:
     to, node = f"{s.buffer}_at + {at}", s.node
+    if s.buffer == "p" and plan.weight:
+        value = f"F({printer.text(node)})" if node.space.name == "host" else printer.text(node)
+        return f"weight.encode(i, {value}, {'noise' if plan.drawn else 'NONE'});"
     if node.op in ("const", "sym") or node.space.name == "host":
         return f"store({to}, {type_of(node.dtype)}({printer.text(node)}));"
     if node.uid in plan.raw:
@@ -563,7 +623,7 @@ def _shifted(node: Node) -> tuple[Node, int, int] | None:
     return None
 
 
-def _pointer(b: Buffer, position: int) -> str:
+def _pointer(b: Buffer, position: int | str) -> str:
     if b.dtype.packed:
         const = "" if b.writes else "const "
         return f"{const}uint8_t *__restrict {b.name}_packed = ({const}uint8_t *)at[{position}];"
@@ -587,30 +647,101 @@ def _column(b: Buffer) -> str:
     return f"{{{size}, {'BLOCK_OF' if b.space.name == 'block' else 'ELEMENT'}, {str(b.writes).lower()}}}"
 
 
-def kernel(schedule: Schedule, function: str, source: str = "") -> list[str]:
-    """The tile function of one (group, plan, dtype), in a struct that says what its buffers are."""
-    program, plan = schedule.program, Phases(schedule)
-    blocked = program.block > 1
-    tile = f"elements_of_tile({program.block}, {len(plan.kept)})" if blocked else str(FLAT)
-    out = ["template <class Grad>", f"struct {function} {{"]
-    out.append(f"    static constexpr int BLOCK = {program.block}, TILE = {tile}, SCALARS = {len(program.host)};")
-    columns = ", ".join(_column(b) for b in program.buffers)
-    out.append("    // bytes per entry, of what, written")
-    out.append(f"    static constexpr Column COLUMNS[] = {{{columns}}};")
+def kernel(schedule: Schedule, function: str, source: str = "", host: Sequence[Let] | None = None) -> list[str]:
+    """The tile function of one (rule, plan, flags), in a struct that says what its buffers are.
+
+    It is a template over how the weight is kept and the dtype of the gradient.  A weight in another dtype than f32 is
+    a buffer as any other, and read and written as the program says.
+
+    host   the scalars that are passed, by default the program's
+    """
+    program, plan = schedule.program, Phases(schedule, function)
+    host = program.host if host is None else host
+    out = ["template <class Weight, class Grad>", f"struct {function} {{", *plan.noise_lines()]
+    size = f"BLOCK = {program.block}, TILE = {plan.tile_size()}, SCALARS = {len(host)};"
+    out += [f"    static constexpr int {size}", "    // bytes per entry, of what, written"]
+    columns = [_column(b) for b in program.buffers]
+    if not plan.weight:
+        out.append(f"    static constexpr Column COLUMNS[] = {{{', '.join(columns)}}};")
+    elif columns[2:]:
+        more = f"columns<Weight, Grad, Column>({{{', '.join(columns[2:])}}});"
+        out.append(f"    static constexpr auto COLUMNS = {more}")
+    else:
+        out.append("    static constexpr auto COLUMNS = columns<Weight, Grad, Column>();")
     out.append("")
-    extent = "blocks" if blocked else "count"
+    extent = "blocks" if program.block > 1 else "count"
     out += head_of_tile(plan, extent, "const float *scalars, int32_t step_key, int32_t stream_key")
-    body: list[str] = []
-    body += with_comments(
-        [(_pointer(b, k), _buffer_comment(b)) for k, b in enumerate(program.buffers) if b in program.touched],
-        comment_mark="//",
-    )
+    body = ["Weight weight(at[0], at + 2);"] if plan.weight else []
+    rows = [(b, _position(plan, k)) for k, b in enumerate(program.buffers) if b in program.touched]
+    pointers = [(_pointer(b, k), _buffer_comment(b)) for b, k in rows if k != "0" or not plan.weight]
+    body += with_comments(pointers, comment_mark="//")
     read = {n.attr for n in plan.nodes if n.op == "sym"}
-    scalars = [(k, plan.scalar[let.name]) for k, let in enumerate(program.host) if let.name in read]
-    body += [f"const F {name}(scalars[{k}]);" for k, name in scalars]
+    body += [f"const F {plan.scalar[x.name]}(scalars[{at}]);" for x, at in scalars(program, host) if x.name in read]
     body += loops(plan, extent, source)
     out += [f"        {line}" if line else "" for line in body]
     return [*out, "    }", "};"]
+
+
+def _position(plan: Phases, k: int) -> str:
+    """Where the k-th buffer's address stands: behind as many as the weight has parts."""
+    return f"parts<Weight>() + {k - 1}" if plan.weight and k > 1 else str(k)
+
+
+def scalars(program: Program, host: Sequence[Let]) -> list[tuple[Let, int]]:
+    """The program's scalars and their places among those that are passed."""
+    places = {let.node.uid: k for k, let in enumerate(host)}
+    return [(let, places[let.node.uid]) for let in program.host]
+
+
+def weight(name: str, decode: Schedule, encode: Schedule, value: Node, bits: int, doc: str) -> list[str]:
+    """The struct of how a plan keeps a weight that is not f32: its parts, and how it is read and written.
+
+    decode, encode  the schedules of its codec (lower_weight)
+    value           the node of the weight in the program of `encode`
+    bits            random bits that it is rounded by
+    """
+    parts = [b for b in encode.program.buffers if any(s.buffer == b.name for s in encode.sweep.stores)]
+    read = {n.attr for n in postorder(s.node for s in decode.sweep.stores) if n.op == "load"}
+    rows = ", ".join(f"{{{int(b.dtype.bytes)}, {str(b.name in read).lower()}}}" for b in parts)
+    types = [f"{_STORED[b.dtype.name]} *" for b in parts]
+    given = [f"({kind})" + (f"more[{k - 1}]" if k else "p") for k, kind in enumerate(types)]
+    made = ", ".join(f"{b.name}_at({address})" for b, address in zip(parts, given, strict=True))
+    out = [f"// {doc}", f"struct {name} {{", f"    static constexpr int NOISE = {bits};"]
+    out.append(f"    static constexpr Part PARTS[] = {{{rows}}};  // {', '.join(b.name for b in parts)}")
+    out += [f"    {kind}__restrict {b.name}_at;" for b, kind in zip(parts, types, strict=True)]
+    out += ["", f"    {name}(char *p, char *const *more) : {made} {{}}", "    F decode(int i) const {"]
+    plan = Phases(decode, name)
+    printer = CppPrinter(plan)
+    out += [f"        {line}" for line in _codec_lines(plan, printer)]
+    (stored,) = decode.sweep.stores
+    out += [f"        return {printer.text(stored.node)};", "    }"]
+    out.append("    template <class Noise> void encode(int i, F x, const Noise &noise) const {")
+    plan = Phases(encode, name, RESERVED | {"x"}, {value.uid: "x"})
+    printer = CppPrinter(plan)
+    out += [f"        {line}" for line in _codec_lines(plan, printer)]
+    out += [f"        {_stored(plan, s, printer, 'i')}" for s in encode.sweep.stores]
+    ahead = " ".join(f"fetch<N>({b.name}_at, b);" for b in parts if b.name in read)
+    return [*out, "    }", f"    template <int N> void ahead(int b) const {{ {ahead} }}", "};"]
+
+
+def _codec_lines(plan: Phases, printer: CppPrinter) -> list[str]:
+    """The lets of a codec."""
+    lines = []
+    for let in plan.program.host:
+        lines.append(f"const F {plan.scalar[let.name]}({literal(_number(let.node))});")
+    roots = [_wanted(s.node) for s in plan.program.stores]
+    read = plan.computed(roots, {let.node.uid for let in plan.phases[0].elements}, set(printer.names))
+    for let in plan.phases[0].elements:
+        if let.node.uid in read:
+            lines.append(_assign(plan, let, printer)[0])
+    return lines
+
+
+def _number(node: Node) -> float:
+    """The value of a host expression without names, fp64."""
+    if node.op == "const":
+        return float(node.attr)
+    return float({"add": add, "sub": sub, "mul": mul, "div": truediv}[node.op](*map(_number, node.args)))
 
 
 def head_of_tile(plan: Phases, extent: str, known: str) -> list[str]:
@@ -635,8 +766,6 @@ def head_of_tile(plan: Phases, extent: str, known: str) -> list[str]:
 def loops(plan: Phases, extent: str, source: str) -> list[str]:
     """What stays on the stack, and the loops; `extent`: "blocks" or "count", what the tile is counted in."""
     body = [*tables(plan.program), *unpacked(plan.program)]
-    for n in plan.edge:
-        body.append(f"alignas(64) int32_t {plan.name[n.uid]}_kept[TILE / {SHARE}];")
     for n in plan.kept:
         body.append(f"alignas(64) {_KEPT[_value_type(n)]} {plan.name[n.uid]}_kept[TILE];")
     for n in plan.across:
@@ -645,7 +774,9 @@ def loops(plan: Phases, extent: str, source: str) -> list[str]:
         body.append(f"alignas(64) {_KEPT[type_of(n.dtype)]} {plan.name[n.uid]}_kept[TILE / BLOCK];")
     for phase in plan.phases:
         body += [f"I {plan.name[n.uid]}_kept[TILE / BLOCK];" for n in phase.reductions]
-    body += _words(plan, extent)
+    if plan.drawn:
+        size = "BLOCK * blocks" if extent == "blocks" else "count"
+        body.append(f"Words<{plan.function}> words({size}, first, stream_key, step_key);")
     body += _block_stage(plan, 0)
     for k in (k for k, phase in enumerate(plan.phases) if not phase.apart):
         body += _element_phase(plan, k, extent == "blocks", source)
@@ -685,11 +816,11 @@ def _fetched(plan: Phases, k: int) -> list[str]:
     order = [n for n in range(len(plan.phases)) if plan.phase_roots(n)]
     asked = {at: _loaded(plan, after) for at, after in itertools.pairwise(order)}
     if asked.get(k):
-        return [_fetch(b, "") for b in asked[k]]
+        return [_fetch(plan, b, "") for b in asked[k]]
     idle = [n for n in order if not asked.get(n)]
     first, at, parts = _loaded(plan, order[0]), idle.index(k), len(idle)
     dealt = first[at * len(first) // parts : (at + 1) * len(first) // parts]
-    return [_fetch(b, " + TILE / BLOCK") for b in dealt]
+    return [_fetch(plan, b, " + TILE / BLOCK") for b in dealt]
 
 
 def _loaded(plan: Phases, k: int) -> list[Buffer]:
@@ -699,7 +830,9 @@ def _loaded(plan: Phases, k: int) -> list[Buffer]:
     return [b for b in plan.program.buffers if b.name in loaded and b.space == spaces.elem]
 
 
-def _fetch(b: Buffer, shift: str) -> str:
+def _fetch(plan: Phases, b: Buffer, shift: str) -> str:
+    if b.role == "param" and plan.weight:
+        return f"fetch_weight<BLOCK>(weight, b{shift});"
     name, bits = (f"{b.name}_packed", int(b.dtype.bits)) if b.dtype.packed else (f"{b.name}_at", 8)
     return f"fetch<{f'BLOCK * {bits} / 8' if bits < 8 else 'BLOCK'}>({name}, b{shift});"
 
@@ -710,30 +843,6 @@ def _keep(n: Node, name: str, at: str) -> str:
 
 def _read(n: Node, name: str, at: str) -> str:
     return f"load({name}_kept + {at})" + (" != I(0)" if type_of(n.dtype) == "M" else "")
-
-
-def _words(plan: Phases, extent: str) -> list[str]:
-    """One value for eight elements."""
-    if not plan.words:
-        return []
-    printer = CppPrinter(plan)
-    printer.spell = SPELL | {"lshr": _word_number}
-    lines = [_assign(plan, let, printer) for let in plan.words]
-    for n in plan.edge:
-        lines.append((f"store({plan.name[n.uid]}_kept + i, {plan.name[n.uid]});", ""))
-    size = "BLOCK * blocks" if extent == "blocks" else "count"
-    out = ["", f"// -- one hash for {SHARE} elements"]
-    out.append(f"for (int i = 0; i < ({size} + {SHARE - 1}) / {SHARE}; i += W) {{")
-    return [*out, *(f"    {x}" for x in with_comments(lines, comment_mark="//")), "}"]
-
-
-def _word_number(p: Printer, n: Node) -> Text:
-    x, k = n.args
-    if x.op != "index":
-        return p.call("lshr", x, k)
-    number = f"(lshr(I(first), {int(math.log2(SHARE))}) + iota(i))"
-    rest = k.attr - int(math.log2(SHARE))
-    return (f"lshr({number}, {rest})" if rest else number), ATOM
 
 
 def _block_stage(plan: Phases, k: int) -> list[str]:
@@ -765,23 +874,29 @@ def _block_stage(plan: Phases, k: int) -> list[str]:
 
 
 def _element_phase(plan: Phases, k: int, blocked: bool, source: str) -> list[str]:
+    """The loop of a phase.  Where only some weights have one of their own, what it does stands before it as a function
+    of an element's number and of what is kept, which either loop calls."""
     phase, roots = plan.phases[k], plan.phase_roots(k)
     if not roots:
         return []
     printer = CppPrinter(plan)
     own = {let.node.uid for let in phase.elements}
     head: list[str] = []
+    read: list[tuple[str, str]] = []
     lines: list[tuple[str, str]] = []
+    low = next((j for j in plan.apart(k) if plan.phases[j].low), None)
+    if plan.drawn and k == plan.first:
+        read.append(("const auto noise = words.at(i);", ""))
+    elif plan.draws(k):
+        read.append(("const auto noise = words.kept(i);", ""))
     for n in plan.uses(roots, own):
         name = plan.name[n.uid]
         printer.names[n.uid] = name
         if n.space.name == "block":
             value = f"({name}_kept[b])" if type_of(n.dtype) != "M" else f" = I({name}_kept[b]) != I(0)"
             head.append(f"const {type_of(n.dtype)} {name}{value};")
-        elif any(n is m for m in plan.edge):
-            lines.append((f"const I {name} = spread({name}_kept, i);", ""))
         else:
-            lines.append((f"const {_value_type(n)} {name} = {_read(n, name, 'i')};", ""))
+            read.append((f"const {_value_type(n)} {name} = {_read(n, name, 'i')};", ""))
     for n in phase.reductions:
         head.append(f"I {plan.name[n.uid]}({'INT32_MIN' if n.op == 'block_max' else 'INT32_MAX'});")
     for let in phase.elements:
@@ -790,19 +905,31 @@ def _element_phase(plan: Phases, k: int, blocked: bool, source: str) -> list[str
         name = plan.name[n.uid]
         better = "larger" if n.op == "block_max" else "smaller"
         lines.append((f"{name} = {better}<RAGGED>({name}, {printer.text(n.args[0])}, i, end);", ""))
+    if plan.kept_draws and k == plan.first:
+        lines.append(("words.keep(noise, i);", ""))
     for n in plan.kept:
         if n.uid in own:
             lines.append((_keep(n, plan.name[n.uid], "i"), ""))
     lines += [(_stored(plan, s, printer, "i"), "") for s in phase.stores]
+    before: list[str] = []
+    if phase.low:
+        lines = [(_call_weight(plan, k), "")]
+    if low is not None:
+        before = _weight_function(plan, low)
+        lines += [("if constexpr (!apart<Weight>())", ""), (f"    {_call_weight(plan, low)}", "")]
+    inner = [f"    {x}" for x in with_comments(read + lines, comment_mark="//")]
     stages = list(dict.fromkeys(let.stage for let in phase.elements)) or ["encode"]
-    inner = [f"    {x}" for x in with_comments(lines, comment_mark="//")]
-    out = ["", f"// -- elements: {', '.join(stages)}" + (f"  ({source})" if "update" in stages and source else "")]
+    title = f"// -- elements: {', '.join(stages)}" + (f"  ({source})" if "update" in stages and source else "")
     if not blocked:
-        return [*out, "for (int i = 0; i < count; i += W) {", *inner, "}"]
-    out.append("for (int b = 0; b < blocks; b++) {")
+        return ["", title, "for (int i = 0; i < count; i += W) {", *inner, "}"]
+    loop = "for (int b = 0; b < blocks; b++) {"
+    out = ["", *before, title, f"if constexpr (apart<Weight>()) {loop}" if phase.low else loop]
     if phase.reductions:
         out.append("    const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);")
     out += [f"    {x}" for x in _fetched(plan, k)]
+    if low is not None:
+        fetched = " ".join(_fetched(plan, low))
+        out += [f"    if constexpr (!apart<Weight>()) {{ {fetched} }}"] if fetched else []
     out += [f"    {x}" for x in head]
     # Counted from 0 so that compilers see how often, and write short loops out: 2 to 5 % faster.
     out += ["    for (int k = 0; k < BLOCK; k += W) {", "        const int i = b * BLOCK + k;"]
@@ -810,6 +937,23 @@ def _element_phase(plan: Phases, k: int, blocked: bool, source: str) -> list[str
     out.append("    }")
     out += [f"    {plan.name[n.uid]}_kept[b] = {plan.name[n.uid]};" for n in phase.reductions]
     return [*out, "}"]
+
+
+def _weight_function(plan: Phases, k: int) -> list[str]:
+    """The function of what phase k does to an element's weight."""
+    phase, printer = plan.phases[k], CppPrinter(plan)
+    used = plan.uses(plan.phase_roots(k), {let.node.uid for let in phase.elements})
+    printer.names |= {n.uid: plan.name[n.uid] for n in used}
+    lines = [_assign(plan, let, printer) for let in phase.elements]
+    lines += [(_stored(plan, s, printer, "i"), "") for s in phase.stores]
+    given = "".join(f", {_value_type(n)} {plan.name[n.uid]}" for n in used)
+    body = [f"    {x}" for x in with_comments(lines, comment_mark="//")]
+    return [f"const auto update_weight = [&](int i{given}, const auto &noise) {{", *body, "};"]
+
+
+def _call_weight(plan: Phases, k: int) -> str:
+    used = plan.uses(plan.phase_roots(k), {let.node.uid for let in plan.phases[k].elements})
+    return f"update_weight({', '.join(['i', *(plan.name[n.uid] for n in used), 'noise'])});"
 
 
 __all__ = ["kernel", "literal", "loops"]

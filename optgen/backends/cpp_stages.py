@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from optgen.backends.cpp import BLOCKS, FLAT, RESERVED, CppPrinter, Phases, head_of_tile, loops
 from optgen.backends.printer import comment_of, with_comments
 from optgen.ir.node import postorder
-from optgen.ir.program import Buffer, Schedule, Stage, Step
+from optgen.ir.program import Buffer, Let, Schedule, Stage, Step
 from optgen.ops import spaces
 
 _KIND = {"elem": "ELEMENT", "block": "BLOCK_OF", "row": "ROW", "col": "COLUMN", "mat": "MATRIX", "tensor": "WHOLE",
@@ -60,7 +60,7 @@ class StagePhases(Phases):
     value for the tensor is worked out before the loops.
     """
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: Schedule, function: str) -> None:
         sweep = schedule.sweep
         over_elements = schedule.program.space == spaces.elem
         few = [x for x in sweep.lets if over_elements and x.node.space.name in spaces.SMALL]
@@ -68,7 +68,7 @@ class StagePhases(Phases):
         kept = tuple(let for let in sweep.lets if let.node.uid not in skip)
         self.source = _sources(schedule)
         stores = tuple(s for s in sweep.stores if self.source.get(s.buffer, s.buffer) == s.buffer)
-        super().__init__(replace(schedule, sweep=replace(sweep, lets=kept, stores=stores)), _RESERVED)
+        super().__init__(replace(schedule, sweep=replace(sweep, lets=kept, stores=stores)), function, _RESERVED)
         read = {n.uid for n in postorder(s.node for s in sweep.stores)}
         whole = (spaces.tensor, spaces.model)
         self.before = [(x, self.fresh(x.name)) for x in few if x.node.space in whole and x.node.uid in read]
@@ -88,11 +88,6 @@ def _sources(schedule: Schedule) -> dict[str, str]:
     first: dict[int, str] = {}
     partials = {b.name for b in schedule.partials if b.space != spaces.model}
     return {s.buffer: first.setdefault(s.node.uid, s.buffer) for s in schedule.sweep.stores if s.buffer in partials}
-
-
-def _tile_size(stage: Stage) -> int:
-    block = stage.schedule.program.block
-    return BLOCKS * block if stage.is_sweep and block > 1 else FLAT
 
 
 def _size(b: Buffer) -> tuple[str, str]:
@@ -125,62 +120,96 @@ def _pointer(b: Buffer, position: int) -> tuple[str, str]:
     return f"{const}{kind} *__restrict {b.name}_at = ({const}{kind} *)at[{position}];", comment
 
 
-def stage(step: Step, number: int, name: str, source: str = "") -> list[str]:
-    """The struct of one stage: `name` with its tile function and its places."""
-    found, columns = step.stages[number], Columns.of(step)
-    program = found.schedule.program
-    assert len(program.buffers) <= 256, "stages.h: MOST"
-    assert found.is_sweep or all(b.dtype.name == "f32" for b in program.buffers), "few values are fp32"
-    plan = StagePhases(found.schedule)
-    block = program.block if found.is_sweep else 1
-    matrices = any(b.space.name in ("row", "col", "mat") for b in program.buffers)
-    indexed = any(n.op == "index" for n in plan.nodes)
-    out = [f"// {'a sweep' if found.is_sweep else found.space.name}: {found.why}", "template <class Grad>"]
-    out.append(f"struct {name} {{")
-    out.append(f"    static constexpr int BLOCK = {block}, TILE = {_tile_size(found)};")
-    out.append(f"    static constexpr Kind SPACE = {_KIND[found.space.name]};")
-    out.append(f"    static constexpr bool MATRICES = {str(matrices).lower()}, INDEXED = {str(indexed).lower()};")
-    out.append("    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from")
-    out.append("    static constexpr Place PLACES[] = {")
-    names = [b.name for b in program.buffers]
-    for b in program.buffers:
-        first = names.index(plan.source.get(b.name, b.name))
-        out.append(f"        {_place(b, columns, found.is_sweep, first)},  // {b.name}")
-    out.append("    };")
-    out.append("")
-    extent = "blocks" if block > 1 else "count"
-    out += head_of_tile(plan, extent, "int row_mask, const Known &known")
-    printed = [(k, b) for k, b in enumerate(program.buffers) if plan.source.get(b.name, b.name) == b.name]
-    body = with_comments([_pointer(b, k) for k, b in printed], comment_mark="//")
-    sweep = found.schedule.sweep
-    nodes = list(postorder([let.node for let in sweep.lets] + [s.node for s in sweep.stores]))
-    read = {n.attr for n in nodes if n.op == "sym"}
-    keys = {n.attr for n in nodes if n.op == "key"}
-    if any(n.op == "extent" for n in nodes):
-        body.append("const float *extent = known.extent;  // rows, columns, elements")
-    body += [f"const int32_t {key} = known.{key};" for key in ("step_key", "stream_key") if key in keys]
-    for k, let in zip(found.scalars, program.host, strict=True):
-        if let.name in read:
-            body.append(f"const F {plan.scalar[let.name]}(known.scalars[{k}]);")
-    body += plan.first_lines()
-    body += loops(plan, extent, source)
-    out += [f"        {line}" if line else "" for line in body]
-    return [*out, "    }", "};"]
+@dataclass(frozen=True)
+class Text:
+    """The structs of a step that takes several stages.
 
+    host    the scalars that are passed
+    source  the file of the spec
+    """
 
-def whole(step: Step, name: str, stages: Sequence[str]) -> list[str]:
-    """The struct of the step: its table and the names of its stages' structs, in order."""
-    columns = Columns.of(step)
-    out = ["template <class Grad>", f"struct {name} {{", "    typedef void staged;"]
-    out.append(f"    static constexpr int SCALARS = {len(step.host)}, BLOCK = {step.program.block};")
-    out.append("    // bytes per entry, what there is one of")
-    out.append("    static constexpr StageColumn COLUMNS[] = {")
-    for b in columns.stored:
-        size, kind = _size(b)
-        out.append(f"        {{{size}, {kind}}},  // {b.name}")
-    out += [f"        {{{b.dtype.bytes:g}, {_KIND[b.space.name]}}},  // {b.name}" for b in columns.temps]
-    out += [f"        {{4, {_KIND[b.space.name]} + 8}},  // partial results of {b.name}" for b in columns.partials]
-    out.append("    };")
-    out.append("    static constexpr Stage STAGES[] = {")
-    out += [f"        stage<{piece}<Grad>>()," for piece in stages]
-    return [*out, "    };", "};"]
+    step: Step
+    host: Sequence[Let]
+    source: str = ""
+
+    @property
+    def printed(self) -> list[int]:
+        """The stages that are kernels."""
+        return [k for k, stage in enumerate(self.step.stages) if not stage.call]
+
+    def stage(self, number: int, name: str) -> list[str]:
+        """The struct of one stage: `name` with its tile function and its places."""
+        found, columns = self.step.stages[number], Columns.of(self.step)
+        program = found.schedule.program
+        assert len(program.buffers) <= 256, "stages.h: MOST"
+        assert found.is_sweep or all(b.dtype.name == "f32" for b in program.buffers), "few values are fp32"
+        plan = StagePhases(found.schedule, name)
+        block = program.block if found.is_sweep else 1
+        matrices = any(b.space.name in ("row", "col", "mat") for b in program.buffers)
+        indexed = "DRAWN != 0" if plan.drawn else str(any(n.op == "index" for n in plan.nodes)).lower()
+        out = [f"// {'a sweep' if found.is_sweep else found.space.name}: {found.why}"]
+        out += ["template <class Weight, class Grad>", f"struct {name} {{", *plan.noise_lines()]
+        tile = f"{BLOCKS * block}" if found.is_sweep and program.block > 1 else str(FLAT)
+        out.append(f"    static constexpr int BLOCK = {block}, TILE = {tile};")
+        out.append(f"    static constexpr Kind SPACE = {_KIND[found.space.name]};")
+        out.append(f"    static constexpr bool MATRICES = {str(matrices).lower()}, INDEXED = {indexed};")
+        # The weight's places, of which there may be several, stand last.
+        own = [b for b in program.buffers if not (plan.weight and b.role == "param")]
+        weights = [b for b in program.buffers if b not in own]
+        out.append("    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from")
+        flags = [f"{str(any(x)).lower()}" for x in ([b.reads for b in weights], [b.writes for b in weights])]
+        out.append(f"    static constexpr auto PLACES = places<Weight, {', '.join(flags)}, Place>({{")
+        names = [b.name for b in own]
+        for b in own:
+            first = names.index(plan.source.get(b.name, b.name))
+            out.append(f"        {_place(b, columns, found.is_sweep, first)},  // {b.name}")
+        out += ["    });", ""]
+        extent = "blocks" if block > 1 else "count"
+        out += head_of_tile(plan, extent, "int row_mask, const Known &known")
+        pointers = [_pointer(b, k) for k, b in enumerate(own) if plan.source.get(b.name, b.name) == b.name]
+        body = [f"Weight weight(at[{len(own)}], at + {len(own) + 1});"] if weights else []
+        body += with_comments(pointers, comment_mark="//")
+        body += self._known(found, plan)
+        body += plan.first_lines()
+        body += loops(plan, extent, self.source)
+        out += [f"        {line}" if line else "" for line in body]
+        return [*out, "    }", "};"]
+
+    def _known(self, stage: Stage, plan: StagePhases) -> list[str]:
+        """What the stage reads of the tensor, the step and the scalars."""
+        program, sweep = stage.schedule.program, stage.schedule.sweep
+        nodes = list(postorder([let.node for let in sweep.lets] + [s.node for s in sweep.stores]))
+        read = {n.attr for n in nodes if n.op == "sym"}
+        keys = {n.attr for n in nodes if n.op == "key"} | ({"step_key", "stream_key"} if plan.drawn else set())
+        sized = any(n.op == "extent" for n in nodes)
+        out = ["const float *extent = known.extent;  // rows, columns, elements"] if sized else []
+        out += [f"const int32_t {key} = known.{key};" for key in ("step_key", "stream_key") if key in keys]
+        places = {let.node.uid: k for k, let in enumerate(self.host)}
+        for k, let in zip(stage.scalars, program.host, strict=True):
+            if let.name in read:
+                passed = places[self.step.host[k].node.uid]
+                out.append(f"const F {plan.scalar[let.name]}(known.scalars[{passed}]);")
+        return out
+
+    def whole(self, name: str, stages: Sequence[str]) -> list[str]:
+        """The struct of the step: its table and the names of its stages' structs, in order."""
+        columns, block = Columns.of(self.step), self.step.program.block
+        out = ["template <class Weight, class Grad>", f"struct {name} {{", "    typedef void staged;"]
+        out.append(f"    static constexpr int SCALARS = {len(self.host)}, BLOCK = {block};")
+        out.append("    // bytes per entry, what there is one of")
+        is_open = columns.stored[0].dtype.name == "f32"
+        is_empty = is_open and len(columns.stored) + len(columns.temps) == 2
+        braces = ("(", ")") if is_empty else ("({", "})")
+        head = f"auto COLUMNS = columns<Weight, Grad, StageColumn>{braces[0]}"
+        out.append(f"    static constexpr {head if is_open else 'StageColumn COLUMNS[] = {'}")
+        rest = columns.stored[2:] if is_open else columns.stored
+        for b in rest:
+            size, kind = _size(b)
+            out.append(f"        {{{size}, {kind}}},  // {b.name}")
+        out += [f"        {{{b.dtype.bytes:g}, {_KIND[b.space.name]}}},  // {b.name}" for b in columns.temps]
+        for b in columns.partials:
+            out.append(f"        {{4, {_KIND[b.space.name]} + 8}},  // partial results of {b.name}")
+        out.append(f"    {braces[1]};" if is_open else "    };")
+        out.append("    static constexpr Stage STAGES[] = {")
+        out += [f"        stage<{piece}<Weight, Grad>>()," for piece in stages]
+        return [*out, "    };", "};"]

@@ -135,7 +135,7 @@ def _load(p: Printer, n: Node) -> Text:
 
 
 def _draw(p: Printer, n: Node) -> Text:
-    kind, bits, width = n.attr
+    kind, bits, width, _ = n.attr
     return f"noise.{kind}({bits}{f', {width}' if kind != 'integer' else ''})", ATOM
 
 

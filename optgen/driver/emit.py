@@ -10,8 +10,8 @@ from typing import Any
 
 import optgen
 from optgen import passes
-from optgen.backends import cpp, cpp_stages, host, reference, triton, triton_stages, wrapper
-from optgen.driver import eager_text, explain, judge, kernel_text, record_text, targets
+from optgen.backends import host, reference, triton, triton_stages, wrapper
+from optgen.driver import cpp_text, eager_text, explain, judge, kernel_text, record_text, targets
 from optgen.driver.eager_text import PLANS, is_ready
 from optgen.driver.pool import Pool, replaced
 from optgen.driver.project import Maths
@@ -140,9 +140,7 @@ def emit_plan(
     """File name -> text of generated/<spec>/<plan>/.  `cases`: those to generate, all of them by default."""
     compiled = [compile_case(spec, c, maths) for c in (targets.cases(spec, plan) if cases is None else cases)]
     scalars, kernels = Pool(), Pool()
-    cpp_kernels: dict[str, list[str]] = {}  # under the names of the Triton kernels that do the same
-    cpp_parts = Pool()  # of steps that take several stages
-    cpp_steps: dict[str, list[str]] = {}
+    cpp_kernels = cpp_text.Kernels()  # under the names of the Triton kernels that do the same
     source = f"{targets.source_name(spec.loc.file)}"
     rows: dict[str, dict[str, Any]] = {}
     whole, functions = Pool(), Functions(kernels)  # Triton's, of steps that take several stages
@@ -171,7 +169,7 @@ def emit_plan(
             if new:
                 names |= functions.add(c.fast, kernel_name, source, lines)
                 helpers |= set(triton_stages.needs(c.fast))
-                cpp_steps[kernel_name] = _cpp_step(c.fast, kernel_name, source, cpp_parts)
+                cpp_kernels.add(spec, c.case, maths, c.fast, kernel_name)
             rows[wanted] = _kernels(c.fast, kernel_name, fast_host, names)
             continue
         (only,) = c.fast.stages
@@ -181,8 +179,8 @@ def emit_plan(
             printed[id(only.schedule)] = kernel_name
             tiles[kernel_name] = triton.tile_elements(only.schedule)
             limits[kernel_name] = triton.registers(only.schedule)
-            if kernel_name not in cpp_kernels:
-                cpp_kernels[kernel_name] = cpp.kernel(only.schedule, kernel_name, source)
+            if kernel_name not in cpp_kernels.uses:
+                cpp_kernels.add(spec, c.case, maths, c.fast, kernel_name)
         rows[wanted] = _kernels(c.fast, kernel_name, fast_host, names)
     scalar_names = host.needs(scalars.functions)
     head = {b: header(spec, plan, b, compiled, maths) for b in ("tables", "triton", "cpp")}
@@ -212,22 +210,10 @@ def emit_plan(
         "kernels.cpp": wrapper.render(
             "cpp.cpp.j2",
             header=re.sub("^#", "//", head["cpp"], flags=re.M),
-            include="stages.h" if cpp_steps else "optgen.h",
-            kernels=[*cpp_kernels.values(), *cpp_parts.functions, *cpp_steps.values()],
+            include="stages.h" if cpp_kernels.steps.functions else "optgen.h",
+            kernels=cpp_text.texts(plan, maths, cpp_kernels),
         ),
     }
-
-
-def _cpp_step(step: Step, name: str, source: str, parts: Pool) -> list[str]:
-    """The C++ struct of a step that takes several stages; equal stages are printed once, into `parts`."""
-    names = []
-    for k, stage in enumerate(step.stages):
-        if stage.call:
-            continue
-        wanted = f"{name}_{k + 1}"
-        scalars = [let.name for let in stage.schedule.program.host]
-        names.append(parts.add(wanted, partial(cpp_stages.stage, step, k, source=source), scalars))
-    return cpp_stages.whole(step, name, names)
 
 
 def _kernels(step: Step, kernel: str, function: str, names: Mapping[str, str]) -> dict[str, Any]:

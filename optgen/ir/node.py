@@ -7,7 +7,7 @@
             | index                             number of the element, row by row of whole blocks, i32
             | key name                          a 32-bit host word: `step_key`, `stream_key`
             | extent name                       `rows`, `columns` or `elements` of the tensor, as f32; space tensor
-            | draw (kind, bits, width)          random bits of a codec, i32: the methods of formats.format.Noise
+            | draw (kind, bits, width, value)   random bits of a codec, i32: the methods of formats.format.Noise
             | PRIM expr*                        one row of ops/prims.py
             | cast expr dtype | bitcast expr dtype
             | block_max expr size | block_min expr size
@@ -136,9 +136,12 @@ def extent(name: str) -> Node:
     return _make("extent", (), name, dtypes.f32, spaces.tensor)
 
 
-def draw(kind: str, bits: int, width: int) -> Node:
-    """Random bits that a codec takes from its share of a word: `integer`, `fraction` or `middle`, `width` bits wide."""
-    return _make("draw", (), (kind, bits, width), dtypes.i32, spaces.elem)
+def draw(kind: str, bits: int, width: int, of: str = "") -> Node:
+    """Random bits that a codec takes from its share of a word: `integer`, `fraction` or `middle`, `width` bits wide.
+
+    of  the state that is rounded by them, "p" for the weight; "" in a codec that stands alone
+    """
+    return _make("draw", (), (kind, bits, width, of), dtypes.i32, spaces.elem)
 
 
 # -- everything else

@@ -14,11 +14,12 @@ their noise is not independent over it, and what was rounded under one draw is n
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 
 from optgen.formats.format import Noise
 from optgen.ir import node as ir
 from optgen.ir.node import Node
-from optgen.lang.values import Value, lshr, rotl
+from optgen.lang.values import Num, Value, lshr, rotl
 from optgen.runtime.records import keys
 from optgen.runtime.records.keys import M1, M2, M3, PLACE, WINDOW, signed
 
@@ -77,4 +78,23 @@ def deal(wants: Mapping[str, int], rare: Collection[str] = ()) -> tuple[dict[str
     return {name: Noise(Value(words[k]), shift, bits) for name, (k, shift, bits) in fields.items()}, words
 
 
-__all__ = ["deal", "word"]
+@dataclass(frozen=True)
+class Drawn(Noise):
+    """Noise as a codec asks for it: leaves instead of bits of a word; `of` as in ir.draw."""
+
+    word: Num = None
+    shift: int = 0
+    bits: int = 0
+    of: str = ""
+
+    def integer(self) -> Num:
+        return Value(ir.draw("integer", self.bits, self.bits, self.of))
+
+    def fraction(self, width: int) -> Num:
+        return Value(ir.draw("fraction", self.bits, width, self.of))
+
+    def middle(self, width: int) -> Num:
+        return Value(ir.draw("middle", self.bits, width, self.of))
+
+
+__all__ = ["Drawn", "deal", "word"]

@@ -7,17 +7,17 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
 from optgen.formats import floats
-from optgen.formats.format import Field, Format
+from optgen.formats.format import Field, Format, Noise
 from optgen.formats.masters import Native
 from optgen.formats.plan import Plan, Storage, field_names
 from optgen.ir import node as ir
 from optgen.ir.node import Node, Rewriter
-from optgen.ir.program import Buffer, KeptValue, Let, Program, Role, Store
+from optgen.ir.program import Buffer, Draws, KeptValue, Let, Program, Role, Store
 from optgen.ir.ranges import ANY, Intervals, is_plus
 from optgen.lang.spec import Matrix, Spec
 from optgen.lang.values import Value, cast
 from optgen.lower.naming import Recorder
-from optgen.lower.noise import deal
+from optgen.lower.noise import Drawn, deal
 from optgen.ops import dtypes, spaces
 from optgen.ops.dtypes import DType
 from optgen.ops.spaces import Space
@@ -132,16 +132,19 @@ def _encode_all(
     weight: Value,
     states: Mapping[str, Value],
     *,
-    stochastic: bool,
+    drawn: bool = False,
     rare: frozenset[str] = frozenset(),
     still: frozenset[str] = frozenset(),
 ) -> tuple[list[Let], list[Store]]:
     """The random words, and the stores that keep a weight and the states.
 
+    drawn  True for `draw` leaves in place of the words' bits
     rare   states, or "p", that not every step stores, or not in the same way
     still  states that are not stored at this one
     """
-    noise, words = deal(_wants(spec, storage, still), rare) if stochastic else ({}, [])
+    wants = _wants(spec, storage, still)
+    noise: Mapping[str, Noise] = {name: Drawn(bits=bits, of=name) for name, bits in wants.items() if bits}
+    noise, words = (noise, []) if drawn else deal(wants, rare)
     anew = {drawn.word.node for name, drawn in noise.items() if name in rare}
     spread = "32 random bits: hash(element, tensor, window of steps), evenly spread over a window"
     docs = ["32 random bits: hash(element, tensor, step)" if word in anew else spread for word in words]
@@ -271,11 +274,18 @@ def _kept_by(storage: Storage) -> dict[str, Callable[[Node], Node]]:
 
 
 def lower(
-    spec: Spec, flags: Mapping[str, bool], storage: Storage, *, grad: DType | None = None, alone: bool = False
+    spec: Spec,
+    flags: Mapping[str, bool],
+    storage: Storage,
+    *,
+    grad: DType | None = None,
+    alone: bool = False,
+    drawn: bool = False,
 ) -> Program:
     """One optimizer step as a Program: decode, the author's lets, encode.
 
     grad   the gradient's dtype, by default the parameter's
+    drawn  True for random bits as leaves; what words they are of is left to the backend
     alone  the rule without a plan, see `lower_rule`
     """
     trace = spec.trace(dict(flags))
@@ -307,7 +317,7 @@ def lower(
     body = [Let("g", g.node, "decode"), *decoded, *lets]
     new_states = {name: Value(node) for name, node in new_nodes.items()}
     rare = _rare(spec, storage, flags)
-    words, stores = _encode_all(spec, storage, Value(new_weight), new_states, stochastic=True, rare=rare, still=still)
+    words, stores = _encode_all(spec, storage, Value(new_weight), new_states, drawn=drawn, rare=rare, still=still)
     body += words
     needed = [s.node for s in stores]
     used, live = (set(ir.loads(nodes)) for nodes in ([*(let.node for let in body), *needed], needed))
@@ -338,6 +348,7 @@ def lower(
         kept=tuple(kept),
         sums=tuple(map(rewrite, trace.sums)),
         together=pairs,
+        draws=Draws(tuple(_wants(spec, storage, still).items()), rare) if drawn else Draws(),
     )
 
 

@@ -16,7 +16,7 @@ KEPT = 512
 """Programs whose results are kept: what one rule's settings share is asked for again soon."""
 
 _LET = attrgetter("name", "node", "stage", "line", "doc")
-_REST = attrgetter("name", "buffers", "maths", "block", "rules", "hypers", "doc", "kept", "space")
+_REST = attrgetter("name", "buffers", "maths", "block", "rules", "hypers", "doc", "kept", "space", "draws")
 
 
 def _key(program: Program) -> Hashable:

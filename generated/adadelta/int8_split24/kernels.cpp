@@ -24,11 +24,73 @@
 
 namespace {
 
-template <class Grad>
-struct adadelta_float32 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3), SCALARS = 6;
+// bf16 and 8 more bits, stochastic
+struct weight_bfloat16 {
+    static constexpr int NOISE = 8;
+    static constexpr Part PARTS[] = {{2, true}, {1, true}};  // code, low
+    uint16_t *__restrict code_at;
+    uint8_t *__restrict low_at;
+
+    weight_bfloat16(char *p, char *const *more) : code_at((uint16_t *)p), low_at((uint8_t *)more[0]) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        const U8 low_code = raw(low_at + i);
+        return as_float(joined(code_stored, low_code) - 32768);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        const I word = bits_or_nan(x) + (integer<P>(noise) | 0x8000);
+        store_half<2>(code_at + i, word);
+        store_byte<1>(low_at + i, word);
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); fetch<N>(low_at, b); }
+};
+
+// f16 and 8 more bits, stochastic
+struct weight_float16 {
+    static constexpr int NOISE = 8;
+    static constexpr Part PARTS[] = {{2, true}, {1, true}};  // code, low
+    uint16_t *__restrict code_at;
+    uint8_t *__restrict low_at;
+
+    weight_float16(char *p, char *const *more) : code_at((uint16_t *)p), low_at((uint8_t *)more[0]) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        const I high = extend16(extend16(to_int(code_stored)));
+        const U8 low_code = raw(low_at + i);
+        const I low = to_int(low_code);
+        const I offset = low - 128;
+        const I wide = ((high & 32767) << 8) + offset;
+        const I subnormal = bits(2.3283064365386963e-10f * to_float(wide));
+        const I normal = (wide << 5) + 0x38000000;
+        const I finite = where(wide < 0x40000, subnormal, normal);
+        return as_float(bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000))) | (high & 0x8000) << 16);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        const I x_bitcast = bits(x);
+        const I sign_ = x_bitcast >> 16 & 0x8000;
+        const I magnitude = x_bitcast & 0x7fffffff;
+        const F magnitude_bitcast = as_float(magnitude);
+        const M is_subnormal = magnitude_bitcast < 6.103515625e-05f;
+        const I subnormal = to_int(2199023255552.0f * magnitude_bitcast);
+        const I rebiased = min(I(0xf800000), magnitude - 0x38000000);
+        const I fixed = where(is_subnormal, subnormal, rebiased << 4);
+        const I wide = lshr(fixed + middle<P, 9>(noise), 9);
+        const I word = where(x == x, wide, I(0x7e0000)) + 128;
+        const I kept_ = word;
+        store(code_at + i, sign_ | word >> 8);
+        store(low_at + i, kept_);
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); fetch<N>(low_at, b); }
+};
+
+template <class Weight, class Grad>
+struct adadelta_kernel {
+    // random bits of square_avg, acc_delta, p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{12, false}, {12, false}, {Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P, 1, 0}), KEPT = NOISE.mask({1, 0});
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2 + count(KEPT)), SCALARS = 6;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}});
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
                      const float *scalars, int32_t step_key, int32_t stream_key) {
@@ -38,22 +100,23 @@ struct adadelta_float32 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];                     // float32 [n]  read and written
+        Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict square_avg_codes_at = (uint8_t *)at[2];  // uint8 [n]  read and written
-        int16_t *__restrict square_avg_range_at = (int16_t *)at[3];  // int16 [blocks of 64]  read and written
-        uint8_t *__restrict acc_delta_codes_at = (uint8_t *)at[4];   // uint8 [n]  read and written
-        int16_t *__restrict acc_delta_range_at = (int16_t *)at[5];   // int16 [blocks of 64]  read and written
+        // uint8 [n]  read and written
+        uint8_t *__restrict square_avg_codes_at = (uint8_t *)at[parts<Weight>() + 1];
+        // int16 [blocks of 64]  read and written
+        int16_t *__restrict square_avg_range_at = (int16_t *)at[parts<Weight>() + 2];
+        // uint8 [n]  read and written
+        uint8_t *__restrict acc_delta_codes_at = (uint8_t *)at[parts<Weight>() + 3];
+        // int16 [blocks of 64]  read and written
+        int16_t *__restrict acc_delta_range_at = (int16_t *)at[parts<Weight>() + 4];
         const F rho(scalars[0]);
         const F eps(scalars[1]);
         const F weight_decay(scalars[2]);
         const F grad_scale(scalars[3]);
         const F one_minus_rho(scalars[4]);
         const F minus_lr(scalars[5]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) int32_t noise_kept[TILE];
         alignas(64) int32_t square_avg_pattern_kept[TILE];
         alignas(64) int32_t acc_delta_pattern_kept[TILE];
         alignas(64) int32_t acc_delta_middle_2_kept[TILE / BLOCK];
@@ -72,19 +135,7 @@ struct adadelta_float32 {
         I smallest_of_block_kept[TILE / BLOCK];
         I largest_of_block_2_kept[TILE / BLOCK];
         I smallest_of_block_2_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000010;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
+        Words<adadelta_kernel> words(BLOCK * blocks, first, stream_key, step_key);
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
@@ -109,7 +160,7 @@ struct adadelta_float32 {
         // -- elements: decode, update, encode  (specs/adadelta.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch_weight<BLOCK>(weight, b + TILE / BLOCK);
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const I acc_delta_middle_2(acc_delta_middle_2_kept[b]);
             const I acc_delta_step(acc_delta_step_kept[b]);
@@ -121,14 +172,13 @@ struct adadelta_float32 {
             I smallest_of_block_2(INT32_MAX);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
+                const auto noise = words.at(i);
                 const U8 acc_delta_code = raw(acc_delta_codes_at + i);
                 const I acc_delta_piece = to_int(acc_delta_code);
                 const F acc_delta_value = as_float(acc_delta_middle_2 + acc_delta_piece * acc_delta_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F acc_delta = acc_delta_value * acc_delta_value;
-                const F p = load(p_at + i);
+                const F p = weight.decode(i);
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
                 const U8 square_avg_code = raw(square_avg_codes_at + i);
@@ -147,18 +197,15 @@ struct adadelta_float32 {
                 // 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
                 const F acc_delta_2 = fma(one_minus_rho * acc_delta_sqrt * square_avg_rcp * g_3 * acc_delta_sqrt * square_avg_rcp, g_3, rho * acc_delta);
                 const I square_avg_pattern = bits(sqrt(square_avg_2));
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I acc_delta_pattern = bits(sqrt(acc_delta_2));
                 largest_of_block = larger<RAGGED>(largest_of_block, square_avg_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, square_avg_pattern, i, end);
                 largest_of_block_2 = larger<RAGGED>(largest_of_block_2, acc_delta_pattern, i, end);
                 smallest_of_block_2 = smaller<RAGGED>(smallest_of_block_2, acc_delta_pattern, i, end);
-                store(noise_kept + i, noise);
+                words.keep(noise, i);
                 store(square_avg_pattern_kept + i, square_avg_pattern);
                 store(acc_delta_pattern_kept + i, acc_delta_pattern);
-                store(p_at + i, p_2);
+                weight.encode(i, p_2, noise);
             }
             largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
@@ -224,12 +271,12 @@ struct adadelta_float32 {
             const I acc_delta_scale(acc_delta_scale_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I noise = load(noise_kept + i);
+                const auto noise = words.kept(i);
                 const I square_avg_pattern = load(square_avg_pattern_kept + i);
                 const I acc_delta_pattern = load(acc_delta_pattern_kept + i);
-                const I square_avg_offset = lshr(noise, 8) + square_avg_half_add;
+                const I square_avg_offset = fraction<0, 24>(noise) + square_avg_half_add;
                 const I square_avg_position = max(I(0), min(square_avg_pattern - square_avg_base, square_avg_base_sub)) * square_avg_scale + square_avg_offset;
-                const I acc_delta_offset = ((noise & 4095) << 12 | 2048) + acc_delta_half_add;
+                const I acc_delta_offset = fraction<1, 24>(noise) + acc_delta_half_add;
                 const I acc_delta_position = max(I(0), min(acc_delta_pattern - acc_delta_base, acc_delta_base_sub)) * acc_delta_scale + acc_delta_offset;
                 store_byte<3>(square_avg_codes_at + i, square_avg_position);
                 store_byte<3>(acc_delta_codes_at + i, acc_delta_position);
@@ -238,30 +285,35 @@ struct adadelta_float32 {
     }
 };
 
-template <class Grad>
-struct adadelta_float32_small {
+template <class Weight, class Grad>
+struct adadelta_small_kernel {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 6;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}});
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];           // float32 [n]  read and written
+        Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict square_avg_at = (float *)at[2];  // float32 [n]  read and written
-        float *__restrict acc_delta_at = (float *)at[3];   // float32 [n]  read and written
+        float *__restrict square_avg_at = (float *)at[parts<Weight>() + 1];  // float32 [n]  read and written
+        float *__restrict acc_delta_at = (float *)at[parts<Weight>() + 2];   // float32 [n]  read and written
         const F rho(scalars[0]);
         const F eps(scalars[1]);
         const F weight_decay(scalars[2]);
         const F grad_scale(scalars[3]);
         const F one_minus_rho(scalars[4]);
         const F minus_lr(scalars[5]);
+        Words<adadelta_small_kernel> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/adadelta.py)
         for (int i = 0; i < count; i += W) {
+            const auto noise = words.at(i);
             const F acc_delta = load(acc_delta_at + i);
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
             const F square_avg = load(square_avg_at + i);
@@ -275,626 +327,19 @@ struct adadelta_float32_small {
             const F p_2 = fma(minus_lr, delta, p);                                   // 23  p = p - lr * delta
             // 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
             const F acc_delta_2 = fma(one_minus_rho * acc_delta_sqrt * square_avg_rcp * g_3 * acc_delta_sqrt * square_avg_rcp, g_3, rho * acc_delta);
-            store(p_at + i, p_2);
+            weight.encode(i, p_2, noise);
             store(square_avg_at + i, square_avg_2);
             store(acc_delta_at + i, acc_delta_2);
         }
     }
 };
 
-template <class Grad>
-struct adadelta_bfloat16 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3), SCALARS = 6;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];               // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];        // uint8 [n]  read and written
-        uint8_t *__restrict square_avg_codes_at = (uint8_t *)at[3];  // uint8 [n]  read and written
-        int16_t *__restrict square_avg_range_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
-        uint8_t *__restrict acc_delta_codes_at = (uint8_t *)at[5];   // uint8 [n]  read and written
-        int16_t *__restrict acc_delta_range_at = (int16_t *)at[6];   // int16 [blocks of 64]  read and written
-        const F rho(scalars[0]);
-        const F eps(scalars[1]);
-        const F weight_decay(scalars[2]);
-        const F grad_scale(scalars[3]);
-        const F one_minus_rho(scalars[4]);
-        const F minus_lr(scalars[5]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) int32_t square_avg_pattern_kept[TILE];
-        alignas(64) int32_t acc_delta_pattern_kept[TILE];
-        alignas(64) int32_t acc_delta_middle_2_kept[TILE / BLOCK];
-        alignas(64) int32_t acc_delta_step_kept[TILE / BLOCK];
-        alignas(64) int32_t square_avg_middle_2_kept[TILE / BLOCK];
-        alignas(64) int32_t square_avg_step_kept[TILE / BLOCK];
-        alignas(64) int32_t square_avg_half_add_kept[TILE / BLOCK];
-        alignas(64) int32_t square_avg_base_kept[TILE / BLOCK];
-        alignas(64) int32_t square_avg_base_sub_kept[TILE / BLOCK];
-        alignas(64) int32_t square_avg_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t acc_delta_half_add_kept[TILE / BLOCK];
-        alignas(64) int32_t acc_delta_base_kept[TILE / BLOCK];
-        alignas(64) int32_t acc_delta_base_sub_kept[TILE / BLOCK];
-        alignas(64) int32_t acc_delta_scale_kept[TILE / BLOCK];
-        I largest_of_block_kept[TILE / BLOCK];
-        I smallest_of_block_kept[TILE / BLOCK];
-        I largest_of_block_2_kept[TILE / BLOCK];
-        I smallest_of_block_2_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1001001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 acc_delta_range = raw(acc_delta_range_at + b);
-            const I acc_delta_header = to_int(acc_delta_range);
-            const I acc_delta_cells = max(I(4), acc_delta_header & 255);
-            const I acc_delta_step = bits(fma(4194304.0f, 1.0f / to_float(acc_delta_cells), 12582912.0f)) - 0x4b400000;
-            const I acc_delta_middle = ((acc_delta_header & 0xff00) << 14) + 0x20000000 + (acc_delta_step >> 1);
-            const I acc_delta_middle_2 = where(acc_delta_header == 0, I(0), acc_delta_middle);
-            const I16 square_avg_range = raw(square_avg_range_at + b);
-            const I square_avg_header = to_int(square_avg_range);
-            const I square_avg_cells = max(I(4), square_avg_header & 255);
-            const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) - 0x4b400000;
-            const I square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1);
-            const I square_avg_middle_2 = where(square_avg_header == 0, I(0), square_avg_middle);
-            store(acc_delta_middle_2_kept + b, acc_delta_middle_2);
-            store(acc_delta_step_kept + b, acc_delta_step);
-            store(square_avg_middle_2_kept + b, square_avg_middle_2);
-            store(square_avg_step_kept + b, square_avg_step);
-        }
-
-        // -- elements: decode, update, encode  (specs/adadelta.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            const I acc_delta_middle_2(acc_delta_middle_2_kept[b]);
-            const I acc_delta_step(acc_delta_step_kept[b]);
-            const I square_avg_middle_2(square_avg_middle_2_kept[b]);
-            const I square_avg_step(square_avg_step_kept[b]);
-            I largest_of_block(INT32_MIN);
-            I smallest_of_block(INT32_MAX);
-            I largest_of_block_2(INT32_MIN);
-            I smallest_of_block_2(INT32_MAX);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const U8 acc_delta_code = raw(acc_delta_codes_at + i);
-                const I acc_delta_piece = to_int(acc_delta_code);
-                const F acc_delta_value = as_float(acc_delta_middle_2 + acc_delta_piece * acc_delta_step);
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F acc_delta = acc_delta_value * acc_delta_value;
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);         // bf16 and 8 more bits, stochastic
-                const F g_stored = Grad::load(g_at + i);
-                const F g = grad_scale * g_stored;
-                const U8 square_avg_code = raw(square_avg_codes_at + i);
-                const I square_avg_piece = to_int(square_avg_code);
-                const F square_avg_value = as_float(square_avg_middle_2 + square_avg_piece * square_avg_step);
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F square_avg = square_avg_value * square_avg_value;
-                const F acc_delta_sqrt = sqrt(acc_delta + eps);
-                const F g_2 = fma(weight_decay, p, g);                                   // 19  g = l2(g, p, weight_decay)
-                // 20  square_avg = rho * square_avg + (1 - rho) * g * g
-                const F square_avg_2 = fma(one_minus_rho * g_2, g_2, rho * square_avg);
-                const F square_avg_rcp = 1.0f / sqrt(square_avg_2 + eps);
-                // 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
-                const F delta = acc_delta_sqrt * square_avg_rcp * g_2;
-                const F p_2 = fma(minus_lr, delta, p);                                   // 23  p = p - lr * delta
-                // 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
-                const F acc_delta_2 = fma(one_minus_rho * acc_delta_sqrt * square_avg_rcp * g_2 * acc_delta_sqrt * square_avg_rcp, g_2, rho * acc_delta);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = bits_or_nan(p_2) + (noise & 255 | 0x8000);
-                const I square_avg_pattern = bits(sqrt(square_avg_2));
-                const I acc_delta_pattern = bits(sqrt(acc_delta_2));
-                largest_of_block = larger<RAGGED>(largest_of_block, square_avg_pattern, i, end);
-                smallest_of_block = smaller<RAGGED>(smallest_of_block, square_avg_pattern, i, end);
-                largest_of_block_2 = larger<RAGGED>(largest_of_block_2, acc_delta_pattern, i, end);
-                smallest_of_block_2 = smaller<RAGGED>(smallest_of_block_2, acc_delta_pattern, i, end);
-                store(noise_kept + i, noise);
-                store(square_avg_pattern_kept + i, square_avg_pattern);
-                store(acc_delta_pattern_kept + i, acc_delta_pattern);
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
-            }
-            largest_of_block_kept[b] = largest_of_block;
-            smallest_of_block_kept[b] = smallest_of_block;
-            largest_of_block_2_kept[b] = largest_of_block_2;
-            smallest_of_block_2_kept[b] = smallest_of_block_2;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
-            const I smallest_of_block_2 = smallest(smallest_of_block_2_kept + b);
-            const I square_avg_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
-            const I square_avg_above = (square_avg_largest + 0x80000 >> 22) + 1;
-            const I square_avg_below = smallest_of_block - 0x80000 >> 22;
-            const I square_avg_units = min(I(64), max(I(1), square_avg_above - max(I(128), square_avg_below)));
-            const I square_avg_first = square_avg_above - square_avg_units;
-            const I square_avg_start = square_avg_first << 22;
-            const I square_avg_half = square_avg_units * 10240;
-            const I square_avg_base = square_avg_start + square_avg_half;
-            const I square_avg_base_sub = 0x5f700000 - square_avg_base;
-            const I square_avg_cells_2 = min(I(255), to_int(256.5f / to_float(square_avg_units)));
-            const I square_avg_scale = square_avg_cells_2 << 2;
-            const I square_avg_half_add = square_avg_half * square_avg_scale - 0x800000;
-            const I square_avg_header_2 = square_avg_first - 128 << 8 | square_avg_cells_2;
-            const I acc_delta_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block_2));
-            const I acc_delta_above = (acc_delta_largest + 0x80000 >> 22) + 1;
-            const I acc_delta_below = smallest_of_block_2 - 0x80000 >> 22;
-            const I acc_delta_units = min(I(64), max(I(1), acc_delta_above - max(I(128), acc_delta_below)));
-            const I acc_delta_first = acc_delta_above - acc_delta_units;
-            const I acc_delta_start = acc_delta_first << 22;
-            const I acc_delta_half = acc_delta_units * 10240;
-            const I acc_delta_base = acc_delta_start + acc_delta_half;
-            const I acc_delta_base_sub = 0x5f700000 - acc_delta_base;
-            const I acc_delta_cells_2 = min(I(255), to_int(256.5f / to_float(acc_delta_units)));
-            const I acc_delta_scale = acc_delta_cells_2 << 2;
-            const I acc_delta_half_add = acc_delta_half * acc_delta_scale - 0x800000;
-            const I acc_delta_header_2 = acc_delta_first - 128 << 8 | acc_delta_cells_2;
-            store(square_avg_half_add_kept + b, square_avg_half_add);
-            store(square_avg_base_kept + b, square_avg_base);
-            store(square_avg_base_sub_kept + b, square_avg_base_sub);
-            store(square_avg_scale_kept + b, square_avg_scale);
-            store(acc_delta_half_add_kept + b, acc_delta_half_add);
-            store(acc_delta_base_kept + b, acc_delta_base);
-            store(acc_delta_base_sub_kept + b, acc_delta_base_sub);
-            store(acc_delta_scale_kept + b, acc_delta_scale);
-            store(square_avg_range_at + b, square_avg_header_2);
-            store(acc_delta_range_at + b, acc_delta_header_2);
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(square_avg_codes_at, b + TILE / BLOCK);
-            fetch<BLOCK>(acc_delta_codes_at, b + TILE / BLOCK);
-            const I square_avg_half_add(square_avg_half_add_kept[b]);
-            const I square_avg_base(square_avg_base_kept[b]);
-            const I square_avg_base_sub(square_avg_base_sub_kept[b]);
-            const I square_avg_scale(square_avg_scale_kept[b]);
-            const I acc_delta_half_add(acc_delta_half_add_kept[b]);
-            const I acc_delta_base(acc_delta_base_kept[b]);
-            const I acc_delta_base_sub(acc_delta_base_sub_kept[b]);
-            const I acc_delta_scale(acc_delta_scale_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I noise = load(noise_kept + i);
-                const I square_avg_pattern = load(square_avg_pattern_kept + i);
-                const I acc_delta_pattern = load(acc_delta_pattern_kept + i);
-                const I square_avg_offset = lshr(noise, 8) + square_avg_half_add;
-                const I square_avg_position = max(I(0), min(square_avg_pattern - square_avg_base, square_avg_base_sub)) * square_avg_scale + square_avg_offset;
-                const I acc_delta_offset = ((noise >> 8 & 4095) << 12 | 2048) + acc_delta_half_add;
-                const I acc_delta_position = max(I(0), min(acc_delta_pattern - acc_delta_base, acc_delta_base_sub)) * acc_delta_scale + acc_delta_offset;
-                store_byte<3>(square_avg_codes_at + i, square_avg_position);
-                store_byte<3>(acc_delta_codes_at + i, acc_delta_position);
-            }
-        }
-    }
-};
-
-template <class Grad>
-struct adadelta_bfloat16_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 6;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];         // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];  // uint8 [n]  read and written
-        float *__restrict square_avg_at = (float *)at[3];      // float32 [n]  read and written
-        float *__restrict acc_delta_at = (float *)at[4];       // float32 [n]  read and written
-        const F rho(scalars[0]);
-        const F eps(scalars[1]);
-        const F weight_decay(scalars[2]);
-        const F grad_scale(scalars[3]);
-        const F one_minus_rho(scalars[4]);
-        const F minus_lr(scalars[5]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/adadelta.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const F acc_delta = load(acc_delta_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) - 32768);         // bf16 and 8 more bits, stochastic
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F square_avg = load(square_avg_at + i);
-            const F acc_delta_sqrt = sqrt(acc_delta + eps);
-            const F g_2 = fma(weight_decay, p, g);                                   // 19  g = l2(g, p, weight_decay)
-            // 20  square_avg = rho * square_avg + (1 - rho) * g * g
-            const F square_avg_2 = fma(one_minus_rho * g_2, g_2, rho * square_avg);
-            const F square_avg_rcp = 1.0f / sqrt(square_avg_2 + eps);
-            // 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
-            const F delta = acc_delta_sqrt * square_avg_rcp * g_2;
-            const F p_2 = fma(minus_lr, delta, p);                                   // 23  p = p - lr * delta
-            // 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
-            const F acc_delta_2 = fma(one_minus_rho * acc_delta_sqrt * square_avg_rcp * g_2 * acc_delta_sqrt * square_avg_rcp, g_2, rho * acc_delta);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = bits_or_nan(p_2) + (lshr(noise, 24) + 0x8000);
-            store_half<2>(p_at + i, p_word);
-            store_byte<1>(weight_low_at + i, p_word);
-            store(square_avg_at + i, square_avg_2);
-            store(acc_delta_at + i, acc_delta_2);
-        }
-    }
-};
-
-template <class Grad>
-struct adadelta_float16 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3), SCALARS = 6;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];               // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];        // uint8 [n]  read and written
-        uint8_t *__restrict square_avg_codes_at = (uint8_t *)at[3];  // uint8 [n]  read and written
-        int16_t *__restrict square_avg_range_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
-        uint8_t *__restrict acc_delta_codes_at = (uint8_t *)at[5];   // uint8 [n]  read and written
-        int16_t *__restrict acc_delta_range_at = (int16_t *)at[6];   // int16 [blocks of 64]  read and written
-        const F rho(scalars[0]);
-        const F eps(scalars[1]);
-        const F weight_decay(scalars[2]);
-        const F grad_scale(scalars[3]);
-        const F one_minus_rho(scalars[4]);
-        const F minus_lr(scalars[5]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) int32_t square_avg_pattern_kept[TILE];
-        alignas(64) int32_t acc_delta_pattern_kept[TILE];
-        alignas(64) int32_t acc_delta_middle_2_kept[TILE / BLOCK];
-        alignas(64) int32_t acc_delta_step_kept[TILE / BLOCK];
-        alignas(64) int32_t square_avg_middle_2_kept[TILE / BLOCK];
-        alignas(64) int32_t square_avg_step_kept[TILE / BLOCK];
-        alignas(64) int32_t square_avg_half_add_kept[TILE / BLOCK];
-        alignas(64) int32_t square_avg_base_kept[TILE / BLOCK];
-        alignas(64) int32_t square_avg_base_sub_kept[TILE / BLOCK];
-        alignas(64) int32_t square_avg_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t acc_delta_half_add_kept[TILE / BLOCK];
-        alignas(64) int32_t acc_delta_base_kept[TILE / BLOCK];
-        alignas(64) int32_t acc_delta_base_sub_kept[TILE / BLOCK];
-        alignas(64) int32_t acc_delta_scale_kept[TILE / BLOCK];
-        I largest_of_block_kept[TILE / BLOCK];
-        I smallest_of_block_kept[TILE / BLOCK];
-        I largest_of_block_2_kept[TILE / BLOCK];
-        I smallest_of_block_2_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1001001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 acc_delta_range = raw(acc_delta_range_at + b);
-            const I acc_delta_header = to_int(acc_delta_range);
-            const I acc_delta_cells = max(I(4), acc_delta_header & 255);
-            const I acc_delta_step = bits(fma(4194304.0f, 1.0f / to_float(acc_delta_cells), 12582912.0f)) - 0x4b400000;
-            const I acc_delta_middle = ((acc_delta_header & 0xff00) << 14) + 0x20000000 + (acc_delta_step >> 1);
-            const I acc_delta_middle_2 = where(acc_delta_header == 0, I(0), acc_delta_middle);
-            const I16 square_avg_range = raw(square_avg_range_at + b);
-            const I square_avg_header = to_int(square_avg_range);
-            const I square_avg_cells = max(I(4), square_avg_header & 255);
-            const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) - 0x4b400000;
-            const I square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1);
-            const I square_avg_middle_2 = where(square_avg_header == 0, I(0), square_avg_middle);
-            store(acc_delta_middle_2_kept + b, acc_delta_middle_2);
-            store(acc_delta_step_kept + b, acc_delta_step);
-            store(square_avg_middle_2_kept + b, square_avg_middle_2);
-            store(square_avg_step_kept + b, square_avg_step);
-        }
-
-        // -- elements: decode, update, encode  (specs/adadelta.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            const I acc_delta_middle_2(acc_delta_middle_2_kept[b]);
-            const I acc_delta_step(acc_delta_step_kept[b]);
-            const I square_avg_middle_2(square_avg_middle_2_kept[b]);
-            const I square_avg_step(square_avg_step_kept[b]);
-            I largest_of_block(INT32_MIN);
-            I smallest_of_block(INT32_MAX);
-            I largest_of_block_2(INT32_MIN);
-            I smallest_of_block_2(INT32_MAX);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const U8 acc_delta_code = raw(acc_delta_codes_at + i);
-                const I acc_delta_piece = to_int(acc_delta_code);
-                const F acc_delta_value = as_float(acc_delta_middle_2 + acc_delta_piece * acc_delta_step);
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F acc_delta = acc_delta_value * acc_delta_value;
-                const U16 p_stored = raw(p_at + i);
-                const I p_high = extend16(extend16(to_int(p_stored)));
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low - 128;
-                const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 0x38000000;
-                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-                // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-                const F g_stored = Grad::load(g_at + i);
-                const F g = grad_scale * g_stored;
-                const U8 square_avg_code = raw(square_avg_codes_at + i);
-                const I square_avg_piece = to_int(square_avg_code);
-                const F square_avg_value = as_float(square_avg_middle_2 + square_avg_piece * square_avg_step);
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F square_avg = square_avg_value * square_avg_value;
-                const F acc_delta_sqrt = sqrt(acc_delta + eps);
-                const F g_2 = fma(weight_decay, p, g);                                   // 19  g = l2(g, p, weight_decay)
-                // 20  square_avg = rho * square_avg + (1 - rho) * g * g
-                const F square_avg_2 = fma(one_minus_rho * g_2, g_2, rho * square_avg);
-                const F square_avg_rcp = 1.0f / sqrt(square_avg_2 + eps);
-                // 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
-                const F delta = acc_delta_sqrt * square_avg_rcp * g_2;
-                const F p_2 = fma(minus_lr, delta, p);                                   // 23  p = p - lr * delta
-                // 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
-                const F acc_delta_2 = fma(one_minus_rho * acc_delta_sqrt * square_avg_rcp * g_2 * acc_delta_sqrt * square_avg_rcp, g_2, rho * acc_delta);
-                const I p_bitcast = bits(p_2);
-                const I p_sign = p_bitcast >> 16 & 0x8000;
-                const I p_magnitude = p_bitcast & 0x7fffffff;
-                const F p_magnitude_bitcast = as_float(p_magnitude);
-                const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-                const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-                const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-                const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_wide_2 = lshr(p_fixed + ((noise & 255) << 1 | 1), 9);
-                const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
-                const I p_kept_ = p_word;
-                const I square_avg_pattern = bits(sqrt(square_avg_2));
-                const I acc_delta_pattern = bits(sqrt(acc_delta_2));
-                largest_of_block = larger<RAGGED>(largest_of_block, square_avg_pattern, i, end);
-                smallest_of_block = smaller<RAGGED>(smallest_of_block, square_avg_pattern, i, end);
-                largest_of_block_2 = larger<RAGGED>(largest_of_block_2, acc_delta_pattern, i, end);
-                smallest_of_block_2 = smaller<RAGGED>(smallest_of_block_2, acc_delta_pattern, i, end);
-                store(noise_kept + i, noise);
-                store(square_avg_pattern_kept + i, square_avg_pattern);
-                store(acc_delta_pattern_kept + i, acc_delta_pattern);
-                store(p_at + i, p_sign | p_word >> 8);
-                store(weight_low_at + i, p_kept_);
-            }
-            largest_of_block_kept[b] = largest_of_block;
-            smallest_of_block_kept[b] = smallest_of_block;
-            largest_of_block_2_kept[b] = largest_of_block_2;
-            smallest_of_block_2_kept[b] = smallest_of_block_2;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
-            const I smallest_of_block_2 = smallest(smallest_of_block_2_kept + b);
-            const I square_avg_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
-            const I square_avg_above = (square_avg_largest + 0x80000 >> 22) + 1;
-            const I square_avg_below = smallest_of_block - 0x80000 >> 22;
-            const I square_avg_units = min(I(64), max(I(1), square_avg_above - max(I(128), square_avg_below)));
-            const I square_avg_first = square_avg_above - square_avg_units;
-            const I square_avg_start = square_avg_first << 22;
-            const I square_avg_half = square_avg_units * 10240;
-            const I square_avg_base = square_avg_start + square_avg_half;
-            const I square_avg_base_sub = 0x5f700000 - square_avg_base;
-            const I square_avg_cells_2 = min(I(255), to_int(256.5f / to_float(square_avg_units)));
-            const I square_avg_scale = square_avg_cells_2 << 2;
-            const I square_avg_half_add = square_avg_half * square_avg_scale - 0x800000;
-            const I square_avg_header_2 = square_avg_first - 128 << 8 | square_avg_cells_2;
-            const I acc_delta_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block_2));
-            const I acc_delta_above = (acc_delta_largest + 0x80000 >> 22) + 1;
-            const I acc_delta_below = smallest_of_block_2 - 0x80000 >> 22;
-            const I acc_delta_units = min(I(64), max(I(1), acc_delta_above - max(I(128), acc_delta_below)));
-            const I acc_delta_first = acc_delta_above - acc_delta_units;
-            const I acc_delta_start = acc_delta_first << 22;
-            const I acc_delta_half = acc_delta_units * 10240;
-            const I acc_delta_base = acc_delta_start + acc_delta_half;
-            const I acc_delta_base_sub = 0x5f700000 - acc_delta_base;
-            const I acc_delta_cells_2 = min(I(255), to_int(256.5f / to_float(acc_delta_units)));
-            const I acc_delta_scale = acc_delta_cells_2 << 2;
-            const I acc_delta_half_add = acc_delta_half * acc_delta_scale - 0x800000;
-            const I acc_delta_header_2 = acc_delta_first - 128 << 8 | acc_delta_cells_2;
-            store(square_avg_half_add_kept + b, square_avg_half_add);
-            store(square_avg_base_kept + b, square_avg_base);
-            store(square_avg_base_sub_kept + b, square_avg_base_sub);
-            store(square_avg_scale_kept + b, square_avg_scale);
-            store(acc_delta_half_add_kept + b, acc_delta_half_add);
-            store(acc_delta_base_kept + b, acc_delta_base);
-            store(acc_delta_base_sub_kept + b, acc_delta_base_sub);
-            store(acc_delta_scale_kept + b, acc_delta_scale);
-            store(square_avg_range_at + b, square_avg_header_2);
-            store(acc_delta_range_at + b, acc_delta_header_2);
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(square_avg_codes_at, b + TILE / BLOCK);
-            fetch<BLOCK>(acc_delta_codes_at, b + TILE / BLOCK);
-            const I square_avg_half_add(square_avg_half_add_kept[b]);
-            const I square_avg_base(square_avg_base_kept[b]);
-            const I square_avg_base_sub(square_avg_base_sub_kept[b]);
-            const I square_avg_scale(square_avg_scale_kept[b]);
-            const I acc_delta_half_add(acc_delta_half_add_kept[b]);
-            const I acc_delta_base(acc_delta_base_kept[b]);
-            const I acc_delta_base_sub(acc_delta_base_sub_kept[b]);
-            const I acc_delta_scale(acc_delta_scale_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I noise = load(noise_kept + i);
-                const I square_avg_pattern = load(square_avg_pattern_kept + i);
-                const I acc_delta_pattern = load(acc_delta_pattern_kept + i);
-                const I square_avg_offset = lshr(noise, 8) + square_avg_half_add;
-                const I square_avg_position = max(I(0), min(square_avg_pattern - square_avg_base, square_avg_base_sub)) * square_avg_scale + square_avg_offset;
-                const I acc_delta_offset = ((noise >> 8 & 4095) << 12 | 2048) + acc_delta_half_add;
-                const I acc_delta_position = max(I(0), min(acc_delta_pattern - acc_delta_base, acc_delta_base_sub)) * acc_delta_scale + acc_delta_offset;
-                store_byte<3>(square_avg_codes_at + i, square_avg_position);
-                store_byte<3>(acc_delta_codes_at + i, acc_delta_position);
-            }
-        }
-    }
-};
-
-template <class Grad>
-struct adadelta_float16_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 6;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];         // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];  // uint8 [n]  read and written
-        float *__restrict square_avg_at = (float *)at[3];      // float32 [n]  read and written
-        float *__restrict acc_delta_at = (float *)at[4];       // float32 [n]  read and written
-        const F rho(scalars[0]);
-        const F eps(scalars[1]);
-        const F weight_decay(scalars[2]);
-        const F grad_scale(scalars[3]);
-        const F one_minus_rho(scalars[4]);
-        const F minus_lr(scalars[5]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/adadelta.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const F acc_delta = load(acc_delta_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const I p_high = extend16(extend16(to_int(p_stored)));
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low - 128;
-            const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 0x38000000;
-            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-            // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F square_avg = load(square_avg_at + i);
-            const F acc_delta_sqrt = sqrt(acc_delta + eps);
-            const F g_2 = fma(weight_decay, p, g);                                   // 19  g = l2(g, p, weight_decay)
-            // 20  square_avg = rho * square_avg + (1 - rho) * g * g
-            const F square_avg_2 = fma(one_minus_rho * g_2, g_2, rho * square_avg);
-            const F square_avg_rcp = 1.0f / sqrt(square_avg_2 + eps);
-            // 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
-            const F delta = acc_delta_sqrt * square_avg_rcp * g_2;
-            const F p_2 = fma(minus_lr, delta, p);                                   // 23  p = p - lr * delta
-            // 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
-            const F acc_delta_2 = fma(one_minus_rho * acc_delta_sqrt * square_avg_rcp * g_2 * acc_delta_sqrt * square_avg_rcp, g_2, rho * acc_delta);
-            const I p_bitcast = bits(p_2);
-            const I p_sign = p_bitcast >> 16 & 0x8000;
-            const I p_magnitude = p_bitcast & 0x7fffffff;
-            const F p_magnitude_bitcast = as_float(p_magnitude);
-            const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-            const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-            const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-            const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_wide_2 = lshr(p_fixed + (lshr(noise, 23) | 1), 9);
-            const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
-            const I p_kept_ = p_word;
-            store(p_at + i, p_sign | p_word >> 8);
-            store(weight_low_at + i, p_kept_);
-            store(square_avg_at + i, square_avg_2);
-            store(acc_delta_at + i, acc_delta_2);
-        }
-    }
-};
+template <class Grad> using adadelta_float32 = adadelta_kernel<weight_float32, Grad>;
+template <class Grad> using adadelta_float32_small = adadelta_small_kernel<weight_float32, Grad>;
+template <class Grad> using adadelta_bfloat16 = adadelta_kernel<weight_bfloat16, Grad>;
+template <class Grad> using adadelta_bfloat16_small = adadelta_small_kernel<weight_bfloat16, Grad>;
+template <class Grad> using adadelta_float16 = adadelta_kernel<weight_float16, Grad>;
+template <class Grad> using adadelta_float16_small = adadelta_small_kernel<weight_float16, Grad>;
 
 }  // namespace
 

@@ -18,32 +18,67 @@
 
 namespace {
 
+// bf16, nearest
+struct weight_bfloat16 {
+    static constexpr int NOISE = 0;
+    static constexpr Part PARTS[] = {{2, true}};  // code
+    uint16_t *__restrict code_at;
+
+    weight_bfloat16(char *p, char *const *more) : code_at((uint16_t *)p) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        return widened(code_stored);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        const I x_bits = bits(x);
+        const I carry = (x_bits >> 16 & 1) + 32767;
+        store_half<2>(code_at + i, bits_or_nan(as_float(x_bits)) + carry);
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); }
+};
+
+// f16, nearest
+struct weight_float16 {
+    static constexpr int NOISE = 0;
+    static constexpr Part PARTS[] = {{2, true}};  // code
+    uint16_t *__restrict code_at;
+
+    weight_float16(char *p, char *const *more) : code_at((uint16_t *)p) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        return widen_half(code_stored);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        store(code_at + i, narrow_half(x));
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); }
+};
+
 // a sweep: alpha (specs/adafactor.py:42), row_var (specs/adafactor.py:45), col_var (specs/adafactor.py:46)
-template <class Grad>
-struct adafactor_float32_1 {
+template <class Weight, class Grad>
+struct adafactor_kernel_1 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {4, 15, 4, ROW, false, true, TOTAL, 2},  // row_sum_for_alpha
-        {5, 16, 4, ROW, false, true, TOTAL, 3},  // row_sum_for_row_var
-        {6, 17, 4, COLUMN, false, true, TOTAL, 3},  // col_sum_for_col_var
-    };
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, false, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {4, 15, 4, ROW, false, true, TOTAL, 1},  // row_sum_for_alpha
+        {5, 16, 4, ROW, false, true, TOTAL, 2},  // row_sum_for_row_var
+        {6, 17, 4, COLUMN, false, true, TOTAL, 2},  // col_sum_for_col_var
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        const float *__restrict p_at = (const float *)at[0];        // float32 [n]  read
+        Weight weight(at[4], at + 5);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict row_sum_for_alpha_at = (float *)at[2];    // float32 [row]  for row_sum
-        float *__restrict row_sum_for_row_var_at = (float *)at[3];  // float32 [row]  for row_sum
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        float *__restrict row_sum_for_alpha_at = (float *)at[1];    // float32 [row]  for row_sum
+        float *__restrict row_sum_for_row_var_at = (float *)at[2];  // float32 [row]  for row_sum
 
         // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             const F g = Grad::load(g_at + i);
             const F g_mul = g * g;
             store(row_sum_for_alpha_at + i, p * p);
@@ -53,19 +88,19 @@ struct adafactor_float32_1 {
 };
 
 // row: values of rows
-template <class Grad>
-struct adafactor_float32_2 {
+template <class Weight, class Grad>
+struct adafactor_kernel_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {2, -1, 4, ROW, true, true, NONE, 0},  // row_var
         {7, -1, 4, MATRIX, false, true, TOTAL, 1},  // mat_sum_of_row_var
         {8, -1, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_alpha
         {5, -1, 4, ROW, true, false, NONE, 3},  // row_sum_for_row_var
         {4, -1, 4, ROW, true, false, NONE, 4},  // row_sum_for_alpha
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -94,16 +129,16 @@ struct adafactor_float32_2 {
 };
 
 // col: values of columns
-template <class Grad>
-struct adafactor_float32_3 {
+template <class Weight, class Grad>
+struct adafactor_kernel_3 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = COLUMN;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {3, -1, 4, COLUMN, true, true, NONE, 0},  // col_var
         {6, -1, 4, COLUMN, true, false, NONE, 1},  // col_sum_for_col_var
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -126,16 +161,16 @@ struct adafactor_float32_3 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct adafactor_float32_4 {
+template <class Weight, class Grad>
+struct adafactor_kernel_4 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {9, -1, 4, WHOLE, false, true, NONE, 0},  // alpha
         {8, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_for_alpha
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -156,16 +191,16 @@ struct adafactor_float32_4 {
 };
 
 // mat: values of matrices
-template <class Grad>
-struct adafactor_float32_5 {
+template <class Weight, class Grad>
+struct adafactor_kernel_5 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = MATRIX;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {10, -1, 4, MATRIX, false, true, NONE, 0},  // mat_sum_of_row_var_over_rows_max_eps1
         {7, -1, 4, MATRIX, true, false, NONE, 1},  // mat_sum_of_row_var
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -184,17 +219,17 @@ struct adafactor_float32_5 {
 };
 
 // row: values of rows
-template <class Grad>
-struct adafactor_float32_6 {
+template <class Weight, class Grad>
+struct adafactor_kernel_6 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {2, -1, 4, ROW, true, false, NONE, 0},  // row_var
         {11, -1, 4, ROW, false, true, NONE, 1},  // row_div
         {10, -1, 4, MATRIX, true, false, NONE, 2},  // mat_sum_of_row_var_over_rows_max_eps1
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -213,18 +248,18 @@ struct adafactor_float32_6 {
 };
 
 // a sweep: p (specs/adafactor.py:52)
-template <class Grad>
-struct adafactor_float32_7 {
+template <class Weight, class Grad>
+struct adafactor_kernel_7 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {3, -1, 4, COLUMN, true, false, NONE, 1},  // col_var
         {12, 18, 4, ROW, false, true, TOTAL, 2},  // row_sum_of_g
         {11, -1, 4, ROW, true, false, NONE, 3},  // row_div
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -247,16 +282,16 @@ struct adafactor_float32_7 {
 };
 
 // row: values of rows
-template <class Grad>
-struct adafactor_float32_8 {
+template <class Weight, class Grad>
+struct adafactor_kernel_8 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {13, -1, 4, WHOLE, false, true, TOTAL, 0},  // tensor_sum_of_g
         {12, -1, 4, ROW, true, false, NONE, 1},  // row_sum_of_g
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -272,17 +307,17 @@ struct adafactor_float32_8 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct adafactor_float32_9 {
+template <class Weight, class Grad>
+struct adafactor_kernel_9 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {14, -1, 4, WHOLE, false, true, NONE, 0},  // tensor_div
         {9, -1, 4, WHOLE, true, false, NONE, 1},  // alpha
         {13, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_of_g
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -303,271 +338,82 @@ struct adafactor_float32_9 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct adafactor_float32_10 {
+template <class Weight, class Grad>
+struct adafactor_kernel_10 {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {3, -1, 4, COLUMN, true, false, NONE, 2},  // col_var
-        {14, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_div
-        {11, -1, 4, ROW, true, false, NONE, 4},  // row_div
-    };
+    static constexpr bool MATRICES = true, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {3, -1, 4, COLUMN, true, false, NONE, 1},  // col_var
+        {14, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_div
+        {11, -1, 4, ROW, true, false, NONE, 3},  // row_div
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                       // float32 [n]  read and written
+        Weight weight(at[4], at + 5);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const float *__restrict col_var_at = (const float *)at[2];     // float32 [col]  read
-        const float *__restrict tensor_div_at = (const float *)at[3];  // float32 [tensor]  read
-        const float *__restrict row_div_at = (const float *)at[4];     // float32 [row]  read
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        const float *__restrict col_var_at = (const float *)at[1];     // float32 [col]  read
+        const float *__restrict tensor_div_at = (const float *)at[2];  // float32 [tensor]  read
+        const float *__restrict row_div_at = (const float *)at[3];     // float32 [row]  read
+        const int32_t step_key = known.step_key;
+        const int32_t stream_key = known.stream_key;
         const F grad_scale(known.scalars[8]);
         const F one_minus_lr_times_weight_decay(known.scalars[9]);
         const F eps1_times_eps1(known.scalars[6]);
         const F tensor_div = F(*tensor_div_at);
+        Words<adafactor_kernel_10> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/adafactor.py)
         for (int i = 0; i < count; i += W) {
+            const auto noise = words.at(i);
             const F g = Grad::load(g_at + i);
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             // 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
             const F estimate = load(row_div_at + (i & row_mask)) * load(col_var_at + i);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 43  p = decoupled(p, lr, weight_decay)
             // 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
             const F p_3 = fma(-(grad_scale * tensor_div), g / sqrt(max(estimate, eps1_times_eps1)), p_2);
-            store(p_at + i, p_3);
-        }
-    }
-};
-
-// a sweep: alpha (specs/adafactor.py:42), row_var (specs/adafactor.py:45), col_var (specs/adafactor.py:46)
-template <class Grad>
-struct adafactor_bfloat16_1 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {4, 15, 4, ROW, false, true, TOTAL, 2},  // row_sum_for_alpha
-        {5, 16, 4, ROW, false, true, TOTAL, 3},  // row_sum_for_row_var
-        {6, 17, 4, COLUMN, false, true, TOTAL, 3},  // col_sum_for_col_var
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const uint16_t *__restrict p_at = (const uint16_t *)at[0];  // bfloat16 [n]  read
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict row_sum_for_alpha_at = (float *)at[2];    // float32 [row]  for row_sum
-        float *__restrict row_sum_for_row_var_at = (float *)at[3];  // float32 [row]  for row_sum
-
-        // -- elements: decode, encode
-        for (int i = 0; i < count; i += W) {
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);  // bf16, nearest
-            const F g_stored = Grad::load(g_at + i);
-            const F g_cast = g_stored;
-            const F g_mul = g_cast * g_cast;
-            store(row_sum_for_alpha_at + i, p * p);
-            store(row_sum_for_row_var_at + i, g_mul);
-        }
-    }
-};
-
-// a sweep: p (specs/adafactor.py:52)
-template <class Grad>
-struct adafactor_bfloat16_7 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {3, -1, 4, COLUMN, true, false, NONE, 1},  // col_var
-        {12, 18, 4, ROW, false, true, TOTAL, 2},  // row_sum_of_g
-        {11, -1, 4, ROW, true, false, NONE, 3},  // row_div
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        const float *__restrict col_var_at = (const float *)at[1];  // float32 [col]  read
-        float *__restrict row_sum_of_g_at = (float *)at[2];         // float32 [row]  for row_sum
-        const float *__restrict row_div_at = (const float *)at[3];  // float32 [row]  read
-        const F eps1_times_eps1(known.scalars[6]);
-
-        // -- elements: decode, update, encode  (specs/adafactor.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            // 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
-            const F estimate = load(row_div_at + (i & row_mask)) * load(col_var_at + i);
-            const F g_mul = g_stored / sqrt(max(estimate, eps1_times_eps1));
-            store(row_sum_of_g_at + i, g_mul * g_mul);
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct adafactor_bfloat16_10 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {3, -1, 4, COLUMN, true, false, NONE, 2},  // col_var
-        {14, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_div
-        {11, -1, 4, ROW, true, false, NONE, 4},  // row_div
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                 // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const float *__restrict col_var_at = (const float *)at[2];     // float32 [col]  read
-        const float *__restrict tensor_div_at = (const float *)at[3];  // float32 [tensor]  read
-        const float *__restrict row_div_at = (const float *)at[4];     // float32 [row]  read
-        const F grad_scale(known.scalars[8]);
-        const F one_minus_lr_times_weight_decay(known.scalars[9]);
-        const F eps1_times_eps1(known.scalars[6]);
-        const F tensor_div = F(*tensor_div_at);
-
-        // -- elements: decode, update, encode  (specs/adafactor.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);                      // bf16, nearest
-            // 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
-            const F estimate = load(row_div_at + (i & row_mask)) * load(col_var_at + i);
-            const F p_2 = one_minus_lr_times_weight_decay * p;  // 43  p = decoupled(p, lr, weight_decay)
-            // 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-            const F p_3 = fma(-(grad_scale * tensor_div), g_stored / sqrt(max(estimate, eps1_times_eps1)), p_2);
-            const I p_x_bits = bits(p_3);
-            const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-        }
-    }
-};
-
-// a sweep: alpha (specs/adafactor.py:42), row_var (specs/adafactor.py:45), col_var (specs/adafactor.py:46)
-template <class Grad>
-struct adafactor_float16_1 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {4, 15, 4, ROW, false, true, TOTAL, 2},  // row_sum_for_alpha
-        {5, 16, 4, ROW, false, true, TOTAL, 3},  // row_sum_for_row_var
-        {6, 17, 4, COLUMN, false, true, TOTAL, 3},  // col_sum_for_col_var
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const uint16_t *__restrict p_at = (const uint16_t *)at[0];  // float16 [n]  read
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict row_sum_for_alpha_at = (float *)at[2];    // float32 [row]  for row_sum
-        float *__restrict row_sum_for_row_var_at = (float *)at[3];  // float32 [row]  for row_sum
-
-        // -- elements: decode, encode
-        for (int i = 0; i < count; i += W) {
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);  // f16, nearest
-            const F g_stored = Grad::load(g_at + i);
-            const F g_cast = g_stored;
-            const F g_mul = g_cast * g_cast;
-            store(row_sum_for_alpha_at + i, p * p);
-            store(row_sum_for_row_var_at + i, g_mul);
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct adafactor_float16_10 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {3, -1, 4, COLUMN, true, false, NONE, 2},  // col_var
-        {14, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_div
-        {11, -1, 4, ROW, true, false, NONE, 4},  // row_div
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                 // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const float *__restrict col_var_at = (const float *)at[2];     // float32 [col]  read
-        const float *__restrict tensor_div_at = (const float *)at[3];  // float32 [tensor]  read
-        const float *__restrict row_div_at = (const float *)at[4];     // float32 [row]  read
-        const F grad_scale(known.scalars[8]);
-        const F one_minus_lr_times_weight_decay(known.scalars[9]);
-        const F eps1_times_eps1(known.scalars[6]);
-        const F tensor_div = F(*tensor_div_at);
-
-        // -- elements: decode, update  (specs/adafactor.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);                   // f16, nearest
-            // 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
-            const F estimate = load(row_div_at + (i & row_mask)) * load(col_var_at + i);
-            const F p_2 = one_minus_lr_times_weight_decay * p;  // 43  p = decoupled(p, lr, weight_decay)
-            // 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-            const F p_3 = fma(-(grad_scale * tensor_div), g_stored / sqrt(max(estimate, eps1_times_eps1)), p_2);
-            store(p_at + i, narrow_half(p_3));
+            weight.encode(i, p_3, noise);
         }
     }
 };
 
 // a sweep: alpha (specs/adafactor.py:42), p (specs/adafactor.py:52)
-template <class Grad>
-struct adafactor_float32_no_factored_1 {
+template <class Weight, class Grad>
+struct adafactor_no_factored_kernel_1 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, false, NONE, 2},  // variance
-        {3, 6, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_alpha
-        {4, 7, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_of_g
-    };
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, false, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {2, -1, 4, ELEMENT, true, false, NONE, 1},  // variance
+        {3, 6, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_alpha
+        {4, 7, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_of_g
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        const float *__restrict p_at = (const float *)at[0];         // float32 [n]  read
+        Weight weight(at[4], at + 5);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const float *__restrict variance_at = (const float *)at[2];  // float32 [n]  read
-        float *__restrict tensor_sum_for_alpha_at = (float *)at[3];  // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_of_g_at = (float *)at[4];       // float32 [tensor]  for tensor_sum
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        const float *__restrict variance_at = (const float *)at[1];  // float32 [n]  read
+        float *__restrict tensor_sum_for_alpha_at = (float *)at[2];  // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_of_g_at = (float *)at[3];       // float32 [tensor]  for tensor_sum
         const F scalar_0(known.scalars[0]);
         const F one_minus_t_pow_beta2_decay(known.scalars[1]);
         const F eps1_times_eps1(known.scalars[2]);
 
         // -- elements: decode, update, encode  (specs/adafactor.py)
         for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             const F g = Grad::load(g_at + i);
             const F variance = load(variance_at + i);
             // 49  variance = (1 - one_minus_beta2) * variance + one_minus_beta2 * (g * g)
@@ -580,17 +426,17 @@ struct adafactor_float32_no_factored_1 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct adafactor_float32_no_factored_2 {
+template <class Weight, class Grad>
+struct adafactor_no_factored_kernel_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {5, -1, 4, WHOLE, false, true, NONE, 0},  // tensor_div
         {3, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_for_alpha
         {4, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_of_g
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -615,237 +461,61 @@ struct adafactor_float32_no_factored_2 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct adafactor_float32_no_factored_3 {
+template <class Weight, class Grad>
+struct adafactor_no_factored_kernel_3 {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // variance
-        {5, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_div
-    };
+    static constexpr bool MATRICES = false, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {2, -1, 4, ELEMENT, true, true, NONE, 1},  // variance
+        {5, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_div
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                       // float32 [n]  read and written
+        Weight weight(at[3], at + 4);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict variance_at = (float *)at[2];                // float32 [n]  read and written
-        const float *__restrict tensor_div_at = (const float *)at[3];  // float32 [tensor]  read
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        float *__restrict variance_at = (float *)at[1];                // float32 [n]  read and written
+        const float *__restrict tensor_div_at = (const float *)at[2];  // float32 [tensor]  read
+        const int32_t step_key = known.step_key;
+        const int32_t stream_key = known.stream_key;
         const F grad_scale(known.scalars[7]);
         const F one_minus_lr_times_weight_decay(known.scalars[8]);
         const F scalar_0(known.scalars[0]);
         const F one_minus_t_pow_beta2_decay(known.scalars[1]);
         const F eps1_times_eps1(known.scalars[2]);
         const F tensor_div = F(*tensor_div_at);
+        Words<adafactor_no_factored_kernel_3> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/adafactor.py)
         for (int i = 0; i < count; i += W) {
+            const auto noise = words.at(i);
             const F g = Grad::load(g_at + i);
             const F variance = load(variance_at + i);
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             // 49  variance = (1 - one_minus_beta2) * variance + one_minus_beta2 * (g * g)
             const F variance_2 = fma(scalar_0 * g, g, one_minus_t_pow_beta2_decay * variance);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 43  p = decoupled(p, lr, weight_decay)
             // 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
             const F p_3 = fma(-(grad_scale * tensor_div), g / sqrt(max(variance_2, eps1_times_eps1)), p_2);
-            store(p_at + i, p_3);
+            weight.encode(i, p_3, noise);
             store(variance_at + i, variance_2);
         }
     }
 };
 
-// a sweep: alpha (specs/adafactor.py:42), p (specs/adafactor.py:52)
-template <class Grad>
-struct adafactor_bfloat16_no_factored_1 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, false, NONE, 2},  // variance
-        {3, 6, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_alpha
-        {4, 7, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_of_g
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const uint16_t *__restrict p_at = (const uint16_t *)at[0];   // bfloat16 [n]  read
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const float *__restrict variance_at = (const float *)at[2];  // float32 [n]  read
-        float *__restrict tensor_sum_for_alpha_at = (float *)at[3];  // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_of_g_at = (float *)at[4];       // float32 [tensor]  for tensor_sum
-        const F scalar_0(known.scalars[0]);
-        const F one_minus_t_pow_beta2_decay(known.scalars[1]);
-        const F eps1_times_eps1(known.scalars[2]);
-
-        // -- elements: decode, update, encode  (specs/adafactor.py)
-        for (int i = 0; i < count; i += W) {
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);  // bf16, nearest
-            const F g_stored = Grad::load(g_at + i);
-            const F variance = load(variance_at + i);
-            const F g_cast = g_stored;
-            // 49  variance = (1 - one_minus_beta2) * variance + one_minus_beta2 * (g * g)
-            const F variance_2 = fma(scalar_0 * g_cast, g_cast, one_minus_t_pow_beta2_decay * variance);
-            const F g_mul = g_cast / sqrt(max(variance_2, eps1_times_eps1));
-            store(tensor_sum_for_alpha_at + i, p * p);
-            store(tensor_sum_of_g_at + i, g_mul * g_mul);
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct adafactor_bfloat16_no_factored_3 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // variance
-        {5, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_div
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                 // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict variance_at = (float *)at[2];                // float32 [n]  read and written
-        const float *__restrict tensor_div_at = (const float *)at[3];  // float32 [tensor]  read
-        const F grad_scale(known.scalars[7]);
-        const F one_minus_lr_times_weight_decay(known.scalars[8]);
-        const F scalar_0(known.scalars[0]);
-        const F one_minus_t_pow_beta2_decay(known.scalars[1]);
-        const F eps1_times_eps1(known.scalars[2]);
-        const F tensor_div = F(*tensor_div_at);
-
-        // -- elements: decode, update, encode  (specs/adafactor.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F variance = load(variance_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);                      // bf16, nearest
-            const F g_cast = g_stored;
-            // 49  variance = (1 - one_minus_beta2) * variance + one_minus_beta2 * (g * g)
-            const F variance_2 = fma(scalar_0 * g_cast, g_cast, one_minus_t_pow_beta2_decay * variance);
-            const F p_2 = one_minus_lr_times_weight_decay * p;  // 43  p = decoupled(p, lr, weight_decay)
-            // 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-            const F p_3 = fma(-(grad_scale * tensor_div), g_cast / sqrt(max(variance_2, eps1_times_eps1)), p_2);
-            const I p_x_bits = bits(p_3);
-            const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-            store(variance_at + i, variance_2);
-        }
-    }
-};
-
-// a sweep: alpha (specs/adafactor.py:42), p (specs/adafactor.py:52)
-template <class Grad>
-struct adafactor_float16_no_factored_1 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, false, NONE, 2},  // variance
-        {3, 6, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_alpha
-        {4, 7, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_of_g
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const uint16_t *__restrict p_at = (const uint16_t *)at[0];   // float16 [n]  read
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const float *__restrict variance_at = (const float *)at[2];  // float32 [n]  read
-        float *__restrict tensor_sum_for_alpha_at = (float *)at[3];  // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_of_g_at = (float *)at[4];       // float32 [tensor]  for tensor_sum
-        const F scalar_0(known.scalars[0]);
-        const F one_minus_t_pow_beta2_decay(known.scalars[1]);
-        const F eps1_times_eps1(known.scalars[2]);
-
-        // -- elements: decode, update, encode  (specs/adafactor.py)
-        for (int i = 0; i < count; i += W) {
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);  // f16, nearest
-            const F g_stored = Grad::load(g_at + i);
-            const F variance = load(variance_at + i);
-            const F g_cast = g_stored;
-            // 49  variance = (1 - one_minus_beta2) * variance + one_minus_beta2 * (g * g)
-            const F variance_2 = fma(scalar_0 * g_cast, g_cast, one_minus_t_pow_beta2_decay * variance);
-            const F g_mul = g_cast / sqrt(max(variance_2, eps1_times_eps1));
-            store(tensor_sum_for_alpha_at + i, p * p);
-            store(tensor_sum_of_g_at + i, g_mul * g_mul);
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct adafactor_float16_no_factored_3 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // variance
-        {5, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_div
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                 // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict variance_at = (float *)at[2];                // float32 [n]  read and written
-        const float *__restrict tensor_div_at = (const float *)at[3];  // float32 [tensor]  read
-        const F grad_scale(known.scalars[7]);
-        const F one_minus_lr_times_weight_decay(known.scalars[8]);
-        const F scalar_0(known.scalars[0]);
-        const F one_minus_t_pow_beta2_decay(known.scalars[1]);
-        const F eps1_times_eps1(known.scalars[2]);
-        const F tensor_div = F(*tensor_div_at);
-
-        // -- elements: decode, update  (specs/adafactor.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F variance = load(variance_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);                   // f16, nearest
-            const F g_cast = g_stored;
-            // 49  variance = (1 - one_minus_beta2) * variance + one_minus_beta2 * (g * g)
-            const F variance_2 = fma(scalar_0 * g_cast, g_cast, one_minus_t_pow_beta2_decay * variance);
-            const F p_2 = one_minus_lr_times_weight_decay * p;  // 43  p = decoupled(p, lr, weight_decay)
-            // 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-            const F p_3 = fma(-(grad_scale * tensor_div), g_cast / sqrt(max(variance_2, eps1_times_eps1)), p_2);
-            store(p_at + i, narrow_half(p_3));
-            store(variance_at + i, variance_2);
-        }
-    }
-};
-
-template <class Grad>
-struct adafactor_float32 {
+template <class Weight, class Grad>
+struct adafactor_step {
     typedef void staged;
     static constexpr int SCALARS = 10, BLOCK = 1;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {4, ROW},  // row_var
         {4, COLUMN},  // col_var
         {4, ROW},  // row_sum_for_alpha
@@ -863,166 +533,47 @@ struct adafactor_float32 {
         {4, ROW + 8},  // partial results of row_sum_for_row_var
         {4, COLUMN + 8},  // partial results of col_sum_for_col_var
         {4, ROW + 8},  // partial results of row_sum_of_g
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<adafactor_float32_1<Grad>>(),
-        stage<adafactor_float32_2<Grad>>(),
-        stage<adafactor_float32_3<Grad>>(),
-        stage<adafactor_float32_4<Grad>>(),
-        stage<adafactor_float32_5<Grad>>(),
-        stage<adafactor_float32_6<Grad>>(),
-        stage<adafactor_float32_7<Grad>>(),
-        stage<adafactor_float32_8<Grad>>(),
-        stage<adafactor_float32_9<Grad>>(),
-        stage<adafactor_float32_10<Grad>>(),
+        stage<adafactor_kernel_1<Weight, Grad>>(),
+        stage<adafactor_kernel_2<Weight, Grad>>(),
+        stage<adafactor_kernel_3<Weight, Grad>>(),
+        stage<adafactor_kernel_4<Weight, Grad>>(),
+        stage<adafactor_kernel_5<Weight, Grad>>(),
+        stage<adafactor_kernel_6<Weight, Grad>>(),
+        stage<adafactor_kernel_7<Weight, Grad>>(),
+        stage<adafactor_kernel_8<Weight, Grad>>(),
+        stage<adafactor_kernel_9<Weight, Grad>>(),
+        stage<adafactor_kernel_10<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct adafactor_bfloat16 {
-    typedef void staged;
-    static constexpr int SCALARS = 10, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, ROW},  // row_var
-        {4, COLUMN},  // col_var
-        {4, ROW},  // row_sum_for_alpha
-        {4, ROW},  // row_sum_for_row_var
-        {4, COLUMN},  // col_sum_for_col_var
-        {4, MATRIX},  // mat_sum_of_row_var
-        {4, WHOLE},  // tensor_sum_for_alpha
-        {4, WHOLE},  // alpha
-        {4, MATRIX},  // mat_sum_of_row_var_over_rows_max_eps1
-        {4, ROW},  // row_div
-        {4, ROW},  // row_sum_of_g
-        {4, WHOLE},  // tensor_sum_of_g
-        {4, WHOLE},  // tensor_div
-        {4, ROW + 8},  // partial results of row_sum_for_alpha
-        {4, ROW + 8},  // partial results of row_sum_for_row_var
-        {4, COLUMN + 8},  // partial results of col_sum_for_col_var
-        {4, ROW + 8},  // partial results of row_sum_of_g
-    };
-    static constexpr Stage STAGES[] = {
-        stage<adafactor_bfloat16_1<Grad>>(),
-        stage<adafactor_float32_2<Grad>>(),
-        stage<adafactor_float32_3<Grad>>(),
-        stage<adafactor_float32_4<Grad>>(),
-        stage<adafactor_float32_5<Grad>>(),
-        stage<adafactor_float32_6<Grad>>(),
-        stage<adafactor_bfloat16_7<Grad>>(),
-        stage<adafactor_float32_8<Grad>>(),
-        stage<adafactor_float32_9<Grad>>(),
-        stage<adafactor_bfloat16_10<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct adafactor_float16 {
-    typedef void staged;
-    static constexpr int SCALARS = 10, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, ROW},  // row_var
-        {4, COLUMN},  // col_var
-        {4, ROW},  // row_sum_for_alpha
-        {4, ROW},  // row_sum_for_row_var
-        {4, COLUMN},  // col_sum_for_col_var
-        {4, MATRIX},  // mat_sum_of_row_var
-        {4, WHOLE},  // tensor_sum_for_alpha
-        {4, WHOLE},  // alpha
-        {4, MATRIX},  // mat_sum_of_row_var_over_rows_max_eps1
-        {4, ROW},  // row_div
-        {4, ROW},  // row_sum_of_g
-        {4, WHOLE},  // tensor_sum_of_g
-        {4, WHOLE},  // tensor_div
-        {4, ROW + 8},  // partial results of row_sum_for_alpha
-        {4, ROW + 8},  // partial results of row_sum_for_row_var
-        {4, COLUMN + 8},  // partial results of col_sum_for_col_var
-        {4, ROW + 8},  // partial results of row_sum_of_g
-    };
-    static constexpr Stage STAGES[] = {
-        stage<adafactor_float16_1<Grad>>(),
-        stage<adafactor_float32_2<Grad>>(),
-        stage<adafactor_float32_3<Grad>>(),
-        stage<adafactor_float32_4<Grad>>(),
-        stage<adafactor_float32_5<Grad>>(),
-        stage<adafactor_float32_6<Grad>>(),
-        stage<adafactor_bfloat16_7<Grad>>(),
-        stage<adafactor_float32_8<Grad>>(),
-        stage<adafactor_float32_9<Grad>>(),
-        stage<adafactor_float16_10<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct adafactor_float32_no_factored {
+template <class Weight, class Grad>
+struct adafactor_no_factored_step {
     typedef void staged;
     static constexpr int SCALARS = 9, BLOCK = 1;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {4, ELEMENT},  // variance
         {4, WHOLE},  // tensor_sum_for_alpha
         {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // tensor_div
         {4, WHOLE + 8},  // partial results of tensor_sum_for_alpha
         {4, WHOLE + 8},  // partial results of tensor_sum_of_g
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<adafactor_float32_no_factored_1<Grad>>(),
-        stage<adafactor_float32_no_factored_2<Grad>>(),
-        stage<adafactor_float32_no_factored_3<Grad>>(),
+        stage<adafactor_no_factored_kernel_1<Weight, Grad>>(),
+        stage<adafactor_no_factored_kernel_2<Weight, Grad>>(),
+        stage<adafactor_no_factored_kernel_3<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct adafactor_bfloat16_no_factored {
-    typedef void staged;
-    static constexpr int SCALARS = 9, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, ELEMENT},  // variance
-        {4, WHOLE},  // tensor_sum_for_alpha
-        {4, WHOLE},  // tensor_sum_of_g
-        {4, WHOLE},  // tensor_div
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_alpha
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
-    };
-    static constexpr Stage STAGES[] = {
-        stage<adafactor_bfloat16_no_factored_1<Grad>>(),
-        stage<adafactor_float32_no_factored_2<Grad>>(),
-        stage<adafactor_bfloat16_no_factored_3<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct adafactor_float16_no_factored {
-    typedef void staged;
-    static constexpr int SCALARS = 9, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, ELEMENT},  // variance
-        {4, WHOLE},  // tensor_sum_for_alpha
-        {4, WHOLE},  // tensor_sum_of_g
-        {4, WHOLE},  // tensor_div
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_alpha
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
-    };
-    static constexpr Stage STAGES[] = {
-        stage<adafactor_float16_no_factored_1<Grad>>(),
-        stage<adafactor_float32_no_factored_2<Grad>>(),
-        stage<adafactor_float16_no_factored_3<Grad>>(),
-    };
-};
+template <class Grad> using adafactor_float32 = adafactor_step<weight_float32, Grad>;
+template <class Grad> using adafactor_bfloat16 = adafactor_step<weight_bfloat16, Grad>;
+template <class Grad> using adafactor_float16 = adafactor_step<weight_float16, Grad>;
+template <class Grad> using adafactor_float32_no_factored = adafactor_no_factored_step<weight_float32, Grad>;
+template <class Grad> using adafactor_bfloat16_no_factored = adafactor_no_factored_step<weight_bfloat16, Grad>;
+template <class Grad> using adafactor_float16_no_factored = adafactor_no_factored_step<weight_float16, Grad>;
 
 }  // namespace
 

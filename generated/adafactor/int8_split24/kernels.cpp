@@ -18,32 +18,90 @@
 
 namespace {
 
+// bf16 and 8 more bits, stochastic
+struct weight_bfloat16 {
+    static constexpr int NOISE = 8;
+    static constexpr Part PARTS[] = {{2, true}, {1, true}};  // code, low
+    uint16_t *__restrict code_at;
+    uint8_t *__restrict low_at;
+
+    weight_bfloat16(char *p, char *const *more) : code_at((uint16_t *)p), low_at((uint8_t *)more[0]) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        const U8 low_code = raw(low_at + i);
+        return as_float(joined(code_stored, low_code) - 32768);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        const I word = bits_or_nan(x) + (integer<P>(noise) | 0x8000);
+        store_half<2>(code_at + i, word);
+        store_byte<1>(low_at + i, word);
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); fetch<N>(low_at, b); }
+};
+
+// f16 and 8 more bits, stochastic
+struct weight_float16 {
+    static constexpr int NOISE = 8;
+    static constexpr Part PARTS[] = {{2, true}, {1, true}};  // code, low
+    uint16_t *__restrict code_at;
+    uint8_t *__restrict low_at;
+
+    weight_float16(char *p, char *const *more) : code_at((uint16_t *)p), low_at((uint8_t *)more[0]) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        const I high = extend16(extend16(to_int(code_stored)));
+        const U8 low_code = raw(low_at + i);
+        const I low = to_int(low_code);
+        const I offset = low - 128;
+        const I wide = ((high & 32767) << 8) + offset;
+        const I subnormal = bits(2.3283064365386963e-10f * to_float(wide));
+        const I normal = (wide << 5) + 0x38000000;
+        const I finite = where(wide < 0x40000, subnormal, normal);
+        return as_float(bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000))) | (high & 0x8000) << 16);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        const I x_bitcast = bits(x);
+        const I sign_ = x_bitcast >> 16 & 0x8000;
+        const I magnitude = x_bitcast & 0x7fffffff;
+        const F magnitude_bitcast = as_float(magnitude);
+        const M is_subnormal = magnitude_bitcast < 6.103515625e-05f;
+        const I subnormal = to_int(2199023255552.0f * magnitude_bitcast);
+        const I rebiased = min(I(0xf800000), magnitude - 0x38000000);
+        const I fixed = where(is_subnormal, subnormal, rebiased << 4);
+        const I wide = lshr(fixed + middle<P, 9>(noise), 9);
+        const I word = where(x == x, wide, I(0x7e0000)) + 128;
+        const I kept_ = word;
+        store(code_at + i, sign_ | word >> 8);
+        store(low_at + i, kept_);
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); fetch<N>(low_at, b); }
+};
+
 // a sweep: alpha (specs/adafactor.py:42), row_var (specs/adafactor.py:45), col_var (specs/adafactor.py:46)
-template <class Grad>
-struct adafactor_float32_1 {
+template <class Weight, class Grad>
+struct adafactor_kernel_1 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {4, 15, 4, ROW, false, true, TOTAL, 2},  // row_sum_for_alpha
-        {5, 16, 4, ROW, false, true, TOTAL, 3},  // row_sum_for_row_var
-        {6, 17, 4, COLUMN, false, true, TOTAL, 3},  // col_sum_for_col_var
-    };
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, false, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {4, 15, 4, ROW, false, true, TOTAL, 1},  // row_sum_for_alpha
+        {5, 16, 4, ROW, false, true, TOTAL, 2},  // row_sum_for_row_var
+        {6, 17, 4, COLUMN, false, true, TOTAL, 2},  // col_sum_for_col_var
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        const float *__restrict p_at = (const float *)at[0];        // float32 [n]  read
+        Weight weight(at[4], at + 5);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict row_sum_for_alpha_at = (float *)at[2];    // float32 [row]  for row_sum
-        float *__restrict row_sum_for_row_var_at = (float *)at[3];  // float32 [row]  for row_sum
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        float *__restrict row_sum_for_alpha_at = (float *)at[1];    // float32 [row]  for row_sum
+        float *__restrict row_sum_for_row_var_at = (float *)at[2];  // float32 [row]  for row_sum
 
         // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             const F g = Grad::load(g_at + i);
             const F g_mul = g * g;
             store(row_sum_for_alpha_at + i, p * p);
@@ -53,19 +111,19 @@ struct adafactor_float32_1 {
 };
 
 // row: values of rows
-template <class Grad>
-struct adafactor_float32_2 {
+template <class Weight, class Grad>
+struct adafactor_kernel_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {2, -1, 4, ROW, true, true, NONE, 0},  // row_var
         {7, -1, 4, MATRIX, false, true, TOTAL, 1},  // mat_sum_of_row_var
         {8, -1, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_alpha
         {5, -1, 4, ROW, true, false, NONE, 3},  // row_sum_for_row_var
         {4, -1, 4, ROW, true, false, NONE, 4},  // row_sum_for_alpha
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -94,16 +152,16 @@ struct adafactor_float32_2 {
 };
 
 // col: values of columns
-template <class Grad>
-struct adafactor_float32_3 {
+template <class Weight, class Grad>
+struct adafactor_kernel_3 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = COLUMN;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {3, -1, 4, COLUMN, true, true, NONE, 0},  // col_var
         {6, -1, 4, COLUMN, true, false, NONE, 1},  // col_sum_for_col_var
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -126,16 +184,16 @@ struct adafactor_float32_3 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct adafactor_float32_4 {
+template <class Weight, class Grad>
+struct adafactor_kernel_4 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {9, -1, 4, WHOLE, false, true, NONE, 0},  // alpha
         {8, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_for_alpha
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -156,16 +214,16 @@ struct adafactor_float32_4 {
 };
 
 // mat: values of matrices
-template <class Grad>
-struct adafactor_float32_5 {
+template <class Weight, class Grad>
+struct adafactor_kernel_5 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = MATRIX;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {10, -1, 4, MATRIX, false, true, NONE, 0},  // mat_sum_of_row_var_over_rows_max_eps1
         {7, -1, 4, MATRIX, true, false, NONE, 1},  // mat_sum_of_row_var
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -184,17 +242,17 @@ struct adafactor_float32_5 {
 };
 
 // row: values of rows
-template <class Grad>
-struct adafactor_float32_6 {
+template <class Weight, class Grad>
+struct adafactor_kernel_6 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {2, -1, 4, ROW, true, false, NONE, 0},  // row_var
         {11, -1, 4, ROW, false, true, NONE, 1},  // row_div
         {10, -1, 4, MATRIX, true, false, NONE, 2},  // mat_sum_of_row_var_over_rows_max_eps1
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -213,18 +271,18 @@ struct adafactor_float32_6 {
 };
 
 // a sweep: p (specs/adafactor.py:52)
-template <class Grad>
-struct adafactor_float32_7 {
+template <class Weight, class Grad>
+struct adafactor_kernel_7 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {3, -1, 4, COLUMN, true, false, NONE, 1},  // col_var
         {12, 18, 4, ROW, false, true, TOTAL, 2},  // row_sum_of_g
         {11, -1, 4, ROW, true, false, NONE, 3},  // row_div
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -247,16 +305,16 @@ struct adafactor_float32_7 {
 };
 
 // row: values of rows
-template <class Grad>
-struct adafactor_float32_8 {
+template <class Weight, class Grad>
+struct adafactor_kernel_8 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {13, -1, 4, WHOLE, false, true, TOTAL, 0},  // tensor_sum_of_g
         {12, -1, 4, ROW, true, false, NONE, 1},  // row_sum_of_g
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -272,17 +330,17 @@ struct adafactor_float32_8 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct adafactor_float32_9 {
+template <class Weight, class Grad>
+struct adafactor_kernel_9 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {14, -1, 4, WHOLE, false, true, NONE, 0},  // tensor_div
         {9, -1, 4, WHOLE, true, false, NONE, 1},  // alpha
         {13, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_of_g
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -303,566 +361,77 @@ struct adafactor_float32_9 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct adafactor_float32_10 {
+template <class Weight, class Grad>
+struct adafactor_kernel_10 {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {3, -1, 4, COLUMN, true, false, NONE, 2},  // col_var
-        {14, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_div
-        {11, -1, 4, ROW, true, false, NONE, 4},  // row_div
-    };
+    static constexpr bool MATRICES = true, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {3, -1, 4, COLUMN, true, false, NONE, 1},  // col_var
+        {14, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_div
+        {11, -1, 4, ROW, true, false, NONE, 3},  // row_div
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                       // float32 [n]  read and written
+        Weight weight(at[4], at + 5);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const float *__restrict col_var_at = (const float *)at[2];     // float32 [col]  read
-        const float *__restrict tensor_div_at = (const float *)at[3];  // float32 [tensor]  read
-        const float *__restrict row_div_at = (const float *)at[4];     // float32 [row]  read
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        const float *__restrict col_var_at = (const float *)at[1];     // float32 [col]  read
+        const float *__restrict tensor_div_at = (const float *)at[2];  // float32 [tensor]  read
+        const float *__restrict row_div_at = (const float *)at[3];     // float32 [row]  read
+        const int32_t step_key = known.step_key;
+        const int32_t stream_key = known.stream_key;
         const F grad_scale(known.scalars[8]);
         const F one_minus_lr_times_weight_decay(known.scalars[9]);
         const F eps1_times_eps1(known.scalars[6]);
         const F tensor_div = F(*tensor_div_at);
+        Words<adafactor_kernel_10> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/adafactor.py)
         for (int i = 0; i < count; i += W) {
+            const auto noise = words.at(i);
             const F g = Grad::load(g_at + i);
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             // 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
             const F estimate = load(row_div_at + (i & row_mask)) * load(col_var_at + i);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 43  p = decoupled(p, lr, weight_decay)
             // 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
             const F p_3 = fma(-(grad_scale * tensor_div), g / sqrt(max(estimate, eps1_times_eps1)), p_2);
-            store(p_at + i, p_3);
-        }
-    }
-};
-
-// a sweep: alpha (specs/adafactor.py:42), row_var (specs/adafactor.py:45), col_var (specs/adafactor.py:46)
-template <class Grad>
-struct adafactor_bfloat16_1 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
-        {5, 16, 4, ROW, false, true, TOTAL, 3},  // row_sum_for_alpha
-        {6, 17, 4, ROW, false, true, TOTAL, 4},  // row_sum_for_row_var
-        {7, 18, 4, COLUMN, false, true, TOTAL, 4},  // col_sum_for_col_var
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const uint16_t *__restrict p_at = (const uint16_t *)at[0];         // bfloat16 [n]  read
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];  // uint8 [n]  read
-        float *__restrict row_sum_for_alpha_at = (float *)at[3];           // float32 [row]  for row_sum
-        float *__restrict row_sum_for_row_var_at = (float *)at[4];         // float32 [row]  for row_sum
-
-        // -- elements: decode, encode
-        for (int i = 0; i < count; i += W) {
-            const U16 p_stored = raw(p_at + i);
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-            const F g_stored = Grad::load(g_at + i);
-            const F g_cast = g_stored;
-            const F g_mul = g_cast * g_cast;
-            store(row_sum_for_alpha_at + i, p * p);
-            store(row_sum_for_row_var_at + i, g_mul);
-        }
-    }
-};
-
-// row: values of rows
-template <class Grad>
-struct adafactor_bfloat16_2 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ROW;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {3, -1, 4, ROW, true, true, NONE, 0},  // row_var
-        {8, -1, 4, MATRIX, false, true, TOTAL, 1},  // mat_sum_of_row_var
-        {9, -1, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_alpha
-        {6, -1, 4, ROW, true, false, NONE, 3},  // row_sum_for_row_var
-        {5, -1, 4, ROW, true, false, NONE, 4},  // row_sum_for_alpha
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        float *__restrict row_var_at = (float *)at[0];                          // float32 [row]  read and written
-        float *__restrict mat_sum_of_row_var_at = (float *)at[1];               // float32 [mat]  for mat_sum
-        float *__restrict tensor_sum_for_alpha_at = (float *)at[2];             // float32 [tensor]  for tensor_sum
-        const float *__restrict row_sum_for_row_var_at = (const float *)at[3];  // float32 [row]  read
-        const float *__restrict row_sum_for_alpha_at = (const float *)at[4];    // float32 [row]  read
-        const float *extent = known.extent;  // rows, columns, elements
-        const F grad_scale_times_grad_scale(known.scalars[0]);
-        const F one_minus_t_pow_beta2_decay(known.scalars[1]);
-        const F one_minus_beta2(known.scalars[2]);
-
-        // -- elements: decode, update  (specs/adafactor.py)
-        for (int i = 0; i < count; i += W) {
-            const F row_sum_for_row_var = load(row_sum_for_row_var_at + i);
-            const F row_var = load(row_var_at + i);
-            const F row_sum_for_alpha = load(row_sum_for_alpha_at + i);
-            // 45  row_var = (1 - one_minus_beta2) * row_var + one_minus_beta2 * row_mean(g * g)
-            const F row_var_2 = fma(one_minus_beta2, grad_scale_times_grad_scale * row_sum_for_row_var / F(extent[1]), one_minus_t_pow_beta2_decay * row_var);
-            store(row_var_at + i, row_var_2);
-            store(mat_sum_of_row_var_at + i, row_var_2);
-            store(tensor_sum_for_alpha_at + i, row_sum_for_alpha);
-        }
-    }
-};
-
-// col: values of columns
-template <class Grad>
-struct adafactor_bfloat16_3 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = COLUMN;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {4, -1, 4, COLUMN, true, true, NONE, 0},  // col_var
-        {7, -1, 4, COLUMN, true, false, NONE, 1},  // col_sum_for_col_var
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        float *__restrict col_var_at = (float *)at[0];                          // float32 [col]  read and written
-        const float *__restrict col_sum_for_col_var_at = (const float *)at[1];  // float32 [col]  read
-        const float *extent = known.extent;  // rows, columns, elements
-        const F grad_scale_times_grad_scale(known.scalars[0]);
-        const F one_minus_t_pow_beta2_decay(known.scalars[1]);
-        const F one_minus_beta2(known.scalars[2]);
-
-        // -- elements: decode, update  (specs/adafactor.py)
-        for (int i = 0; i < count; i += W) {
-            const F col_sum_for_col_var = load(col_sum_for_col_var_at + i);
-            const F col_var = load(col_var_at + i);
-            // 46  col_var = (1 - one_minus_beta2) * col_var + one_minus_beta2 * col_mean(g * g)
-            const F col_var_2 = fma(one_minus_beta2, grad_scale_times_grad_scale * col_sum_for_col_var / F(extent[0]), one_minus_t_pow_beta2_decay * col_var);
-            store(col_var_at + i, col_var_2);
-        }
-    }
-};
-
-// tensor: values of tensors
-template <class Grad>
-struct adafactor_bfloat16_4 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = WHOLE;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {10, -1, 4, WHOLE, false, true, NONE, 0},  // alpha
-        {9, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_for_alpha
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        float *__restrict alpha_at = (float *)at[0];                             // float32 [tensor]  written
-        const float *__restrict tensor_sum_for_alpha_at = (const float *)at[1];  // float32 [tensor]  read
-        const float *extent = known.extent;  // rows, columns, elements
-        const F eps2(known.scalars[3]);
-        const F lr_min_t_pow_m0p5(known.scalars[4]);
-
-        // -- elements: decode, update  (specs/adafactor.py)
-        for (int i = 0; i < count; i += W) {
-            const F tensor_sum_for_alpha = load(tensor_sum_for_alpha_at + i);
-            // 42  alpha = maximum(rms(p), eps2) * minimum(lr, t**-0.5)
-            const F alpha = max(sqrt(tensor_sum_for_alpha / F(extent[2])), eps2) * lr_min_t_pow_m0p5;
-            store(alpha_at + i, alpha);
-        }
-    }
-};
-
-// mat: values of matrices
-template <class Grad>
-struct adafactor_bfloat16_5 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = MATRIX;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {11, -1, 4, MATRIX, false, true, NONE, 0},  // mat_sum_of_row_var_over_rows_max_eps1
-        {8, -1, 4, MATRIX, true, false, NONE, 1},  // mat_sum_of_row_var
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        // float32 [mat]  written
-        float *__restrict mat_sum_of_row_var_over_rows_max_eps1_at = (float *)at[0];
-        const float *__restrict mat_sum_of_row_var_at = (const float *)at[1];  // float32 [mat]  read
-        const float *extent = known.extent;  // rows, columns, elements
-        const F eps1(known.scalars[5]);
-
-        // -- elements: decode
-        for (int i = 0; i < count; i += W) {
-            const F mat_sum_of_row_var = load(mat_sum_of_row_var_at + i);
-            store(mat_sum_of_row_var_over_rows_max_eps1_at + i, max(mat_sum_of_row_var / F(extent[0]), eps1));
-        }
-    }
-};
-
-// row: values of rows
-template <class Grad>
-struct adafactor_bfloat16_6 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ROW;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {3, -1, 4, ROW, true, false, NONE, 0},  // row_var
-        {12, -1, 4, ROW, false, true, NONE, 1},  // row_div
-        {11, -1, 4, MATRIX, true, false, NONE, 2},  // mat_sum_of_row_var_over_rows_max_eps1
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const float *__restrict row_var_at = (const float *)at[0];  // float32 [row]  read
-        float *__restrict row_div_at = (float *)at[1];              // float32 [row]  written
-        // float32 [mat]  read
-        const float *__restrict mat_sum_of_row_var_over_rows_max_eps1_at = (const float *)at[2];
-
-        // -- elements: decode
-        for (int i = 0; i < count; i += W) {
-            const F row_var = load(row_var_at + i);
-            const F mat_sum_of_row_var_over_rows_max_eps1 = load(mat_sum_of_row_var_over_rows_max_eps1_at + (i & row_mask));
-            store(row_div_at + i, row_var / mat_sum_of_row_var_over_rows_max_eps1);
-        }
-    }
-};
-
-// a sweep: p (specs/adafactor.py:52)
-template <class Grad>
-struct adafactor_bfloat16_7 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {4, -1, 4, COLUMN, true, false, NONE, 1},  // col_var
-        {13, 19, 4, ROW, false, true, TOTAL, 2},  // row_sum_of_g
-        {12, -1, 4, ROW, true, false, NONE, 3},  // row_div
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        const float *__restrict col_var_at = (const float *)at[1];  // float32 [col]  read
-        float *__restrict row_sum_of_g_at = (float *)at[2];         // float32 [row]  for row_sum
-        const float *__restrict row_div_at = (const float *)at[3];  // float32 [row]  read
-        const F eps1_times_eps1(known.scalars[6]);
-
-        // -- elements: decode, update, encode  (specs/adafactor.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            // 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
-            const F estimate = load(row_div_at + (i & row_mask)) * load(col_var_at + i);
-            const F g_mul = g_stored / sqrt(max(estimate, eps1_times_eps1));
-            store(row_sum_of_g_at + i, g_mul * g_mul);
-        }
-    }
-};
-
-// row: values of rows
-template <class Grad>
-struct adafactor_bfloat16_8 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ROW;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {14, -1, 4, WHOLE, false, true, TOTAL, 0},  // tensor_sum_of_g
-        {13, -1, 4, ROW, true, false, NONE, 1},  // row_sum_of_g
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        float *__restrict tensor_sum_of_g_at = (float *)at[0];           // float32 [tensor]  for tensor_sum
-        const float *__restrict row_sum_of_g_at = (const float *)at[1];  // float32 [row]  read
-
-        // -- elements: decode
-        for (int i = 0; i < count; i += W) {
-            const F row_sum_of_g = load(row_sum_of_g_at + i);
-            store(tensor_sum_of_g_at + i, row_sum_of_g);
-        }
-    }
-};
-
-// tensor: values of tensors
-template <class Grad>
-struct adafactor_bfloat16_9 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = WHOLE;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {15, -1, 4, WHOLE, false, true, NONE, 0},  // tensor_div
-        {10, -1, 4, WHOLE, true, false, NONE, 1},  // alpha
-        {14, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_of_g
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        float *__restrict tensor_div_at = (float *)at[0];                   // float32 [tensor]  written
-        const float *__restrict alpha_at = (const float *)at[1];            // float32 [tensor]  read
-        const float *__restrict tensor_sum_of_g_at = (const float *)at[2];  // float32 [tensor]  read
-        const float *extent = known.extent;  // rows, columns, elements
-        const F d(known.scalars[7]);
-        const F grad_scale_times_grad_scale(known.scalars[0]);
-
-        // -- elements: decode
-        for (int i = 0; i < count; i += W) {
-            const F alpha = load(alpha_at + i);
-            const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
-            store(tensor_div_at + i, alpha / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / d));
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct adafactor_bfloat16_10 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {4, -1, 4, COLUMN, true, false, NONE, 3},  // col_var
-        {15, -1, 4, WHOLE, true, false, NONE, 4},  // tensor_div
-        {12, -1, 4, ROW, true, false, NONE, 5},  // row_div
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                 // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];          // uint8 [n]  read and written
-        const float *__restrict col_var_at = (const float *)at[3];     // float32 [col]  read
-        const float *__restrict tensor_div_at = (const float *)at[4];  // float32 [tensor]  read
-        const float *__restrict row_div_at = (const float *)at[5];     // float32 [row]  read
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F grad_scale(known.scalars[8]);
-        const F one_minus_lr_times_weight_decay(known.scalars[9]);
-        const F eps1_times_eps1(known.scalars[6]);
-        const F tensor_div = F(*tensor_div_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/adafactor.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-            // 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
-            const F estimate = load(row_div_at + (i & row_mask)) * load(col_var_at + i);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                // 43  p = decoupled(p, lr, weight_decay)
-            // 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-            const F p_3 = fma(-(grad_scale * tensor_div), g_stored / sqrt(max(estimate, eps1_times_eps1)), p_2);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 0x8000);
-            store_half<2>(p_at + i, p_word);
-            store_byte<1>(weight_low_at + i, p_word);
-        }
-    }
-};
-
-// a sweep: alpha (specs/adafactor.py:42), row_var (specs/adafactor.py:45), col_var (specs/adafactor.py:46)
-template <class Grad>
-struct adafactor_float16_1 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
-        {5, 16, 4, ROW, false, true, TOTAL, 3},  // row_sum_for_alpha
-        {6, 17, 4, ROW, false, true, TOTAL, 4},  // row_sum_for_row_var
-        {7, 18, 4, COLUMN, false, true, TOTAL, 4},  // col_sum_for_col_var
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const uint16_t *__restrict p_at = (const uint16_t *)at[0];         // float16 [n]  read
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];  // uint8 [n]  read
-        float *__restrict row_sum_for_alpha_at = (float *)at[3];           // float32 [row]  for row_sum
-        float *__restrict row_sum_for_row_var_at = (float *)at[4];         // float32 [row]  for row_sum
-
-        // -- elements: decode, encode
-        for (int i = 0; i < count; i += W) {
-            const U16 p_stored = raw(p_at + i);
-            const I p_high = extend16(extend16(to_int(p_stored)));
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low - 128;
-            const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 0x38000000;
-            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-            // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-            const F g_stored = Grad::load(g_at + i);
-            const F g_cast = g_stored;
-            const F g_mul = g_cast * g_cast;
-            store(row_sum_for_alpha_at + i, p * p);
-            store(row_sum_for_row_var_at + i, g_mul);
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct adafactor_float16_10 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {4, -1, 4, COLUMN, true, false, NONE, 3},  // col_var
-        {15, -1, 4, WHOLE, true, false, NONE, 4},  // tensor_div
-        {12, -1, 4, ROW, true, false, NONE, 5},  // row_div
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                 // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];          // uint8 [n]  read and written
-        const float *__restrict col_var_at = (const float *)at[3];     // float32 [col]  read
-        const float *__restrict tensor_div_at = (const float *)at[4];  // float32 [tensor]  read
-        const float *__restrict row_div_at = (const float *)at[5];     // float32 [row]  read
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F grad_scale(known.scalars[8]);
-        const F one_minus_lr_times_weight_decay(known.scalars[9]);
-        const F eps1_times_eps1(known.scalars[6]);
-        const F tensor_div = F(*tensor_div_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/adafactor.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const I p_high = extend16(extend16(to_int(p_stored)));
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low - 128;
-            const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 0x38000000;
-            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-            // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-            // 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
-            const F estimate = load(row_div_at + (i & row_mask)) * load(col_var_at + i);
-            const F p_2 = one_minus_lr_times_weight_decay * p;  // 43  p = decoupled(p, lr, weight_decay)
-            // 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-            const F p_3 = fma(-(grad_scale * tensor_div), g_stored / sqrt(max(estimate, eps1_times_eps1)), p_2);
-            const I p_bitcast = bits(p_3);
-            const I p_sign = p_bitcast >> 16 & 0x8000;
-            const I p_magnitude = p_bitcast & 0x7fffffff;
-            const F p_magnitude_bitcast = as_float(p_magnitude);
-            const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-            const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-            const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-            const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_wide_2 = lshr(p_fixed + (lshr(noise, 23) | 1), 9);
-            const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
-            const I p_kept_ = p_word;
-            store(p_at + i, p_sign | p_word >> 8);
-            store(weight_low_at + i, p_kept_);
+            weight.encode(i, p_3, noise);
         }
     }
 };
 
 // a sweep: alpha (specs/adafactor.py:42), p (specs/adafactor.py:52)
-template <class Grad>
-struct adafactor_float32_no_factored_1 {
+template <class Weight, class Grad>
+struct adafactor_no_factored_kernel_1 {
     static constexpr int BLOCK = 64, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, false, NONE, 2},  // variance_codes
-        {3, -1, 2, BLOCK_OF, true, false, NONE, 3},  // variance_range
-        {4, 7, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_alpha
-        {5, 8, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_of_g
-    };
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, false, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {2, -1, 1, ELEMENT, true, false, NONE, 1},  // variance_codes
+        {3, -1, 2, BLOCK_OF, true, false, NONE, 2},  // variance_range
+        {4, 7, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_alpha
+        {5, 8, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_of_g
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        const float *__restrict p_at = (const float *)at[0];                   // float32 [n]  read
+        Weight weight(at[5], at + 6);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const uint8_t *__restrict variance_codes_at = (const uint8_t *)at[2];  // uint8 [n]  read
-        const int16_t *__restrict variance_range_at = (const int16_t *)at[3];  // int16 [blocks of 64]  read
-        float *__restrict tensor_sum_for_alpha_at = (float *)at[4];            // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_of_g_at = (float *)at[5];                 // float32 [tensor]  for tensor_sum
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        const uint8_t *__restrict variance_codes_at = (const uint8_t *)at[1];  // uint8 [n]  read
+        const int16_t *__restrict variance_range_at = (const int16_t *)at[2];  // int16 [blocks of 64]  read
+        float *__restrict tensor_sum_for_alpha_at = (float *)at[3];            // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_of_g_at = (float *)at[4];                 // float32 [tensor]  for tensor_sum
         const F scalar_0(known.scalars[0]);
         const F one_minus_t_pow_beta2_decay(known.scalars[1]);
         const F eps1_times_eps1(known.scalars[2]);
@@ -883,14 +452,14 @@ struct adafactor_float32_no_factored_1 {
 
         // -- elements: decode, update, encode  (specs/adafactor.py)
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch_weight<BLOCK>(weight, b + TILE / BLOCK);
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(variance_codes_at, b + TILE / BLOCK);
             const I variance_middle_2(variance_middle_2_kept[b]);
             const I variance_step(variance_step_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const F p = load(p_at + i);
+                const F p = weight.decode(i);
                 const F g = Grad::load(g_at + i);
                 const U8 variance_code = raw(variance_codes_at + i);
                 const I variance_piece = to_int(variance_code);
@@ -908,17 +477,17 @@ struct adafactor_float32_no_factored_1 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct adafactor_float32_no_factored_2 {
+template <class Weight, class Grad>
+struct adafactor_no_factored_kernel_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {6, -1, 4, WHOLE, false, true, NONE, 0},  // tensor_div
         {4, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_for_alpha
         {5, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_of_g
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -943,19 +512,21 @@ struct adafactor_float32_no_factored_2 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct adafactor_float32_no_factored_3 {
+template <class Weight, class Grad>
+struct adafactor_no_factored_kernel_3 {
+    // random bits of variance, p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{12, false}, {Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P, 0}), KEPT = NOISE.mask({0});
     static constexpr int BLOCK = 64, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // variance_codes
-        {3, -1, 2, BLOCK_OF, true, true, NONE, 3},  // variance_range
-        {6, -1, 4, WHOLE, true, false, NONE, 4},  // tensor_div
-    };
+    static constexpr bool MATRICES = false, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {2, -1, 1, ELEMENT, true, true, NONE, 1},  // variance_codes
+        {3, -1, 2, BLOCK_OF, true, true, NONE, 2},  // variance_range
+        {6, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_div
+    });
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
                      int row_mask, const Known &known) {
@@ -965,12 +536,12 @@ struct adafactor_float32_no_factored_3 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                       // float32 [n]  read and written
+        Weight weight(at[4], at + 5);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict variance_codes_at = (uint8_t *)at[2];      // uint8 [n]  read and written
-        int16_t *__restrict variance_range_at = (int16_t *)at[3];      // int16 [blocks of 64]  read and written
-        const float *__restrict tensor_div_at = (const float *)at[4];  // float32 [tensor]  read
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        uint8_t *__restrict variance_codes_at = (uint8_t *)at[1];      // uint8 [n]  read and written
+        int16_t *__restrict variance_range_at = (int16_t *)at[2];      // int16 [blocks of 64]  read and written
+        const float *__restrict tensor_div_at = (const float *)at[3];  // float32 [tensor]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F grad_scale(known.scalars[7]);
@@ -979,9 +550,6 @@ struct adafactor_float32_no_factored_3 {
         const F one_minus_t_pow_beta2_decay(known.scalars[1]);
         const F eps1_times_eps1(known.scalars[2]);
         const F tensor_div = F(*tensor_div_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) int32_t noise_kept[TILE];
         alignas(64) int32_t variance_pattern_kept[TILE];
         alignas(64) int32_t variance_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t variance_step_kept[TILE / BLOCK];
@@ -991,19 +559,7 @@ struct adafactor_float32_no_factored_3 {
         alignas(64) int32_t variance_scale_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
+        Words<adafactor_no_factored_kernel_3> words(BLOCK * blocks, first, stream_key, step_key);
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
@@ -1020,36 +576,32 @@ struct adafactor_float32_no_factored_3 {
         // -- elements: decode, update, encode  (specs/adafactor.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch_weight<BLOCK>(weight, b + TILE / BLOCK);
             const I variance_middle_2(variance_middle_2_kept[b]);
             const I variance_step(variance_step_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
+                const auto noise = words.at(i);
                 const F g = Grad::load(g_at + i);
                 const U8 variance_code = raw(variance_codes_at + i);
                 const I variance_piece = to_int(variance_code);
                 const F variance_value = as_float(variance_middle_2 + variance_piece * variance_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F variance = variance_value * variance_value;
-                const F p = load(p_at + i);
+                const F p = weight.decode(i);
                 // 49  variance = (1 - one_minus_beta2) * variance + one_minus_beta2 * (g * g)
                 const F variance_2 = fma(scalar_0 * g, g, one_minus_t_pow_beta2_decay * variance);
                 const F p_2 = one_minus_lr_times_weight_decay * p;   // 43  p = decoupled(p, lr, weight_decay)
                 // 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
                 const F p_3 = fma(-(grad_scale * tensor_div), g / sqrt(max(variance_2, eps1_times_eps1)), p_2);
                 const I variance_pattern = bits(sqrt(variance_2));
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 largest_of_block = larger<RAGGED>(largest_of_block, variance_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, variance_pattern, i, end);
-                store(noise_kept + i, noise);
+                words.keep(noise, i);
                 store(variance_pattern_kept + i, variance_pattern);
-                store(p_at + i, p_3);
+                weight.encode(i, p_3, noise);
             }
             largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
@@ -1089,9 +641,9 @@ struct adafactor_float32_no_factored_3 {
             const I variance_scale(variance_scale_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I noise = load(noise_kept + i);
+                const auto noise = words.kept(i);
                 const I variance_pattern = load(variance_pattern_kept + i);
-                const I variance_offset = lshr(noise, 8) + variance_half_add;
+                const I variance_offset = fraction<0, 24>(noise) + variance_half_add;
                 const I variance_position = max(I(0), min(variance_pattern - variance_base, variance_base_sub)) * variance_scale + variance_offset;
                 store_byte<3>(variance_codes_at + i, variance_position);
             }
@@ -1100,35 +652,34 @@ struct adafactor_float32_no_factored_3 {
 };
 
 // a sweep: alpha (specs/adafactor.py:42), p (specs/adafactor.py:52)
-template <class Grad>
-struct adafactor_float32_no_factored_small_1 {
+template <class Weight, class Grad>
+struct adafactor_no_factored_small_kernel_1 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, false, NONE, 2},  // variance
-        {3, 6, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_alpha
-        {4, 7, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_of_g
-    };
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, false, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {2, -1, 4, ELEMENT, true, false, NONE, 1},  // variance
+        {3, 6, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_alpha
+        {4, 7, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_of_g
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        const float *__restrict p_at = (const float *)at[0];         // float32 [n]  read
+        Weight weight(at[4], at + 5);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const float *__restrict variance_at = (const float *)at[2];  // float32 [n]  read
-        float *__restrict tensor_sum_for_alpha_at = (float *)at[3];  // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_of_g_at = (float *)at[4];       // float32 [tensor]  for tensor_sum
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        const float *__restrict variance_at = (const float *)at[1];  // float32 [n]  read
+        float *__restrict tensor_sum_for_alpha_at = (float *)at[2];  // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_of_g_at = (float *)at[3];       // float32 [tensor]  for tensor_sum
         const F scalar_0(known.scalars[0]);
         const F one_minus_t_pow_beta2_decay(known.scalars[1]);
         const F eps1_times_eps1(known.scalars[2]);
 
         // -- elements: decode, update, encode  (specs/adafactor.py)
         for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             const F g = Grad::load(g_at + i);
             const F variance = load(variance_at + i);
             // 49  variance = (1 - one_minus_beta2) * variance + one_minus_beta2 * (g * g)
@@ -1141,17 +692,17 @@ struct adafactor_float32_no_factored_small_1 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct adafactor_float32_no_factored_small_2 {
+template <class Weight, class Grad>
+struct adafactor_no_factored_small_kernel_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {5, -1, 4, WHOLE, false, true, NONE, 0},  // tensor_div
         {3, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_for_alpha
         {4, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_of_g
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -1176,862 +727,61 @@ struct adafactor_float32_no_factored_small_2 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct adafactor_float32_no_factored_small_3 {
+template <class Weight, class Grad>
+struct adafactor_no_factored_small_kernel_3 {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // variance
-        {5, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_div
-    };
+    static constexpr bool MATRICES = false, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {2, -1, 4, ELEMENT, true, true, NONE, 1},  // variance
+        {5, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_div
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                       // float32 [n]  read and written
+        Weight weight(at[3], at + 4);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict variance_at = (float *)at[2];                // float32 [n]  read and written
-        const float *__restrict tensor_div_at = (const float *)at[3];  // float32 [tensor]  read
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        float *__restrict variance_at = (float *)at[1];                // float32 [n]  read and written
+        const float *__restrict tensor_div_at = (const float *)at[2];  // float32 [tensor]  read
+        const int32_t step_key = known.step_key;
+        const int32_t stream_key = known.stream_key;
         const F grad_scale(known.scalars[7]);
         const F one_minus_lr_times_weight_decay(known.scalars[8]);
         const F scalar_0(known.scalars[0]);
         const F one_minus_t_pow_beta2_decay(known.scalars[1]);
         const F eps1_times_eps1(known.scalars[2]);
         const F tensor_div = F(*tensor_div_at);
+        Words<adafactor_no_factored_small_kernel_3> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/adafactor.py)
         for (int i = 0; i < count; i += W) {
+            const auto noise = words.at(i);
             const F g = Grad::load(g_at + i);
             const F variance = load(variance_at + i);
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             // 49  variance = (1 - one_minus_beta2) * variance + one_minus_beta2 * (g * g)
             const F variance_2 = fma(scalar_0 * g, g, one_minus_t_pow_beta2_decay * variance);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 43  p = decoupled(p, lr, weight_decay)
             // 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
             const F p_3 = fma(-(grad_scale * tensor_div), g / sqrt(max(variance_2, eps1_times_eps1)), p_2);
-            store(p_at + i, p_3);
+            weight.encode(i, p_3, noise);
             store(variance_at + i, variance_2);
         }
     }
 };
 
-// a sweep: alpha (specs/adafactor.py:42), p (specs/adafactor.py:52)
-template <class Grad>
-struct adafactor_bfloat16_no_factored_1 {
-    static constexpr int BLOCK = 64, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
-        {3, -1, 1, ELEMENT, true, false, NONE, 3},  // variance_codes
-        {4, -1, 2, BLOCK_OF, true, false, NONE, 4},  // variance_range
-        {5, 8, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_alpha
-        {6, 9, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_of_g
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const uint16_t *__restrict p_at = (const uint16_t *)at[0];             // bfloat16 [n]  read
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];      // uint8 [n]  read
-        const uint8_t *__restrict variance_codes_at = (const uint8_t *)at[3];  // uint8 [n]  read
-        const int16_t *__restrict variance_range_at = (const int16_t *)at[4];  // int16 [blocks of 64]  read
-        float *__restrict tensor_sum_for_alpha_at = (float *)at[5];            // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_of_g_at = (float *)at[6];                 // float32 [tensor]  for tensor_sum
-        const F scalar_0(known.scalars[0]);
-        const F one_minus_t_pow_beta2_decay(known.scalars[1]);
-        const F eps1_times_eps1(known.scalars[2]);
-        alignas(64) int32_t variance_middle_2_kept[TILE / BLOCK];
-        alignas(64) int32_t variance_step_kept[TILE / BLOCK];
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 variance_range = raw(variance_range_at + b);
-            const I variance_header = to_int(variance_range);
-            const I variance_cells = max(I(4), variance_header & 255);
-            const I variance_step = bits(fma(4194304.0f, 1.0f / to_float(variance_cells), 12582912.0f)) - 0x4b400000;
-            const I variance_middle = ((variance_header & 0xff00) << 14) + 0x20000000 + (variance_step >> 1);
-            const I variance_middle_2 = where(variance_header == 0, I(0), variance_middle);
-            store(variance_middle_2_kept + b, variance_middle_2);
-            store(variance_step_kept + b, variance_step);
-        }
-
-        // -- elements: decode, update, encode  (specs/adafactor.py)
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(variance_codes_at, b + TILE / BLOCK);
-            const I variance_middle_2(variance_middle_2_kept[b]);
-            const I variance_step(variance_step_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-                const F g_stored = Grad::load(g_at + i);
-                const U8 variance_code = raw(variance_codes_at + i);
-                const I variance_piece = to_int(variance_code);
-                const F variance_value = as_float(variance_middle_2 + variance_piece * variance_step);
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F variance = variance_value * variance_value;
-                const F g_cast = g_stored;
-                // 49  variance = (1 - one_minus_beta2) * variance + one_minus_beta2 * (g * g)
-                const F variance_2 = fma(scalar_0 * g_cast, g_cast, one_minus_t_pow_beta2_decay * variance);
-                const F g_mul = g_cast / sqrt(max(variance_2, eps1_times_eps1));
-                store(tensor_sum_for_alpha_at + i, p * p);
-                store(tensor_sum_of_g_at + i, g_mul * g_mul);
-            }
-        }
-    }
-};
-
-// tensor: values of tensors
-template <class Grad>
-struct adafactor_bfloat16_no_factored_2 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = WHOLE;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {7, -1, 4, WHOLE, false, true, NONE, 0},  // tensor_div
-        {5, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_for_alpha
-        {6, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_of_g
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        float *__restrict tensor_div_at = (float *)at[0];                        // float32 [tensor]  written
-        const float *__restrict tensor_sum_for_alpha_at = (const float *)at[1];  // float32 [tensor]  read
-        const float *__restrict tensor_sum_of_g_at = (const float *)at[2];       // float32 [tensor]  read
-        const float *extent = known.extent;  // rows, columns, elements
-        const F eps2(known.scalars[3]);
-        const F d(known.scalars[4]);
-        const F lr_min_t_pow_m0p5(known.scalars[5]);
-        const F grad_scale_times_grad_scale(known.scalars[6]);
-
-        // -- elements: decode, update  (specs/adafactor.py)
-        for (int i = 0; i < count; i += W) {
-            const F tensor_sum_for_alpha = load(tensor_sum_for_alpha_at + i);
-            const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
-            // 42  alpha = maximum(rms(p), eps2) * minimum(lr, t**-0.5)
-            const F alpha = max(sqrt(tensor_sum_for_alpha / F(extent[2])), eps2) * lr_min_t_pow_m0p5;
-            store(tensor_div_at + i, alpha / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / d));
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct adafactor_bfloat16_no_factored_3 {
-    static constexpr int BLOCK = 64, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // variance_codes
-        {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // variance_range
-        {7, -1, 4, WHOLE, true, false, NONE, 5},  // tensor_div
-    };
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                 // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];          // uint8 [n]  read and written
-        uint8_t *__restrict variance_codes_at = (uint8_t *)at[3];      // uint8 [n]  read and written
-        int16_t *__restrict variance_range_at = (int16_t *)at[4];      // int16 [blocks of 64]  read and written
-        const float *__restrict tensor_div_at = (const float *)at[5];  // float32 [tensor]  read
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F grad_scale(known.scalars[7]);
-        const F one_minus_lr_times_weight_decay(known.scalars[8]);
-        const F scalar_0(known.scalars[0]);
-        const F one_minus_t_pow_beta2_decay(known.scalars[1]);
-        const F eps1_times_eps1(known.scalars[2]);
-        const F tensor_div = F(*tensor_div_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) int32_t variance_pattern_kept[TILE];
-        alignas(64) int32_t variance_middle_2_kept[TILE / BLOCK];
-        alignas(64) int32_t variance_step_kept[TILE / BLOCK];
-        alignas(64) int32_t variance_half_add_kept[TILE / BLOCK];
-        alignas(64) int32_t variance_base_kept[TILE / BLOCK];
-        alignas(64) int32_t variance_base_sub_kept[TILE / BLOCK];
-        alignas(64) int32_t variance_scale_kept[TILE / BLOCK];
-        I largest_of_block_kept[TILE / BLOCK];
-        I smallest_of_block_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 variance_range = raw(variance_range_at + b);
-            const I variance_header = to_int(variance_range);
-            const I variance_cells = max(I(4), variance_header & 255);
-            const I variance_step = bits(fma(4194304.0f, 1.0f / to_float(variance_cells), 12582912.0f)) - 0x4b400000;
-            const I variance_middle = ((variance_header & 0xff00) << 14) + 0x20000000 + (variance_step >> 1);
-            const I variance_middle_2 = where(variance_header == 0, I(0), variance_middle);
-            store(variance_middle_2_kept + b, variance_middle_2);
-            store(variance_step_kept + b, variance_step);
-        }
-
-        // -- elements: decode, update, encode  (specs/adafactor.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            const I variance_middle_2(variance_middle_2_kept[b]);
-            const I variance_step(variance_step_kept[b]);
-            I largest_of_block(INT32_MIN);
-            I smallest_of_block(INT32_MAX);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const U8 variance_code = raw(variance_codes_at + i);
-                const I variance_piece = to_int(variance_code);
-                const F variance_value = as_float(variance_middle_2 + variance_piece * variance_step);
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F variance = variance_value * variance_value;
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-                const F g_cast = g_stored;
-                // 49  variance = (1 - one_minus_beta2) * variance + one_minus_beta2 * (g * g)
-                const F variance_2 = fma(scalar_0 * g_cast, g_cast, one_minus_t_pow_beta2_decay * variance);
-                const F p_2 = one_minus_lr_times_weight_decay * p;                // 43  p = decoupled(p, lr, weight_decay)
-                // 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-                const F p_3 = fma(-(grad_scale * tensor_div), g_cast / sqrt(max(variance_2, eps1_times_eps1)), p_2);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = bits_or_nan(p_3) + (noise & 255 | 0x8000);
-                const I variance_pattern = bits(sqrt(variance_2));
-                largest_of_block = larger<RAGGED>(largest_of_block, variance_pattern, i, end);
-                smallest_of_block = smaller<RAGGED>(smallest_of_block, variance_pattern, i, end);
-                store(noise_kept + i, noise);
-                store(variance_pattern_kept + i, variance_pattern);
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
-            }
-            largest_of_block_kept[b] = largest_of_block;
-            smallest_of_block_kept[b] = smallest_of_block;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I variance_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
-            const I variance_above = (variance_largest + 0x80000 >> 22) + 1;
-            const I variance_below = smallest_of_block - 0x80000 >> 22;
-            const I variance_units = min(I(64), max(I(1), variance_above - max(I(128), variance_below)));
-            const I variance_first = variance_above - variance_units;
-            const I variance_start = variance_first << 22;
-            const I variance_half = variance_units * 10240;
-            const I variance_base = variance_start + variance_half;
-            const I variance_base_sub = 0x5f700000 - variance_base;
-            const I variance_cells_2 = min(I(255), to_int(256.5f / to_float(variance_units)));
-            const I variance_scale = variance_cells_2 << 2;
-            const I variance_half_add = variance_half * variance_scale - 0x800000;
-            const I variance_header_2 = variance_first - 128 << 8 | variance_cells_2;
-            store(variance_half_add_kept + b, variance_half_add);
-            store(variance_base_kept + b, variance_base);
-            store(variance_base_sub_kept + b, variance_base_sub);
-            store(variance_scale_kept + b, variance_scale);
-            store(variance_range_at + b, variance_header_2);
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(variance_codes_at, b + TILE / BLOCK);
-            const I variance_half_add(variance_half_add_kept[b]);
-            const I variance_base(variance_base_kept[b]);
-            const I variance_base_sub(variance_base_sub_kept[b]);
-            const I variance_scale(variance_scale_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I noise = load(noise_kept + i);
-                const I variance_pattern = load(variance_pattern_kept + i);
-                const I variance_offset = lshr(noise, 8) + variance_half_add;
-                const I variance_position = max(I(0), min(variance_pattern - variance_base, variance_base_sub)) * variance_scale + variance_offset;
-                store_byte<3>(variance_codes_at + i, variance_position);
-            }
-        }
-    }
-};
-
-// a sweep: alpha (specs/adafactor.py:42), p (specs/adafactor.py:52)
-template <class Grad>
-struct adafactor_bfloat16_no_factored_small_1 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
-        {3, -1, 4, ELEMENT, true, false, NONE, 3},  // variance
-        {4, 7, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_alpha
-        {5, 8, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_of_g
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const uint16_t *__restrict p_at = (const uint16_t *)at[0];         // bfloat16 [n]  read
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];  // uint8 [n]  read
-        const float *__restrict variance_at = (const float *)at[3];        // float32 [n]  read
-        float *__restrict tensor_sum_for_alpha_at = (float *)at[4];        // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_of_g_at = (float *)at[5];             // float32 [tensor]  for tensor_sum
-        const F scalar_0(known.scalars[0]);
-        const F one_minus_t_pow_beta2_decay(known.scalars[1]);
-        const F eps1_times_eps1(known.scalars[2]);
-
-        // -- elements: decode, update, encode  (specs/adafactor.py)
-        for (int i = 0; i < count; i += W) {
-            const U16 p_stored = raw(p_at + i);
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-            const F g_stored = Grad::load(g_at + i);
-            const F variance = load(variance_at + i);
-            const F g_cast = g_stored;
-            // 49  variance = (1 - one_minus_beta2) * variance + one_minus_beta2 * (g * g)
-            const F variance_2 = fma(scalar_0 * g_cast, g_cast, one_minus_t_pow_beta2_decay * variance);
-            const F g_mul = g_cast / sqrt(max(variance_2, eps1_times_eps1));
-            store(tensor_sum_for_alpha_at + i, p * p);
-            store(tensor_sum_of_g_at + i, g_mul * g_mul);
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct adafactor_bfloat16_no_factored_small_3 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 4, ELEMENT, true, true, NONE, 3},  // variance
-        {6, -1, 4, WHOLE, true, false, NONE, 4},  // tensor_div
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                 // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];          // uint8 [n]  read and written
-        float *__restrict variance_at = (float *)at[3];                // float32 [n]  read and written
-        const float *__restrict tensor_div_at = (const float *)at[4];  // float32 [tensor]  read
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F grad_scale(known.scalars[7]);
-        const F one_minus_lr_times_weight_decay(known.scalars[8]);
-        const F scalar_0(known.scalars[0]);
-        const F one_minus_t_pow_beta2_decay(known.scalars[1]);
-        const F eps1_times_eps1(known.scalars[2]);
-        const F tensor_div = F(*tensor_div_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/adafactor.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const F variance = load(variance_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-            const F g_cast = g_stored;
-            // 49  variance = (1 - one_minus_beta2) * variance + one_minus_beta2 * (g * g)
-            const F variance_2 = fma(scalar_0 * g_cast, g_cast, one_minus_t_pow_beta2_decay * variance);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                // 43  p = decoupled(p, lr, weight_decay)
-            // 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-            const F p_3 = fma(-(grad_scale * tensor_div), g_cast / sqrt(max(variance_2, eps1_times_eps1)), p_2);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 0x8000);
-            store_half<2>(p_at + i, p_word);
-            store_byte<1>(weight_low_at + i, p_word);
-            store(variance_at + i, variance_2);
-        }
-    }
-};
-
-// a sweep: alpha (specs/adafactor.py:42), p (specs/adafactor.py:52)
-template <class Grad>
-struct adafactor_float16_no_factored_1 {
-    static constexpr int BLOCK = 64, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
-        {3, -1, 1, ELEMENT, true, false, NONE, 3},  // variance_codes
-        {4, -1, 2, BLOCK_OF, true, false, NONE, 4},  // variance_range
-        {5, 8, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_alpha
-        {6, 9, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_of_g
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const uint16_t *__restrict p_at = (const uint16_t *)at[0];             // float16 [n]  read
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];      // uint8 [n]  read
-        const uint8_t *__restrict variance_codes_at = (const uint8_t *)at[3];  // uint8 [n]  read
-        const int16_t *__restrict variance_range_at = (const int16_t *)at[4];  // int16 [blocks of 64]  read
-        float *__restrict tensor_sum_for_alpha_at = (float *)at[5];            // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_of_g_at = (float *)at[6];                 // float32 [tensor]  for tensor_sum
-        const F scalar_0(known.scalars[0]);
-        const F one_minus_t_pow_beta2_decay(known.scalars[1]);
-        const F eps1_times_eps1(known.scalars[2]);
-        alignas(64) int32_t variance_middle_2_kept[TILE / BLOCK];
-        alignas(64) int32_t variance_step_kept[TILE / BLOCK];
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 variance_range = raw(variance_range_at + b);
-            const I variance_header = to_int(variance_range);
-            const I variance_cells = max(I(4), variance_header & 255);
-            const I variance_step = bits(fma(4194304.0f, 1.0f / to_float(variance_cells), 12582912.0f)) - 0x4b400000;
-            const I variance_middle = ((variance_header & 0xff00) << 14) + 0x20000000 + (variance_step >> 1);
-            const I variance_middle_2 = where(variance_header == 0, I(0), variance_middle);
-            store(variance_middle_2_kept + b, variance_middle_2);
-            store(variance_step_kept + b, variance_step);
-        }
-
-        // -- elements: decode, update, encode  (specs/adafactor.py)
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(variance_codes_at, b + TILE / BLOCK);
-            const I variance_middle_2(variance_middle_2_kept[b]);
-            const I variance_step(variance_step_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const U16 p_stored = raw(p_at + i);
-                const I p_high = extend16(extend16(to_int(p_stored)));
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low - 128;
-                const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 0x38000000;
-                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-                // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-                const F g_stored = Grad::load(g_at + i);
-                const U8 variance_code = raw(variance_codes_at + i);
-                const I variance_piece = to_int(variance_code);
-                const F variance_value = as_float(variance_middle_2 + variance_piece * variance_step);
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F variance = variance_value * variance_value;
-                const F g_cast = g_stored;
-                // 49  variance = (1 - one_minus_beta2) * variance + one_minus_beta2 * (g * g)
-                const F variance_2 = fma(scalar_0 * g_cast, g_cast, one_minus_t_pow_beta2_decay * variance);
-                const F g_mul = g_cast / sqrt(max(variance_2, eps1_times_eps1));
-                store(tensor_sum_for_alpha_at + i, p * p);
-                store(tensor_sum_of_g_at + i, g_mul * g_mul);
-            }
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct adafactor_float16_no_factored_3 {
-    static constexpr int BLOCK = 64, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // variance_codes
-        {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // variance_range
-        {7, -1, 4, WHOLE, true, false, NONE, 5},  // tensor_div
-    };
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                 // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];          // uint8 [n]  read and written
-        uint8_t *__restrict variance_codes_at = (uint8_t *)at[3];      // uint8 [n]  read and written
-        int16_t *__restrict variance_range_at = (int16_t *)at[4];      // int16 [blocks of 64]  read and written
-        const float *__restrict tensor_div_at = (const float *)at[5];  // float32 [tensor]  read
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F grad_scale(known.scalars[7]);
-        const F one_minus_lr_times_weight_decay(known.scalars[8]);
-        const F scalar_0(known.scalars[0]);
-        const F one_minus_t_pow_beta2_decay(known.scalars[1]);
-        const F eps1_times_eps1(known.scalars[2]);
-        const F tensor_div = F(*tensor_div_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) int32_t variance_pattern_kept[TILE];
-        alignas(64) int32_t variance_middle_2_kept[TILE / BLOCK];
-        alignas(64) int32_t variance_step_kept[TILE / BLOCK];
-        alignas(64) int32_t variance_half_add_kept[TILE / BLOCK];
-        alignas(64) int32_t variance_base_kept[TILE / BLOCK];
-        alignas(64) int32_t variance_base_sub_kept[TILE / BLOCK];
-        alignas(64) int32_t variance_scale_kept[TILE / BLOCK];
-        I largest_of_block_kept[TILE / BLOCK];
-        I smallest_of_block_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 variance_range = raw(variance_range_at + b);
-            const I variance_header = to_int(variance_range);
-            const I variance_cells = max(I(4), variance_header & 255);
-            const I variance_step = bits(fma(4194304.0f, 1.0f / to_float(variance_cells), 12582912.0f)) - 0x4b400000;
-            const I variance_middle = ((variance_header & 0xff00) << 14) + 0x20000000 + (variance_step >> 1);
-            const I variance_middle_2 = where(variance_header == 0, I(0), variance_middle);
-            store(variance_middle_2_kept + b, variance_middle_2);
-            store(variance_step_kept + b, variance_step);
-        }
-
-        // -- elements: decode, update, encode  (specs/adafactor.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            const I variance_middle_2(variance_middle_2_kept[b]);
-            const I variance_step(variance_step_kept[b]);
-            I largest_of_block(INT32_MIN);
-            I smallest_of_block(INT32_MAX);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const U8 variance_code = raw(variance_codes_at + i);
-                const I variance_piece = to_int(variance_code);
-                const F variance_value = as_float(variance_middle_2 + variance_piece * variance_step);
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F variance = variance_value * variance_value;
-                const U16 p_stored = raw(p_at + i);
-                const I p_high = extend16(extend16(to_int(p_stored)));
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low - 128;
-                const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 0x38000000;
-                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-                // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-                const F g_cast = g_stored;
-                // 49  variance = (1 - one_minus_beta2) * variance + one_minus_beta2 * (g * g)
-                const F variance_2 = fma(scalar_0 * g_cast, g_cast, one_minus_t_pow_beta2_decay * variance);
-                const F p_2 = one_minus_lr_times_weight_decay * p;   // 43  p = decoupled(p, lr, weight_decay)
-                // 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-                const F p_3 = fma(-(grad_scale * tensor_div), g_cast / sqrt(max(variance_2, eps1_times_eps1)), p_2);
-                const I p_bitcast = bits(p_3);
-                const I p_sign = p_bitcast >> 16 & 0x8000;
-                const I p_magnitude = p_bitcast & 0x7fffffff;
-                const F p_magnitude_bitcast = as_float(p_magnitude);
-                const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-                const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-                const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-                const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_wide_2 = lshr(p_fixed + ((noise & 255) << 1 | 1), 9);
-                const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
-                const I p_kept_ = p_word;
-                const I variance_pattern = bits(sqrt(variance_2));
-                largest_of_block = larger<RAGGED>(largest_of_block, variance_pattern, i, end);
-                smallest_of_block = smaller<RAGGED>(smallest_of_block, variance_pattern, i, end);
-                store(noise_kept + i, noise);
-                store(variance_pattern_kept + i, variance_pattern);
-                store(p_at + i, p_sign | p_word >> 8);
-                store(weight_low_at + i, p_kept_);
-            }
-            largest_of_block_kept[b] = largest_of_block;
-            smallest_of_block_kept[b] = smallest_of_block;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I variance_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
-            const I variance_above = (variance_largest + 0x80000 >> 22) + 1;
-            const I variance_below = smallest_of_block - 0x80000 >> 22;
-            const I variance_units = min(I(64), max(I(1), variance_above - max(I(128), variance_below)));
-            const I variance_first = variance_above - variance_units;
-            const I variance_start = variance_first << 22;
-            const I variance_half = variance_units * 10240;
-            const I variance_base = variance_start + variance_half;
-            const I variance_base_sub = 0x5f700000 - variance_base;
-            const I variance_cells_2 = min(I(255), to_int(256.5f / to_float(variance_units)));
-            const I variance_scale = variance_cells_2 << 2;
-            const I variance_half_add = variance_half * variance_scale - 0x800000;
-            const I variance_header_2 = variance_first - 128 << 8 | variance_cells_2;
-            store(variance_half_add_kept + b, variance_half_add);
-            store(variance_base_kept + b, variance_base);
-            store(variance_base_sub_kept + b, variance_base_sub);
-            store(variance_scale_kept + b, variance_scale);
-            store(variance_range_at + b, variance_header_2);
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(variance_codes_at, b + TILE / BLOCK);
-            const I variance_half_add(variance_half_add_kept[b]);
-            const I variance_base(variance_base_kept[b]);
-            const I variance_base_sub(variance_base_sub_kept[b]);
-            const I variance_scale(variance_scale_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I noise = load(noise_kept + i);
-                const I variance_pattern = load(variance_pattern_kept + i);
-                const I variance_offset = lshr(noise, 8) + variance_half_add;
-                const I variance_position = max(I(0), min(variance_pattern - variance_base, variance_base_sub)) * variance_scale + variance_offset;
-                store_byte<3>(variance_codes_at + i, variance_position);
-            }
-        }
-    }
-};
-
-// a sweep: alpha (specs/adafactor.py:42), p (specs/adafactor.py:52)
-template <class Grad>
-struct adafactor_float16_no_factored_small_1 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
-        {3, -1, 4, ELEMENT, true, false, NONE, 3},  // variance
-        {4, 7, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_alpha
-        {5, 8, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_of_g
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const uint16_t *__restrict p_at = (const uint16_t *)at[0];         // float16 [n]  read
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];  // uint8 [n]  read
-        const float *__restrict variance_at = (const float *)at[3];        // float32 [n]  read
-        float *__restrict tensor_sum_for_alpha_at = (float *)at[4];        // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_of_g_at = (float *)at[5];             // float32 [tensor]  for tensor_sum
-        const F scalar_0(known.scalars[0]);
-        const F one_minus_t_pow_beta2_decay(known.scalars[1]);
-        const F eps1_times_eps1(known.scalars[2]);
-
-        // -- elements: decode, update, encode  (specs/adafactor.py)
-        for (int i = 0; i < count; i += W) {
-            const U16 p_stored = raw(p_at + i);
-            const I p_high = extend16(extend16(to_int(p_stored)));
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low - 128;
-            const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 0x38000000;
-            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-            // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-            const F g_stored = Grad::load(g_at + i);
-            const F variance = load(variance_at + i);
-            const F g_cast = g_stored;
-            // 49  variance = (1 - one_minus_beta2) * variance + one_minus_beta2 * (g * g)
-            const F variance_2 = fma(scalar_0 * g_cast, g_cast, one_minus_t_pow_beta2_decay * variance);
-            const F g_mul = g_cast / sqrt(max(variance_2, eps1_times_eps1));
-            store(tensor_sum_for_alpha_at + i, p * p);
-            store(tensor_sum_of_g_at + i, g_mul * g_mul);
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct adafactor_float16_no_factored_small_3 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 4, ELEMENT, true, true, NONE, 3},  // variance
-        {6, -1, 4, WHOLE, true, false, NONE, 4},  // tensor_div
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                 // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];          // uint8 [n]  read and written
-        float *__restrict variance_at = (float *)at[3];                // float32 [n]  read and written
-        const float *__restrict tensor_div_at = (const float *)at[4];  // float32 [tensor]  read
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F grad_scale(known.scalars[7]);
-        const F one_minus_lr_times_weight_decay(known.scalars[8]);
-        const F scalar_0(known.scalars[0]);
-        const F one_minus_t_pow_beta2_decay(known.scalars[1]);
-        const F eps1_times_eps1(known.scalars[2]);
-        const F tensor_div = F(*tensor_div_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/adafactor.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const F variance = load(variance_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const I p_high = extend16(extend16(to_int(p_stored)));
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low - 128;
-            const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 0x38000000;
-            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-            // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-            const F g_cast = g_stored;
-            // 49  variance = (1 - one_minus_beta2) * variance + one_minus_beta2 * (g * g)
-            const F variance_2 = fma(scalar_0 * g_cast, g_cast, one_minus_t_pow_beta2_decay * variance);
-            const F p_2 = one_minus_lr_times_weight_decay * p;  // 43  p = decoupled(p, lr, weight_decay)
-            // 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-            const F p_3 = fma(-(grad_scale * tensor_div), g_cast / sqrt(max(variance_2, eps1_times_eps1)), p_2);
-            const I p_bitcast = bits(p_3);
-            const I p_sign = p_bitcast >> 16 & 0x8000;
-            const I p_magnitude = p_bitcast & 0x7fffffff;
-            const F p_magnitude_bitcast = as_float(p_magnitude);
-            const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-            const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-            const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-            const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_wide_2 = lshr(p_fixed + (lshr(noise, 23) | 1), 9);
-            const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
-            const I p_kept_ = p_word;
-            store(p_at + i, p_sign | p_word >> 8);
-            store(weight_low_at + i, p_kept_);
-            store(variance_at + i, variance_2);
-        }
-    }
-};
-
-template <class Grad>
-struct adafactor_float32 {
+template <class Weight, class Grad>
+struct adafactor_step {
     typedef void staged;
     static constexpr int SCALARS = 10, BLOCK = 1;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {4, ROW},  // row_var
         {4, COLUMN},  // col_var
         {4, ROW},  // row_sum_for_alpha
@@ -2049,111 +799,27 @@ struct adafactor_float32 {
         {4, ROW + 8},  // partial results of row_sum_for_row_var
         {4, COLUMN + 8},  // partial results of col_sum_for_col_var
         {4, ROW + 8},  // partial results of row_sum_of_g
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<adafactor_float32_1<Grad>>(),
-        stage<adafactor_float32_2<Grad>>(),
-        stage<adafactor_float32_3<Grad>>(),
-        stage<adafactor_float32_4<Grad>>(),
-        stage<adafactor_float32_5<Grad>>(),
-        stage<adafactor_float32_6<Grad>>(),
-        stage<adafactor_float32_7<Grad>>(),
-        stage<adafactor_float32_8<Grad>>(),
-        stage<adafactor_float32_9<Grad>>(),
-        stage<adafactor_float32_10<Grad>>(),
+        stage<adafactor_kernel_1<Weight, Grad>>(),
+        stage<adafactor_kernel_2<Weight, Grad>>(),
+        stage<adafactor_kernel_3<Weight, Grad>>(),
+        stage<adafactor_kernel_4<Weight, Grad>>(),
+        stage<adafactor_kernel_5<Weight, Grad>>(),
+        stage<adafactor_kernel_6<Weight, Grad>>(),
+        stage<adafactor_kernel_7<Weight, Grad>>(),
+        stage<adafactor_kernel_8<Weight, Grad>>(),
+        stage<adafactor_kernel_9<Weight, Grad>>(),
+        stage<adafactor_kernel_10<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct adafactor_bfloat16 {
-    typedef void staged;
-    static constexpr int SCALARS = 10, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {4, ROW},  // row_var
-        {4, COLUMN},  // col_var
-        {4, ROW},  // row_sum_for_alpha
-        {4, ROW},  // row_sum_for_row_var
-        {4, COLUMN},  // col_sum_for_col_var
-        {4, MATRIX},  // mat_sum_of_row_var
-        {4, WHOLE},  // tensor_sum_for_alpha
-        {4, WHOLE},  // alpha
-        {4, MATRIX},  // mat_sum_of_row_var_over_rows_max_eps1
-        {4, ROW},  // row_div
-        {4, ROW},  // row_sum_of_g
-        {4, WHOLE},  // tensor_sum_of_g
-        {4, WHOLE},  // tensor_div
-        {4, ROW + 8},  // partial results of row_sum_for_alpha
-        {4, ROW + 8},  // partial results of row_sum_for_row_var
-        {4, COLUMN + 8},  // partial results of col_sum_for_col_var
-        {4, ROW + 8},  // partial results of row_sum_of_g
-    };
-    static constexpr Stage STAGES[] = {
-        stage<adafactor_bfloat16_1<Grad>>(),
-        stage<adafactor_bfloat16_2<Grad>>(),
-        stage<adafactor_bfloat16_3<Grad>>(),
-        stage<adafactor_bfloat16_4<Grad>>(),
-        stage<adafactor_bfloat16_5<Grad>>(),
-        stage<adafactor_bfloat16_6<Grad>>(),
-        stage<adafactor_bfloat16_7<Grad>>(),
-        stage<adafactor_bfloat16_8<Grad>>(),
-        stage<adafactor_bfloat16_9<Grad>>(),
-        stage<adafactor_bfloat16_10<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct adafactor_float16 {
-    typedef void staged;
-    static constexpr int SCALARS = 10, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {4, ROW},  // row_var
-        {4, COLUMN},  // col_var
-        {4, ROW},  // row_sum_for_alpha
-        {4, ROW},  // row_sum_for_row_var
-        {4, COLUMN},  // col_sum_for_col_var
-        {4, MATRIX},  // mat_sum_of_row_var
-        {4, WHOLE},  // tensor_sum_for_alpha
-        {4, WHOLE},  // alpha
-        {4, MATRIX},  // mat_sum_of_row_var_over_rows_max_eps1
-        {4, ROW},  // row_div
-        {4, ROW},  // row_sum_of_g
-        {4, WHOLE},  // tensor_sum_of_g
-        {4, WHOLE},  // tensor_div
-        {4, ROW + 8},  // partial results of row_sum_for_alpha
-        {4, ROW + 8},  // partial results of row_sum_for_row_var
-        {4, COLUMN + 8},  // partial results of col_sum_for_col_var
-        {4, ROW + 8},  // partial results of row_sum_of_g
-    };
-    static constexpr Stage STAGES[] = {
-        stage<adafactor_float16_1<Grad>>(),
-        stage<adafactor_bfloat16_2<Grad>>(),
-        stage<adafactor_bfloat16_3<Grad>>(),
-        stage<adafactor_bfloat16_4<Grad>>(),
-        stage<adafactor_bfloat16_5<Grad>>(),
-        stage<adafactor_bfloat16_6<Grad>>(),
-        stage<adafactor_bfloat16_7<Grad>>(),
-        stage<adafactor_bfloat16_8<Grad>>(),
-        stage<adafactor_bfloat16_9<Grad>>(),
-        stage<adafactor_float16_10<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct adafactor_float32_no_factored {
+template <class Weight, class Grad>
+struct adafactor_no_factored_step {
     typedef void staged;
     static constexpr int SCALARS = 9, BLOCK = 64;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {1, ELEMENT},  // variance_codes
         {2, BLOCK_OF},  // variance_range
         {4, WHOLE},  // tensor_sum_for_alpha
@@ -2161,129 +827,43 @@ struct adafactor_float32_no_factored {
         {4, WHOLE},  // tensor_div
         {4, WHOLE + 8},  // partial results of tensor_sum_for_alpha
         {4, WHOLE + 8},  // partial results of tensor_sum_of_g
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<adafactor_float32_no_factored_1<Grad>>(),
-        stage<adafactor_float32_no_factored_2<Grad>>(),
-        stage<adafactor_float32_no_factored_3<Grad>>(),
+        stage<adafactor_no_factored_kernel_1<Weight, Grad>>(),
+        stage<adafactor_no_factored_kernel_2<Weight, Grad>>(),
+        stage<adafactor_no_factored_kernel_3<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct adafactor_float32_no_factored_small {
+template <class Weight, class Grad>
+struct adafactor_no_factored_small_step {
     typedef void staged;
     static constexpr int SCALARS = 9, BLOCK = 1;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {4, ELEMENT},  // variance
         {4, WHOLE},  // tensor_sum_for_alpha
         {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // tensor_div
         {4, WHOLE + 8},  // partial results of tensor_sum_for_alpha
         {4, WHOLE + 8},  // partial results of tensor_sum_of_g
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<adafactor_float32_no_factored_small_1<Grad>>(),
-        stage<adafactor_float32_no_factored_small_2<Grad>>(),
-        stage<adafactor_float32_no_factored_small_3<Grad>>(),
+        stage<adafactor_no_factored_small_kernel_1<Weight, Grad>>(),
+        stage<adafactor_no_factored_small_kernel_2<Weight, Grad>>(),
+        stage<adafactor_no_factored_small_kernel_3<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct adafactor_bfloat16_no_factored {
-    typedef void staged;
-    static constexpr int SCALARS = 9, BLOCK = 64;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // variance_codes
-        {2, BLOCK_OF},  // variance_range
-        {4, WHOLE},  // tensor_sum_for_alpha
-        {4, WHOLE},  // tensor_sum_of_g
-        {4, WHOLE},  // tensor_div
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_alpha
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
-    };
-    static constexpr Stage STAGES[] = {
-        stage<adafactor_bfloat16_no_factored_1<Grad>>(),
-        stage<adafactor_bfloat16_no_factored_2<Grad>>(),
-        stage<adafactor_bfloat16_no_factored_3<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct adafactor_bfloat16_no_factored_small {
-    typedef void staged;
-    static constexpr int SCALARS = 9, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {4, ELEMENT},  // variance
-        {4, WHOLE},  // tensor_sum_for_alpha
-        {4, WHOLE},  // tensor_sum_of_g
-        {4, WHOLE},  // tensor_div
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_alpha
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
-    };
-    static constexpr Stage STAGES[] = {
-        stage<adafactor_bfloat16_no_factored_small_1<Grad>>(),
-        stage<adafactor_float32_no_factored_2<Grad>>(),
-        stage<adafactor_bfloat16_no_factored_small_3<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct adafactor_float16_no_factored {
-    typedef void staged;
-    static constexpr int SCALARS = 9, BLOCK = 64;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // variance_codes
-        {2, BLOCK_OF},  // variance_range
-        {4, WHOLE},  // tensor_sum_for_alpha
-        {4, WHOLE},  // tensor_sum_of_g
-        {4, WHOLE},  // tensor_div
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_alpha
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
-    };
-    static constexpr Stage STAGES[] = {
-        stage<adafactor_float16_no_factored_1<Grad>>(),
-        stage<adafactor_bfloat16_no_factored_2<Grad>>(),
-        stage<adafactor_float16_no_factored_3<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct adafactor_float16_no_factored_small {
-    typedef void staged;
-    static constexpr int SCALARS = 9, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {4, ELEMENT},  // variance
-        {4, WHOLE},  // tensor_sum_for_alpha
-        {4, WHOLE},  // tensor_sum_of_g
-        {4, WHOLE},  // tensor_div
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_alpha
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
-    };
-    static constexpr Stage STAGES[] = {
-        stage<adafactor_float16_no_factored_small_1<Grad>>(),
-        stage<adafactor_float32_no_factored_2<Grad>>(),
-        stage<adafactor_float16_no_factored_small_3<Grad>>(),
-    };
-};
+template <class Grad> using adafactor_float32 = adafactor_step<weight_float32, Grad>;
+template <class Grad> using adafactor_bfloat16 = adafactor_step<weight_bfloat16, Grad>;
+template <class Grad> using adafactor_float16 = adafactor_step<weight_float16, Grad>;
+template <class Grad> using adafactor_float32_no_factored = adafactor_no_factored_step<weight_float32, Grad>;
+template <class Grad> using adafactor_float32_no_factored_small = adafactor_no_factored_small_step<weight_float32, Grad>;
+template <class Grad> using adafactor_bfloat16_no_factored = adafactor_no_factored_step<weight_bfloat16, Grad>;
+template <class Grad> using adafactor_bfloat16_no_factored_small = adafactor_no_factored_small_step<weight_bfloat16, Grad>;
+template <class Grad> using adafactor_float16_no_factored = adafactor_no_factored_step<weight_float16, Grad>;
+template <class Grad> using adafactor_float16_no_factored_small = adafactor_no_factored_small_step<weight_float16, Grad>;
 
 }  // namespace
 

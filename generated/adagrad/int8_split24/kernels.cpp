@@ -19,11 +19,73 @@
 
 namespace {
 
-template <class Grad>
-struct adagrad_float32 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2), SCALARS = 4;
+// bf16 and 8 more bits, stochastic
+struct weight_bfloat16 {
+    static constexpr int NOISE = 8;
+    static constexpr Part PARTS[] = {{2, true}, {1, true}};  // code, low
+    uint16_t *__restrict code_at;
+    uint8_t *__restrict low_at;
+
+    weight_bfloat16(char *p, char *const *more) : code_at((uint16_t *)p), low_at((uint8_t *)more[0]) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        const U8 low_code = raw(low_at + i);
+        return as_float(joined(code_stored, low_code) - 32768);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        const I word = bits_or_nan(x) + (integer<P>(noise) | 0x8000);
+        store_half<2>(code_at + i, word);
+        store_byte<1>(low_at + i, word);
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); fetch<N>(low_at, b); }
+};
+
+// f16 and 8 more bits, stochastic
+struct weight_float16 {
+    static constexpr int NOISE = 8;
+    static constexpr Part PARTS[] = {{2, true}, {1, true}};  // code, low
+    uint16_t *__restrict code_at;
+    uint8_t *__restrict low_at;
+
+    weight_float16(char *p, char *const *more) : code_at((uint16_t *)p), low_at((uint8_t *)more[0]) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        const I high = extend16(extend16(to_int(code_stored)));
+        const U8 low_code = raw(low_at + i);
+        const I low = to_int(low_code);
+        const I offset = low - 128;
+        const I wide = ((high & 32767) << 8) + offset;
+        const I subnormal = bits(2.3283064365386963e-10f * to_float(wide));
+        const I normal = (wide << 5) + 0x38000000;
+        const I finite = where(wide < 0x40000, subnormal, normal);
+        return as_float(bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000))) | (high & 0x8000) << 16);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        const I x_bitcast = bits(x);
+        const I sign_ = x_bitcast >> 16 & 0x8000;
+        const I magnitude = x_bitcast & 0x7fffffff;
+        const F magnitude_bitcast = as_float(magnitude);
+        const M is_subnormal = magnitude_bitcast < 6.103515625e-05f;
+        const I subnormal = to_int(2199023255552.0f * magnitude_bitcast);
+        const I rebiased = min(I(0xf800000), magnitude - 0x38000000);
+        const I fixed = where(is_subnormal, subnormal, rebiased << 4);
+        const I wide = lshr(fixed + middle<P, 9>(noise), 9);
+        const I word = where(x == x, wide, I(0x7e0000)) + 128;
+        const I kept_ = word;
+        store(code_at + i, sign_ | word >> 8);
+        store(low_at + i, kept_);
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); fetch<N>(low_at, b); }
+};
+
+template <class Weight, class Grad>
+struct adagrad_kernel {
+    // random bits of sum, p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{12, false}, {Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P, 0}), KEPT = NOISE.mask({0});
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 1 + count(KEPT)), SCALARS = 4;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{1, ELEMENT, true}, {2, BLOCK_OF, true}});
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
                      const float *scalars, int32_t step_key, int32_t stream_key) {
@@ -33,18 +95,15 @@ struct adagrad_float32 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];              // float32 [n]  read and written
+        Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict sum_codes_at = (uint8_t *)at[2];  // uint8 [n]  read and written
-        int16_t *__restrict sum_range_at = (int16_t *)at[3];  // int16 [blocks of 64]  read and written
+        uint8_t *__restrict sum_codes_at = (uint8_t *)at[parts<Weight>() + 1];  // uint8 [n]  read and written
+        int16_t *__restrict sum_range_at = (int16_t *)at[parts<Weight>() + 2];  // int16 [blocks of 64]  read and written
         const F weight_decay(scalars[0]);
         const F grad_scale(scalars[1]);
         const F scalar_0(scalars[2]);
         const F scalar_1(scalars[3]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) int32_t noise_kept[TILE];
         alignas(64) float sum_sqrt_kept[TILE];
         alignas(64) int32_t sum_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t sum_step_kept[TILE / BLOCK];
@@ -54,19 +113,7 @@ struct adagrad_float32 {
         alignas(64) int32_t sum_scale_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
+        Words<adagrad_kernel> words(BLOCK * blocks, first, stream_key, step_key);
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
@@ -83,16 +130,15 @@ struct adagrad_float32 {
         // -- elements: decode, update, encode  (specs/adagrad.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch_weight<BLOCK>(weight, b + TILE / BLOCK);
             const I sum_middle_2(sum_middle_2_kept[b]);
             const I sum_step(sum_step_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const F p = load(p_at + i);
+                const auto noise = words.at(i);
+                const F p = weight.decode(i);
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
                 const U8 sum_code = raw(sum_codes_at + i);
@@ -105,14 +151,11 @@ struct adagrad_float32 {
                 const F sum_sqrt = sqrt(sum__2);
                 const F p_2 = fma(-g_3, 1.0f / fma(sum_sqrt, scalar_0, scalar_1), p);  // 22  p = p - step_lr * g / (sqrt(sum) + eps)
                 const I sum_pattern = bits(sum_sqrt);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 largest_of_block = larger<RAGGED>(largest_of_block, sum_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, sum_pattern, i, end);
-                store(noise_kept + i, noise);
+                words.keep(noise, i);
                 store(sum_sqrt_kept + i, sum_sqrt);
-                store(p_at + i, p_2);
+                weight.encode(i, p_2, noise);
             }
             largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
@@ -152,9 +195,9 @@ struct adagrad_float32 {
             const I sum_scale(sum_scale_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I noise = load(noise_kept + i);
+                const auto noise = words.kept(i);
                 const F sum_sqrt = load(sum_sqrt_kept + i);
-                const I sum_offset = lshr(noise, 8) + sum_half_add;
+                const I sum_offset = fraction<0, 24>(noise) + sum_half_add;
                 const I sum_position = max(I(0), min(bits(sum_sqrt) - sum_base, sum_base_sub)) * sum_scale + sum_offset;
                 store_byte<3>(sum_codes_at + i, sum_position);
             }
@@ -162,26 +205,31 @@ struct adagrad_float32 {
     }
 };
 
-template <class Grad>
-struct adagrad_float32_small {
+template <class Weight, class Grad>
+struct adagrad_small_kernel {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 4;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}};
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}});
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];    // float32 [n]  read and written
+        Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict sum_at = (float *)at[2];  // float32 [n]  read and written
+        float *__restrict sum_at = (float *)at[parts<Weight>() + 1];  // float32 [n]  read and written
         const F weight_decay(scalars[0]);
         const F grad_scale(scalars[1]);
         const F scalar_0(scalars[2]);
         const F scalar_1(scalars[3]);
+        Words<adagrad_small_kernel> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/adagrad.py)
         for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
+            const auto noise = words.at(i);
+            const F p = weight.decode(i);
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
             const F sum_ = load(sum_at + i);
@@ -189,461 +237,18 @@ struct adagrad_float32_small {
             const F sum__2 = fma(g_3, g_3, sum_);     // 20  sum = sum + g * g
             // 22  p = p - step_lr * g / (sqrt(sum) + eps)
             const F p_2 = fma(-g_3, 1.0f / fma(sqrt(sum__2), scalar_0, scalar_1), p);
-            store(p_at + i, p_2);
+            weight.encode(i, p_2, noise);
             store(sum_at + i, sum__2);
         }
     }
 };
 
-template <class Grad>
-struct adagrad_bfloat16 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2), SCALARS = 4;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];         // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];  // uint8 [n]  read and written
-        uint8_t *__restrict sum_codes_at = (uint8_t *)at[3];   // uint8 [n]  read and written
-        int16_t *__restrict sum_range_at = (int16_t *)at[4];   // int16 [blocks of 64]  read and written
-        const F weight_decay(scalars[0]);
-        const F grad_scale(scalars[1]);
-        const F scalar_0(scalars[2]);
-        const F scalar_1(scalars[3]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float sum_sqrt_kept[TILE];
-        alignas(64) int32_t sum_middle_2_kept[TILE / BLOCK];
-        alignas(64) int32_t sum_step_kept[TILE / BLOCK];
-        alignas(64) int32_t sum_half_add_kept[TILE / BLOCK];
-        alignas(64) int32_t sum_base_kept[TILE / BLOCK];
-        alignas(64) int32_t sum_base_sub_kept[TILE / BLOCK];
-        alignas(64) int32_t sum_scale_kept[TILE / BLOCK];
-        I largest_of_block_kept[TILE / BLOCK];
-        I smallest_of_block_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 sum_range = raw(sum_range_at + b);
-            const I sum_header = to_int(sum_range);
-            const I sum_cells = max(I(4), sum_header & 255);
-            const I sum_step = bits(fma(4194304.0f, 1.0f / to_float(sum_cells), 12582912.0f)) - 0x4b400000;
-            const I sum_middle = ((sum_header & 0xff00) << 14) + 0x20000000 + (sum_step >> 1);
-            const I sum_middle_2 = where(sum_header == 0, I(0), sum_middle);
-            store(sum_middle_2_kept + b, sum_middle_2);
-            store(sum_step_kept + b, sum_step);
-        }
-
-        // -- elements: decode, update, encode  (specs/adagrad.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            const I sum_middle_2(sum_middle_2_kept[b]);
-            const I sum_step(sum_step_kept[b]);
-            I largest_of_block(INT32_MIN);
-            I smallest_of_block(INT32_MAX);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);       // bf16 and 8 more bits, stochastic
-                const F g_stored = Grad::load(g_at + i);
-                const F g = grad_scale * g_stored;
-                const U8 sum_code = raw(sum_codes_at + i);
-                const I sum_piece = to_int(sum_code);
-                const F sum_value = as_float(sum_middle_2 + sum_piece * sum_step);
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F sum_ = sum_value * sum_value;
-                const F g_2 = fma(weight_decay, p, g);                                 // 19  g = l2(g, p, weight_decay)
-                const F sum__2 = fma(g_2, g_2, sum_);                                  // 20  sum = sum + g * g
-                const F sum_sqrt = sqrt(sum__2);
-                const F p_2 = fma(-g_2, 1.0f / fma(sum_sqrt, scalar_0, scalar_1), p);  // 22  p = p - step_lr * g / (sqrt(sum) + eps)
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = bits_or_nan(p_2) + (noise & 255 | 0x8000);
-                const I sum_pattern = bits(sum_sqrt);
-                largest_of_block = larger<RAGGED>(largest_of_block, sum_pattern, i, end);
-                smallest_of_block = smaller<RAGGED>(smallest_of_block, sum_pattern, i, end);
-                store(noise_kept + i, noise);
-                store(sum_sqrt_kept + i, sum_sqrt);
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
-            }
-            largest_of_block_kept[b] = largest_of_block;
-            smallest_of_block_kept[b] = smallest_of_block;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I sum_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
-            const I sum_above = (sum_largest + 0x80000 >> 22) + 1;
-            const I sum_below = smallest_of_block - 0x80000 >> 22;
-            const I sum_units = min(I(64), max(I(1), sum_above - max(I(128), sum_below)));
-            const I sum_first = sum_above - sum_units;
-            const I sum_start = sum_first << 22;
-            const I sum_half = sum_units * 10240;
-            const I sum_base = sum_start + sum_half;
-            const I sum_base_sub = 0x5f700000 - sum_base;
-            const I sum_cells_2 = min(I(255), to_int(256.5f / to_float(sum_units)));
-            const I sum_scale = sum_cells_2 << 2;
-            const I sum_half_add = sum_half * sum_scale - 0x800000;
-            const I sum_header_2 = sum_first - 128 << 8 | sum_cells_2;
-            store(sum_half_add_kept + b, sum_half_add);
-            store(sum_base_kept + b, sum_base);
-            store(sum_base_sub_kept + b, sum_base_sub);
-            store(sum_scale_kept + b, sum_scale);
-            store(sum_range_at + b, sum_header_2);
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(sum_codes_at, b + TILE / BLOCK);
-            const I sum_half_add(sum_half_add_kept[b]);
-            const I sum_base(sum_base_kept[b]);
-            const I sum_base_sub(sum_base_sub_kept[b]);
-            const I sum_scale(sum_scale_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I noise = load(noise_kept + i);
-                const F sum_sqrt = load(sum_sqrt_kept + i);
-                const I sum_offset = lshr(noise, 8) + sum_half_add;
-                const I sum_position = max(I(0), min(bits(sum_sqrt) - sum_base, sum_base_sub)) * sum_scale + sum_offset;
-                store_byte<3>(sum_codes_at + i, sum_position);
-            }
-        }
-    }
-};
-
-template <class Grad>
-struct adagrad_bfloat16_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 4;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];         // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];  // uint8 [n]  read and written
-        float *__restrict sum_at = (float *)at[3];             // float32 [n]  read and written
-        const F weight_decay(scalars[0]);
-        const F grad_scale(scalars[1]);
-        const F scalar_0(scalars[2]);
-        const F scalar_1(scalars[3]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/adagrad.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const U16 p_stored = raw(p_at + i);
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F sum_ = load(sum_at + i);
-            const F g_2 = fma(weight_decay, p, g);                            // 19  g = l2(g, p, weight_decay)
-            const F sum__2 = fma(g_2, g_2, sum_);                             // 20  sum = sum + g * g
-            // 22  p = p - step_lr * g / (sqrt(sum) + eps)
-            const F p_2 = fma(-g_2, 1.0f / fma(sqrt(sum__2), scalar_0, scalar_1), p);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = bits_or_nan(p_2) + (lshr(noise, 24) + 0x8000);
-            store_half<2>(p_at + i, p_word);
-            store_byte<1>(weight_low_at + i, p_word);
-            store(sum_at + i, sum__2);
-        }
-    }
-};
-
-template <class Grad>
-struct adagrad_float16 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2), SCALARS = 4;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];         // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];  // uint8 [n]  read and written
-        uint8_t *__restrict sum_codes_at = (uint8_t *)at[3];   // uint8 [n]  read and written
-        int16_t *__restrict sum_range_at = (int16_t *)at[4];   // int16 [blocks of 64]  read and written
-        const F weight_decay(scalars[0]);
-        const F grad_scale(scalars[1]);
-        const F scalar_0(scalars[2]);
-        const F scalar_1(scalars[3]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float sum_sqrt_kept[TILE];
-        alignas(64) int32_t sum_middle_2_kept[TILE / BLOCK];
-        alignas(64) int32_t sum_step_kept[TILE / BLOCK];
-        alignas(64) int32_t sum_half_add_kept[TILE / BLOCK];
-        alignas(64) int32_t sum_base_kept[TILE / BLOCK];
-        alignas(64) int32_t sum_base_sub_kept[TILE / BLOCK];
-        alignas(64) int32_t sum_scale_kept[TILE / BLOCK];
-        I largest_of_block_kept[TILE / BLOCK];
-        I smallest_of_block_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 sum_range = raw(sum_range_at + b);
-            const I sum_header = to_int(sum_range);
-            const I sum_cells = max(I(4), sum_header & 255);
-            const I sum_step = bits(fma(4194304.0f, 1.0f / to_float(sum_cells), 12582912.0f)) - 0x4b400000;
-            const I sum_middle = ((sum_header & 0xff00) << 14) + 0x20000000 + (sum_step >> 1);
-            const I sum_middle_2 = where(sum_header == 0, I(0), sum_middle);
-            store(sum_middle_2_kept + b, sum_middle_2);
-            store(sum_step_kept + b, sum_step);
-        }
-
-        // -- elements: decode, update, encode  (specs/adagrad.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            const I sum_middle_2(sum_middle_2_kept[b]);
-            const I sum_step(sum_step_kept[b]);
-            I largest_of_block(INT32_MIN);
-            I smallest_of_block(INT32_MAX);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const U16 p_stored = raw(p_at + i);
-                const I p_high = extend16(extend16(to_int(p_stored)));
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low - 128;
-                const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 0x38000000;
-                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-                // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-                const F g_stored = Grad::load(g_at + i);
-                const F g = grad_scale * g_stored;
-                const U8 sum_code = raw(sum_codes_at + i);
-                const I sum_piece = to_int(sum_code);
-                const F sum_value = as_float(sum_middle_2 + sum_piece * sum_step);
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F sum_ = sum_value * sum_value;
-                const F g_2 = fma(weight_decay, p, g);                                 // 19  g = l2(g, p, weight_decay)
-                const F sum__2 = fma(g_2, g_2, sum_);                                  // 20  sum = sum + g * g
-                const F sum_sqrt = sqrt(sum__2);
-                const F p_2 = fma(-g_2, 1.0f / fma(sum_sqrt, scalar_0, scalar_1), p);  // 22  p = p - step_lr * g / (sqrt(sum) + eps)
-                const I p_bitcast = bits(p_2);
-                const I p_sign = p_bitcast >> 16 & 0x8000;
-                const I p_magnitude = p_bitcast & 0x7fffffff;
-                const F p_magnitude_bitcast = as_float(p_magnitude);
-                const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-                const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-                const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-                const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_wide_2 = lshr(p_fixed + ((noise & 255) << 1 | 1), 9);
-                const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
-                const I p_kept_ = p_word;
-                const I sum_pattern = bits(sum_sqrt);
-                largest_of_block = larger<RAGGED>(largest_of_block, sum_pattern, i, end);
-                smallest_of_block = smaller<RAGGED>(smallest_of_block, sum_pattern, i, end);
-                store(noise_kept + i, noise);
-                store(sum_sqrt_kept + i, sum_sqrt);
-                store(p_at + i, p_sign | p_word >> 8);
-                store(weight_low_at + i, p_kept_);
-            }
-            largest_of_block_kept[b] = largest_of_block;
-            smallest_of_block_kept[b] = smallest_of_block;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I sum_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
-            const I sum_above = (sum_largest + 0x80000 >> 22) + 1;
-            const I sum_below = smallest_of_block - 0x80000 >> 22;
-            const I sum_units = min(I(64), max(I(1), sum_above - max(I(128), sum_below)));
-            const I sum_first = sum_above - sum_units;
-            const I sum_start = sum_first << 22;
-            const I sum_half = sum_units * 10240;
-            const I sum_base = sum_start + sum_half;
-            const I sum_base_sub = 0x5f700000 - sum_base;
-            const I sum_cells_2 = min(I(255), to_int(256.5f / to_float(sum_units)));
-            const I sum_scale = sum_cells_2 << 2;
-            const I sum_half_add = sum_half * sum_scale - 0x800000;
-            const I sum_header_2 = sum_first - 128 << 8 | sum_cells_2;
-            store(sum_half_add_kept + b, sum_half_add);
-            store(sum_base_kept + b, sum_base);
-            store(sum_base_sub_kept + b, sum_base_sub);
-            store(sum_scale_kept + b, sum_scale);
-            store(sum_range_at + b, sum_header_2);
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(sum_codes_at, b + TILE / BLOCK);
-            const I sum_half_add(sum_half_add_kept[b]);
-            const I sum_base(sum_base_kept[b]);
-            const I sum_base_sub(sum_base_sub_kept[b]);
-            const I sum_scale(sum_scale_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I noise = load(noise_kept + i);
-                const F sum_sqrt = load(sum_sqrt_kept + i);
-                const I sum_offset = lshr(noise, 8) + sum_half_add;
-                const I sum_position = max(I(0), min(bits(sum_sqrt) - sum_base, sum_base_sub)) * sum_scale + sum_offset;
-                store_byte<3>(sum_codes_at + i, sum_position);
-            }
-        }
-    }
-};
-
-template <class Grad>
-struct adagrad_float16_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 4;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];         // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];  // uint8 [n]  read and written
-        float *__restrict sum_at = (float *)at[3];             // float32 [n]  read and written
-        const F weight_decay(scalars[0]);
-        const F grad_scale(scalars[1]);
-        const F scalar_0(scalars[2]);
-        const F scalar_1(scalars[3]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/adagrad.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const U16 p_stored = raw(p_at + i);
-            const I p_high = extend16(extend16(to_int(p_stored)));
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low - 128;
-            const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 0x38000000;
-            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-            // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F sum_ = load(sum_at + i);
-            const F g_2 = fma(weight_decay, p, g);  // 19  g = l2(g, p, weight_decay)
-            const F sum__2 = fma(g_2, g_2, sum_);   // 20  sum = sum + g * g
-            // 22  p = p - step_lr * g / (sqrt(sum) + eps)
-            const F p_2 = fma(-g_2, 1.0f / fma(sqrt(sum__2), scalar_0, scalar_1), p);
-            const I p_bitcast = bits(p_2);
-            const I p_sign = p_bitcast >> 16 & 0x8000;
-            const I p_magnitude = p_bitcast & 0x7fffffff;
-            const F p_magnitude_bitcast = as_float(p_magnitude);
-            const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-            const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-            const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-            const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_wide_2 = lshr(p_fixed + (lshr(noise, 23) | 1), 9);
-            const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
-            const I p_kept_ = p_word;
-            store(p_at + i, p_sign | p_word >> 8);
-            store(weight_low_at + i, p_kept_);
-            store(sum_at + i, sum__2);
-        }
-    }
-};
+template <class Grad> using adagrad_float32 = adagrad_kernel<weight_float32, Grad>;
+template <class Grad> using adagrad_float32_small = adagrad_small_kernel<weight_float32, Grad>;
+template <class Grad> using adagrad_bfloat16 = adagrad_kernel<weight_bfloat16, Grad>;
+template <class Grad> using adagrad_bfloat16_small = adagrad_small_kernel<weight_bfloat16, Grad>;
+template <class Grad> using adagrad_float16 = adagrad_kernel<weight_float16, Grad>;
+template <class Grad> using adagrad_float16_small = adagrad_small_kernel<weight_float16, Grad>;
 
 }  // namespace
 

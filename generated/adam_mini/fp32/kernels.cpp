@@ -18,18 +18,54 @@
 
 namespace {
 
+// bf16, nearest
+struct weight_bfloat16 {
+    static constexpr int NOISE = 0;
+    static constexpr Part PARTS[] = {{2, true}};  // code
+    uint16_t *__restrict code_at;
+
+    weight_bfloat16(char *p, char *const *more) : code_at((uint16_t *)p) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        return widened(code_stored);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        const I x_bits = bits(x);
+        const I carry = (x_bits >> 16 & 1) + 32767;
+        store_half<2>(code_at + i, bits_or_nan(as_float(x_bits)) + carry);
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); }
+};
+
+// f16, nearest
+struct weight_float16 {
+    static constexpr int NOISE = 0;
+    static constexpr Part PARTS[] = {{2, true}};  // code
+    uint16_t *__restrict code_at;
+
+    weight_float16(char *p, char *const *more) : code_at((uint16_t *)p) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        return widen_half(code_stored);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        store(code_at + i, narrow_half(x));
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); }
+};
+
 // a sweep: vmean_row (specs/adam_mini.py:29)
-template <class Grad>
-struct adam_mini_float32_1 {
+template <class Weight, class Grad>
+struct adam_mini_kernel_1 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {2, -1, 4, ELEMENT, true, true, NONE, 1},  // m
         {4, 6, 4, ROW, false, true, TOTAL, 2},  // row_sum_for_vmean_row
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -52,17 +88,17 @@ struct adam_mini_float32_1 {
 };
 
 // row: values of rows
-template <class Grad>
-struct adam_mini_float32_2 {
+template <class Weight, class Grad>
+struct adam_mini_kernel_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {3, -1, 4, ROW, true, true, NONE, 0},  // vmean_row
         {5, -1, 4, ROW, false, true, NONE, 1},  // one_over_denom
         {4, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_vmean_row
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -92,154 +128,56 @@ struct adam_mini_float32_2 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct adam_mini_float32_3 {
+template <class Weight, class Grad>
+struct adam_mini_kernel_3 {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {2, -1, 4, ELEMENT, true, false, NONE, 1},  // m
-        {5, -1, 4, ROW, true, false, NONE, 2},  // one_over_denom
-    };
+    static constexpr bool MATRICES = true, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {2, -1, 4, ELEMENT, true, false, NONE, 0},  // m
+        {5, -1, 4, ROW, true, false, NONE, 1},  // one_over_denom
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                           // float32 [n]  read and written
-        const float *__restrict m_at = (const float *)at[1];               // float32 [n]  read
-        const float *__restrict one_over_denom_at = (const float *)at[2];  // float32 [row]  read
+        Weight weight(at[2], at + 3);
+        const float *__restrict m_at = (const float *)at[0];               // float32 [n]  read
+        const float *__restrict one_over_denom_at = (const float *)at[1];  // float32 [row]  read
+        const int32_t step_key = known.step_key;
+        const int32_t stream_key = known.stream_key;
         const F one_minus_lr_times_weight_decay(known.scalars[7]);
         const F lr_over_one_minus_beta1_pow_t(known.scalars[8]);
+        Words<adam_mini_kernel_3> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/adam_mini.py)
         for (int i = 0; i < count; i += W) {
+            const auto noise = words.at(i);
             const F m = load(m_at + i);
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 26  p = decoupled(p, lr, weight_decay)
             // 34  p = p - lr / (1 - beta1**t) * m / denom
             const F p_3 = fma(-(lr_over_one_minus_beta1_pow_t * load(one_over_denom_at + (i & row_mask))), m, p_2);
-            store(p_at + i, p_3);
-        }
-    }
-};
-
-// a sweep: vmean_row (specs/adam_mini.py:29)
-template <class Grad>
-struct adam_mini_bfloat16_1 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 1},  // m
-        {4, 6, 4, ROW, false, true, TOTAL, 2},  // row_sum_for_vmean_row
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        float *__restrict m_at = (float *)at[1];                      // float32 [n]  read and written
-        float *__restrict row_sum_for_vmean_row_at = (float *)at[2];  // float32 [row]  for row_sum
-        const F beta1(known.scalars[0]);
-        const F one_minus_beta1_times_grad_scale(known.scalars[1]);
-
-        // -- elements: decode, update  (specs/adam_mini.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F m = load(m_at + i);
-            const F g_cast = g_stored;
-            const F m_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * m);  // 27  m = beta1 * m + (1 - beta1) * g
-            store(m_at + i, m_2);
-            store(row_sum_for_vmean_row_at + i, g_cast * g_cast);
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct adam_mini_bfloat16_3 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {2, -1, 4, ELEMENT, true, false, NONE, 1},  // m
-        {5, -1, 4, ROW, true, false, NONE, 2},  // one_over_denom
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                     // bfloat16 [n]  read and written
-        const float *__restrict m_at = (const float *)at[1];               // float32 [n]  read
-        const float *__restrict one_over_denom_at = (const float *)at[2];  // float32 [row]  read
-        const F one_minus_lr_times_weight_decay(known.scalars[7]);
-        const F lr_over_one_minus_beta1_pow_t(known.scalars[8]);
-
-        // -- elements: decode, update, encode  (specs/adam_mini.py)
-        for (int i = 0; i < count; i += W) {
-            const F m = load(m_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);                      // bf16, nearest
-            const F p_2 = one_minus_lr_times_weight_decay * p;  // 26  p = decoupled(p, lr, weight_decay)
-            // 34  p = p - lr / (1 - beta1**t) * m / denom
-            const F p_3 = fma(-(lr_over_one_minus_beta1_pow_t * load(one_over_denom_at + (i & row_mask))), m, p_2);
-            const I p_x_bits = bits(p_3);
-            const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct adam_mini_float16_3 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {2, -1, 4, ELEMENT, true, false, NONE, 1},  // m
-        {5, -1, 4, ROW, true, false, NONE, 2},  // one_over_denom
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                     // float16 [n]  read and written
-        const float *__restrict m_at = (const float *)at[1];               // float32 [n]  read
-        const float *__restrict one_over_denom_at = (const float *)at[2];  // float32 [row]  read
-        const F one_minus_lr_times_weight_decay(known.scalars[7]);
-        const F lr_over_one_minus_beta1_pow_t(known.scalars[8]);
-
-        // -- elements: decode, update  (specs/adam_mini.py)
-        for (int i = 0; i < count; i += W) {
-            const F m = load(m_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);                   // f16, nearest
-            const F p_2 = one_minus_lr_times_weight_decay * p;  // 26  p = decoupled(p, lr, weight_decay)
-            // 34  p = p - lr / (1 - beta1**t) * m / denom
-            const F p_3 = fma(-(lr_over_one_minus_beta1_pow_t * load(one_over_denom_at + (i & row_mask))), m, p_2);
-            store(p_at + i, narrow_half(p_3));
+            weight.encode(i, p_3, noise);
         }
     }
 };
 
 // a sweep: vmean (specs/adam_mini.py:31)
-template <class Grad>
-struct adam_mini_float32_no_by_rows_1 {
+template <class Weight, class Grad>
+struct adam_mini_no_by_rows_kernel_1 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {2, -1, 4, ELEMENT, true, true, NONE, 1},  // m
         {4, 6, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_vmean
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -262,17 +200,17 @@ struct adam_mini_float32_no_by_rows_1 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct adam_mini_float32_no_by_rows_2 {
+template <class Weight, class Grad>
+struct adam_mini_no_by_rows_kernel_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {3, -1, 4, WHOLE, true, true, NONE, 0},  // vmean
         {5, -1, 4, WHOLE, false, true, NONE, 1},  // one_over_denom
         {4, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_vmean
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -301,270 +239,89 @@ struct adam_mini_float32_no_by_rows_2 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct adam_mini_float32_no_by_rows_3 {
+template <class Weight, class Grad>
+struct adam_mini_no_by_rows_kernel_3 {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {2, -1, 4, ELEMENT, true, false, NONE, 1},  // m
-        {5, -1, 4, WHOLE, true, false, NONE, 2},  // one_over_denom
-    };
+    static constexpr bool MATRICES = false, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {2, -1, 4, ELEMENT, true, false, NONE, 0},  // m
+        {5, -1, 4, WHOLE, true, false, NONE, 1},  // one_over_denom
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                           // float32 [n]  read and written
-        const float *__restrict m_at = (const float *)at[1];               // float32 [n]  read
-        const float *__restrict one_over_denom_at = (const float *)at[2];  // float32 [tensor]  read
+        Weight weight(at[2], at + 3);
+        const float *__restrict m_at = (const float *)at[0];               // float32 [n]  read
+        const float *__restrict one_over_denom_at = (const float *)at[1];  // float32 [tensor]  read
+        const int32_t step_key = known.step_key;
+        const int32_t stream_key = known.stream_key;
         const F one_minus_lr_times_weight_decay(known.scalars[7]);
         const F lr_over_one_minus_beta1_pow_t(known.scalars[8]);
         const F one_over_denom = F(*one_over_denom_at);
+        Words<adam_mini_no_by_rows_kernel_3> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/adam_mini.py)
         for (int i = 0; i < count; i += W) {
+            const auto noise = words.at(i);
             const F m = load(m_at + i);
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 26  p = decoupled(p, lr, weight_decay)
             // 34  p = p - lr / (1 - beta1**t) * m / denom
             const F p_3 = fma(-(lr_over_one_minus_beta1_pow_t * one_over_denom), m, p_2);
-            store(p_at + i, p_3);
+            weight.encode(i, p_3, noise);
         }
     }
 };
 
-// a sweep: vmean (specs/adam_mini.py:31)
-template <class Grad>
-struct adam_mini_bfloat16_no_by_rows_1 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 1},  // m
-        {4, 6, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_vmean
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        float *__restrict m_at = (float *)at[1];                     // float32 [n]  read and written
-        float *__restrict tensor_sum_for_vmean_at = (float *)at[2];  // float32 [tensor]  for tensor_sum
-        const F beta1(known.scalars[0]);
-        const F one_minus_beta1_times_grad_scale(known.scalars[1]);
-
-        // -- elements: decode, update  (specs/adam_mini.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F m = load(m_at + i);
-            const F g_cast = g_stored;
-            const F m_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * m);  // 27  m = beta1 * m + (1 - beta1) * g
-            store(m_at + i, m_2);
-            store(tensor_sum_for_vmean_at + i, g_cast * g_cast);
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct adam_mini_bfloat16_no_by_rows_3 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {2, -1, 4, ELEMENT, true, false, NONE, 1},  // m
-        {5, -1, 4, WHOLE, true, false, NONE, 2},  // one_over_denom
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                     // bfloat16 [n]  read and written
-        const float *__restrict m_at = (const float *)at[1];               // float32 [n]  read
-        const float *__restrict one_over_denom_at = (const float *)at[2];  // float32 [tensor]  read
-        const F one_minus_lr_times_weight_decay(known.scalars[7]);
-        const F lr_over_one_minus_beta1_pow_t(known.scalars[8]);
-        const F one_over_denom = F(*one_over_denom_at);
-
-        // -- elements: decode, update, encode  (specs/adam_mini.py)
-        for (int i = 0; i < count; i += W) {
-            const F m = load(m_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);                      // bf16, nearest
-            const F p_2 = one_minus_lr_times_weight_decay * p;  // 26  p = decoupled(p, lr, weight_decay)
-            // 34  p = p - lr / (1 - beta1**t) * m / denom
-            const F p_3 = fma(-(lr_over_one_minus_beta1_pow_t * one_over_denom), m, p_2);
-            const I p_x_bits = bits(p_3);
-            const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct adam_mini_float16_no_by_rows_3 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {2, -1, 4, ELEMENT, true, false, NONE, 1},  // m
-        {5, -1, 4, WHOLE, true, false, NONE, 2},  // one_over_denom
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                     // float16 [n]  read and written
-        const float *__restrict m_at = (const float *)at[1];               // float32 [n]  read
-        const float *__restrict one_over_denom_at = (const float *)at[2];  // float32 [tensor]  read
-        const F one_minus_lr_times_weight_decay(known.scalars[7]);
-        const F lr_over_one_minus_beta1_pow_t(known.scalars[8]);
-        const F one_over_denom = F(*one_over_denom_at);
-
-        // -- elements: decode, update  (specs/adam_mini.py)
-        for (int i = 0; i < count; i += W) {
-            const F m = load(m_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);                   // f16, nearest
-            const F p_2 = one_minus_lr_times_weight_decay * p;  // 26  p = decoupled(p, lr, weight_decay)
-            // 34  p = p - lr / (1 - beta1**t) * m / denom
-            const F p_3 = fma(-(lr_over_one_minus_beta1_pow_t * one_over_denom), m, p_2);
-            store(p_at + i, narrow_half(p_3));
-        }
-    }
-};
-
-template <class Grad>
-struct adam_mini_float32 {
+template <class Weight, class Grad>
+struct adam_mini_step {
     typedef void staged;
     static constexpr int SCALARS = 9, BLOCK = 1;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {4, ELEMENT},  // m
         {4, ROW},  // vmean_row
         {4, ROW},  // row_sum_for_vmean_row
         {4, ROW},  // one_over_denom
         {4, ROW + 8},  // partial results of row_sum_for_vmean_row
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<adam_mini_float32_1<Grad>>(),
-        stage<adam_mini_float32_2<Grad>>(),
-        stage<adam_mini_float32_3<Grad>>(),
+        stage<adam_mini_kernel_1<Weight, Grad>>(),
+        stage<adam_mini_kernel_2<Weight, Grad>>(),
+        stage<adam_mini_kernel_3<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct adam_mini_bfloat16 {
+template <class Weight, class Grad>
+struct adam_mini_no_by_rows_step {
     typedef void staged;
     static constexpr int SCALARS = 9, BLOCK = 1;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, ELEMENT},  // m
-        {4, ROW},  // vmean_row
-        {4, ROW},  // row_sum_for_vmean_row
-        {4, ROW},  // one_over_denom
-        {4, ROW + 8},  // partial results of row_sum_for_vmean_row
-    };
-    static constexpr Stage STAGES[] = {
-        stage<adam_mini_bfloat16_1<Grad>>(),
-        stage<adam_mini_float32_2<Grad>>(),
-        stage<adam_mini_bfloat16_3<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct adam_mini_float16 {
-    typedef void staged;
-    static constexpr int SCALARS = 9, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, ELEMENT},  // m
-        {4, ROW},  // vmean_row
-        {4, ROW},  // row_sum_for_vmean_row
-        {4, ROW},  // one_over_denom
-        {4, ROW + 8},  // partial results of row_sum_for_vmean_row
-    };
-    static constexpr Stage STAGES[] = {
-        stage<adam_mini_bfloat16_1<Grad>>(),
-        stage<adam_mini_float32_2<Grad>>(),
-        stage<adam_mini_float16_3<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct adam_mini_float32_no_by_rows {
-    typedef void staged;
-    static constexpr int SCALARS = 9, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {4, ELEMENT},  // m
         {4, WHOLE},  // vmean
         {4, WHOLE},  // tensor_sum_for_vmean
         {4, WHOLE},  // one_over_denom
         {4, WHOLE + 8},  // partial results of tensor_sum_for_vmean
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<adam_mini_float32_no_by_rows_1<Grad>>(),
-        stage<adam_mini_float32_no_by_rows_2<Grad>>(),
-        stage<adam_mini_float32_no_by_rows_3<Grad>>(),
+        stage<adam_mini_no_by_rows_kernel_1<Weight, Grad>>(),
+        stage<adam_mini_no_by_rows_kernel_2<Weight, Grad>>(),
+        stage<adam_mini_no_by_rows_kernel_3<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct adam_mini_bfloat16_no_by_rows {
-    typedef void staged;
-    static constexpr int SCALARS = 9, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, ELEMENT},  // m
-        {4, WHOLE},  // vmean
-        {4, WHOLE},  // tensor_sum_for_vmean
-        {4, WHOLE},  // one_over_denom
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_vmean
-    };
-    static constexpr Stage STAGES[] = {
-        stage<adam_mini_bfloat16_no_by_rows_1<Grad>>(),
-        stage<adam_mini_float32_no_by_rows_2<Grad>>(),
-        stage<adam_mini_bfloat16_no_by_rows_3<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct adam_mini_float16_no_by_rows {
-    typedef void staged;
-    static constexpr int SCALARS = 9, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, ELEMENT},  // m
-        {4, WHOLE},  // vmean
-        {4, WHOLE},  // tensor_sum_for_vmean
-        {4, WHOLE},  // one_over_denom
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_vmean
-    };
-    static constexpr Stage STAGES[] = {
-        stage<adam_mini_bfloat16_no_by_rows_1<Grad>>(),
-        stage<adam_mini_float32_no_by_rows_2<Grad>>(),
-        stage<adam_mini_float16_no_by_rows_3<Grad>>(),
-    };
-};
+template <class Grad> using adam_mini_float32 = adam_mini_step<weight_float32, Grad>;
+template <class Grad> using adam_mini_bfloat16 = adam_mini_step<weight_bfloat16, Grad>;
+template <class Grad> using adam_mini_float16 = adam_mini_step<weight_float16, Grad>;
+template <class Grad> using adam_mini_float32_no_by_rows = adam_mini_no_by_rows_step<weight_float32, Grad>;
+template <class Grad> using adam_mini_bfloat16_no_by_rows = adam_mini_no_by_rows_step<weight_bfloat16, Grad>;
+template <class Grad> using adam_mini_float16_no_by_rows = adam_mini_no_by_rows_step<weight_float16, Grad>;
 
 }  // namespace
 

@@ -18,19 +18,81 @@
 
 namespace {
 
+// bf16 and 8 more bits, stochastic
+struct weight_bfloat16 {
+    static constexpr int NOISE = 8;
+    static constexpr Part PARTS[] = {{2, true}, {1, true}};  // code, low
+    uint16_t *__restrict code_at;
+    uint8_t *__restrict low_at;
+
+    weight_bfloat16(char *p, char *const *more) : code_at((uint16_t *)p), low_at((uint8_t *)more[0]) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        const U8 low_code = raw(low_at + i);
+        return as_float(joined(code_stored, low_code) - 32768);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        const I word = bits_or_nan(x) + (integer<P>(noise) | 0x8000);
+        store_half<2>(code_at + i, word);
+        store_byte<1>(low_at + i, word);
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); fetch<N>(low_at, b); }
+};
+
+// f16 and 8 more bits, stochastic
+struct weight_float16 {
+    static constexpr int NOISE = 8;
+    static constexpr Part PARTS[] = {{2, true}, {1, true}};  // code, low
+    uint16_t *__restrict code_at;
+    uint8_t *__restrict low_at;
+
+    weight_float16(char *p, char *const *more) : code_at((uint16_t *)p), low_at((uint8_t *)more[0]) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        const I high = extend16(extend16(to_int(code_stored)));
+        const U8 low_code = raw(low_at + i);
+        const I low = to_int(low_code);
+        const I offset = low - 128;
+        const I wide = ((high & 32767) << 8) + offset;
+        const I subnormal = bits(2.3283064365386963e-10f * to_float(wide));
+        const I normal = (wide << 5) + 0x38000000;
+        const I finite = where(wide < 0x40000, subnormal, normal);
+        return as_float(bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000))) | (high & 0x8000) << 16);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        const I x_bitcast = bits(x);
+        const I sign_ = x_bitcast >> 16 & 0x8000;
+        const I magnitude = x_bitcast & 0x7fffffff;
+        const F magnitude_bitcast = as_float(magnitude);
+        const M is_subnormal = magnitude_bitcast < 6.103515625e-05f;
+        const I subnormal = to_int(2199023255552.0f * magnitude_bitcast);
+        const I rebiased = min(I(0xf800000), magnitude - 0x38000000);
+        const I fixed = where(is_subnormal, subnormal, rebiased << 4);
+        const I wide = lshr(fixed + middle<P, 9>(noise), 9);
+        const I word = where(x == x, wide, I(0x7e0000)) + 128;
+        const I kept_ = word;
+        store(code_at + i, sign_ | word >> 8);
+        store(low_at + i, kept_);
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); fetch<N>(low_at, b); }
+};
+
 // a sweep: vmean_row (specs/adam_mini.py:29)
-template <class Grad>
-struct adam_mini_float32_1 {
+template <class Weight, class Grad>
+struct adam_mini_kernel_1 {
+    // random bits of m, p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{12, false}, {Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({0}), KEPT = NOISE.mask({0});
     static constexpr int BLOCK = 64, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    static constexpr bool MATRICES = true, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {2, -1, 1, ELEMENT, true, true, NONE, 1},  // m_codes
         {3, -1, 2, BLOCK_OF, true, true, NONE, 2},  // m_scale
         {5, 7, 4, ROW, false, true, TOTAL, 3},  // row_sum_for_vmean_row
-    };
+    });
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
                      int row_mask, const Known &known) {
@@ -49,26 +111,11 @@ struct adam_mini_float32_1 {
         const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[0]);
         const F one_minus_beta1_times_grad_scale(known.scalars[1]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float m_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
         alignas(64) float m_scale_mul_kept[TILE / BLOCK];
         alignas(64) float m_divisor_mul_kept[TILE / BLOCK];
         I m_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
+        Words<adam_mini_kernel_1> words(BLOCK * blocks, first, stream_key, step_key);
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
@@ -88,8 +135,7 @@ struct adam_mini_float32_1 {
             I m_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
+                const auto noise = words.at(i);
                 const F g = Grad::load(g_at + i);
                 const U8 m_code = raw(m_codes_at + i);
                 const F m_code_2 = counter(m_code) - 8388736.0f;
@@ -97,12 +143,9 @@ struct adam_mini_float32_1 {
                 // 27  m = beta1 * m + (1 - beta1) * g
                 const F m = fma(one_minus_beta1_times_grad_scale, g, m_scale_mul * (m_code_2 / (254.0f - m_bend)));
                 const F m_abs = abs(m);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 m_top = larger<RAGGED>(m_top, bits(m_abs), i, end);
+                words.keep(noise, i);
                 store(m_kept + i, m);
-                store(noise_kept + i, noise);
                 store(row_sum_for_vmean_row_at + i, g * g);
             }
             m_top_kept[b] = m_top;
@@ -125,27 +168,27 @@ struct adam_mini_float32_1 {
             const F m_divisor_mul(m_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
                 const F m = load(m_kept + i);
-                const I noise = load(noise_kept + i);
                 const I m_pattern = bits(fma(m, 1.0f / fma(0.003937007859349251f, abs(m), m_divisor_mul), 3200.0f));
-                store(m_codes_at + i, m_pattern + lshr(noise, 20) >> 12);
+                store(m_codes_at + i, m_pattern + integer<0>(noise) >> 12);
             }
         }
     }
 };
 
 // row: values of rows
-template <class Grad>
-struct adam_mini_float32_2 {
+template <class Weight, class Grad>
+struct adam_mini_kernel_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {4, -1, 4, ROW, true, true, NONE, 0},  // vmean_row
         {6, -1, 4, ROW, false, true, NONE, 1},  // one_over_denom
         {5, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_vmean_row
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -175,28 +218,33 @@ struct adam_mini_float32_2 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct adam_mini_float32_3 {
+template <class Weight, class Grad>
+struct adam_mini_kernel_3 {
+    // random bits of m, p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{12, false}, {Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 64, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {2, -1, 1, ELEMENT, true, false, NONE, 1},  // m_codes
-        {3, -1, 2, BLOCK_OF, true, false, NONE, 2},  // m_scale
-        {6, -1, 4, ROW, true, false, NONE, 3},  // one_over_denom
-    };
+    static constexpr bool MATRICES = true, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {2, -1, 1, ELEMENT, true, false, NONE, 0},  // m_codes
+        {3, -1, 2, BLOCK_OF, true, false, NONE, 1},  // m_scale
+        {6, -1, 4, ROW, true, false, NONE, 2},  // one_over_denom
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                           // float32 [n]  read and written
-        const uint8_t *__restrict m_codes_at = (const uint8_t *)at[1];     // uint8 [n]  read
-        const int16_t *__restrict m_scale_at = (const int16_t *)at[2];     // int16 [blocks of 64]  read
-        const float *__restrict one_over_denom_at = (const float *)at[3];  // float32 [row]  read
+        Weight weight(at[3], at + 4);
+        const uint8_t *__restrict m_codes_at = (const uint8_t *)at[0];     // uint8 [n]  read
+        const int16_t *__restrict m_scale_at = (const int16_t *)at[1];     // int16 [blocks of 64]  read
+        const float *__restrict one_over_denom_at = (const float *)at[2];  // float32 [row]  read
+        const int32_t step_key = known.step_key;
+        const int32_t stream_key = known.stream_key;
         const F one_minus_lr_times_weight_decay(known.scalars[7]);
         const F lr_over_one_minus_beta1_pow_t(known.scalars[8]);
         alignas(64) float m_scale_neg_kept[TILE / BLOCK];
+        Words<adam_mini_kernel_3> words(BLOCK * blocks, first, stream_key, step_key);
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
@@ -210,36 +258,37 @@ struct adam_mini_float32_3 {
 
         // -- elements: decode, update  (specs/adam_mini.py)
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch_weight<BLOCK>(weight, b + TILE / BLOCK);
             fetch<BLOCK>(m_codes_at, b + TILE / BLOCK);
             const F m_scale_neg(m_scale_neg_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const auto noise = words.at(i);
                 const U8 m_code = raw(m_codes_at + i);
                 const F m_code_2 = counter(m_code) - 8388736.0f;
                 const F m_bend = abs(m_code_2);
-                const F p = load(p_at + i);
+                const F p = weight.decode(i);
                 const F p_2 = one_minus_lr_times_weight_decay * p;  // 26  p = decoupled(p, lr, weight_decay)
                 // 34  p = p - lr / (1 - beta1**t) * m / denom
                 const F p_3 = fma(m_scale_neg, m_code_2 / (254.0f - m_bend) * load(one_over_denom_at + (i & row_mask)), p_2);
-                store(p_at + i, p_3);
+                weight.encode(i, p_3, noise);
             }
         }
     }
 };
 
 // a sweep: vmean_row (specs/adam_mini.py:29)
-template <class Grad>
-struct adam_mini_float32_small_1 {
+template <class Weight, class Grad>
+struct adam_mini_small_kernel_1 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {2, -1, 4, ELEMENT, true, true, NONE, 1},  // m
         {4, 6, 4, ROW, false, true, TOTAL, 2},  // row_sum_for_vmean_row
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -262,17 +311,17 @@ struct adam_mini_float32_small_1 {
 };
 
 // row: values of rows
-template <class Grad>
-struct adam_mini_float32_small_2 {
+template <class Weight, class Grad>
+struct adam_mini_small_kernel_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {3, -1, 4, ROW, true, true, NONE, 0},  // vmean_row
         {5, -1, 4, ROW, false, true, NONE, 1},  // one_over_denom
         {4, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_vmean_row
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -302,566 +351,60 @@ struct adam_mini_float32_small_2 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct adam_mini_float32_small_3 {
+template <class Weight, class Grad>
+struct adam_mini_small_kernel_3 {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {2, -1, 4, ELEMENT, true, false, NONE, 1},  // m
-        {5, -1, 4, ROW, true, false, NONE, 2},  // one_over_denom
-    };
+    static constexpr bool MATRICES = true, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {2, -1, 4, ELEMENT, true, false, NONE, 0},  // m
+        {5, -1, 4, ROW, true, false, NONE, 1},  // one_over_denom
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                           // float32 [n]  read and written
-        const float *__restrict m_at = (const float *)at[1];               // float32 [n]  read
-        const float *__restrict one_over_denom_at = (const float *)at[2];  // float32 [row]  read
+        Weight weight(at[2], at + 3);
+        const float *__restrict m_at = (const float *)at[0];               // float32 [n]  read
+        const float *__restrict one_over_denom_at = (const float *)at[1];  // float32 [row]  read
+        const int32_t step_key = known.step_key;
+        const int32_t stream_key = known.stream_key;
         const F one_minus_lr_times_weight_decay(known.scalars[7]);
         const F lr_over_one_minus_beta1_pow_t(known.scalars[8]);
+        Words<adam_mini_small_kernel_3> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/adam_mini.py)
         for (int i = 0; i < count; i += W) {
+            const auto noise = words.at(i);
             const F m = load(m_at + i);
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 26  p = decoupled(p, lr, weight_decay)
             // 34  p = p - lr / (1 - beta1**t) * m / denom
             const F p_3 = fma(-(lr_over_one_minus_beta1_pow_t * load(one_over_denom_at + (i & row_mask))), m, p_2);
-            store(p_at + i, p_3);
-        }
-    }
-};
-
-// a sweep: vmean_row (specs/adam_mini.py:29)
-template <class Grad>
-struct adam_mini_bfloat16_1 {
-    static constexpr int BLOCK = 64, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {3, -1, 1, ELEMENT, true, true, NONE, 1},  // m_codes
-        {4, -1, 2, BLOCK_OF, true, true, NONE, 2},  // m_scale
-        {6, 8, 4, ROW, false, true, TOTAL, 3},  // row_sum_for_vmean_row
-    };
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        uint8_t *__restrict m_codes_at = (uint8_t *)at[1];            // uint8 [n]  read and written
-        int16_t *__restrict m_scale_at = (int16_t *)at[2];            // int16 [blocks of 64]  read and written
-        float *__restrict row_sum_for_vmean_row_at = (float *)at[3];  // float32 [row]  for row_sum
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F beta1(known.scalars[0]);
-        const F one_minus_beta1_times_grad_scale(known.scalars[1]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) float m_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float m_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float m_divisor_mul_kept[TILE / BLOCK];
-        I m_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 m_scale = raw(m_scale_at + b);
-            const I m_scale_bits = to_int(m_scale) << 15;
-            const I m_scale_bits_2 = m_scale_bits & 0x7fffffff;
-            const F m_scale_2 = as_float(where(m_scale_bits_2 == 0x7f800000, I(0x7f7fffff), m_scale_bits_2));
-            const F m_scale_mul = beta1 * m_scale_2;
-            store(m_scale_mul_kept + b, m_scale_mul);
-        }
-
-        // -- elements: decode, update, encode  (specs/adam_mini.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            const F m_scale_mul(m_scale_mul_kept[b]);
-            I m_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const U8 m_code = raw(m_codes_at + i);
-                const F m_code_2 = counter(m_code) - 8388736.0f;
-                const F m_bend = abs(m_code_2);
-                const F g_cast = g_stored;
-                // 27  m = beta1 * m + (1 - beta1) * g
-                const F m = fma(one_minus_beta1_times_grad_scale, g_cast, m_scale_mul * (m_code_2 / (254.0f - m_bend)));
-                const F m_abs = abs(m);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                m_top = larger<RAGGED>(m_top, bits(m_abs), i, end);
-                store(m_kept + i, m);
-                store(noise_kept + i, noise);
-                store(row_sum_for_vmean_row_at + i, g_cast * g_cast);
-            }
-            m_top_kept[b] = m_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I m_top = largest(m_top_kept + b);
-            const I m_up = max(I(0x4800000), m_top) + 32767;
-            const I m_up_2 = where(m_top < 0x7f800000, m_up, I(0x7fc00000));
-            const I m_divisor = min(I(0x7f7fffff), m_up_2 & 0x7fff8000);
-            const F m_divisor_mul = as_float(m_divisor) * 0.003937007859349251f;
-            store(m_divisor_mul_kept + b, m_divisor_mul);
-            store(m_scale_at + b, m_up_2 >> 15);
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(m_codes_at, b + TILE / BLOCK);
-            const F m_divisor_mul(m_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F m = load(m_kept + i);
-                const I noise = load(noise_kept + i);
-                const I m_pattern = bits(fma(m, 1.0f / fma(0.003937007859349251f, abs(m), m_divisor_mul), 3200.0f));
-                store(m_codes_at + i, m_pattern + lshr(noise, 20) >> 12);
-            }
-        }
-    }
-};
-
-// row: values of rows
-template <class Grad>
-struct adam_mini_bfloat16_2 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ROW;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {5, -1, 4, ROW, true, true, NONE, 0},  // vmean_row
-        {7, -1, 4, ROW, false, true, NONE, 1},  // one_over_denom
-        {6, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_vmean_row
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        float *__restrict vmean_row_at = (float *)at[0];       // float32 [row]  read and written
-        float *__restrict one_over_denom_at = (float *)at[1];  // float32 [row]  written
-        // float32 [row]  read
-        const float *__restrict row_sum_for_vmean_row_at = (const float *)at[2];
-        const float *extent = known.extent;  // rows, columns, elements
-        const F beta2(known.scalars[2]);
-        const F eps(known.scalars[3]);
-        const F grad_scale_times_grad_scale(known.scalars[4]);
-        const F one_minus_beta2(known.scalars[5]);
-        const F sqrt_one_minus_beta2_pow_t(known.scalars[6]);
-
-        // -- elements: decode, update  (specs/adam_mini.py)
-        for (int i = 0; i < count; i += W) {
-            const F row_sum_for_vmean_row = load(row_sum_for_vmean_row_at + i);
-            const F vmean_row = load(vmean_row_at + i);
-            // 29  vmean_row = beta2 * vmean_row + (1 - beta2) * row_mean(g * g)
-            const F vmean_row_2 = fma(one_minus_beta2, grad_scale_times_grad_scale * row_sum_for_vmean_row / F(extent[1]), beta2 * vmean_row);
-            // 33  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
-            const F denom = sqrt(vmean_row_2) / sqrt_one_minus_beta2_pow_t + eps;
-            store(vmean_row_at + i, vmean_row_2);
-            store(one_over_denom_at + i, 1.0f / denom);
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct adam_mini_bfloat16_3 {
-    static constexpr int BLOCK = 64, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {2, -1, 1, ELEMENT, true, true, NONE, 1},  // weight_low
-        {3, -1, 1, ELEMENT, true, false, NONE, 2},  // m_codes
-        {4, -1, 2, BLOCK_OF, true, false, NONE, 3},  // m_scale
-        {7, -1, 4, ROW, true, false, NONE, 4},  // one_over_denom
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                     // bfloat16 [n]  read and written
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[1];              // uint8 [n]  read and written
-        const uint8_t *__restrict m_codes_at = (const uint8_t *)at[2];     // uint8 [n]  read
-        const int16_t *__restrict m_scale_at = (const int16_t *)at[3];     // int16 [blocks of 64]  read
-        const float *__restrict one_over_denom_at = (const float *)at[4];  // float32 [row]  read
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F one_minus_lr_times_weight_decay(known.scalars[7]);
-        const F lr_over_one_minus_beta1_pow_t(known.scalars[8]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) float m_scale_neg_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 m_scale = raw(m_scale_at + b);
-            const I m_scale_bits = to_int(m_scale) << 15;
-            const I m_scale_bits_2 = m_scale_bits & 0x7fffffff;
-            const F m_scale_2 = as_float(where(m_scale_bits_2 == 0x7f800000, I(0x7f7fffff), m_scale_bits_2));
-            const F m_scale_neg = -(lr_over_one_minus_beta1_pow_t * m_scale_2);
-            store(m_scale_neg_kept + b, m_scale_neg);
-        }
-
-        // -- elements: decode, update, encode  (specs/adam_mini.py)
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(m_codes_at, b + TILE / BLOCK);
-            const F m_scale_neg(m_scale_neg_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const U8 m_code = raw(m_codes_at + i);
-                const F m_code_2 = counter(m_code) - 8388736.0f;
-                const F m_bend = abs(m_code_2);
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-                const F p_2 = one_minus_lr_times_weight_decay * p;                // 26  p = decoupled(p, lr, weight_decay)
-                // 34  p = p - lr / (1 - beta1**t) * m / denom
-                const F p_3 = fma(m_scale_neg, m_code_2 / (254.0f - m_bend) * load(one_over_denom_at + (i & row_mask)), p_2);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = bits_or_nan(p_3) + (noise & 255 | 0x8000);
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
-            }
-        }
-    }
-};
-
-// a sweep: vmean_row (specs/adam_mini.py:29)
-template <class Grad>
-struct adam_mini_bfloat16_small_1 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {3, -1, 4, ELEMENT, true, true, NONE, 1},  // m
-        {5, 7, 4, ROW, false, true, TOTAL, 2},  // row_sum_for_vmean_row
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        float *__restrict m_at = (float *)at[1];                      // float32 [n]  read and written
-        float *__restrict row_sum_for_vmean_row_at = (float *)at[2];  // float32 [row]  for row_sum
-        const F beta1(known.scalars[0]);
-        const F one_minus_beta1_times_grad_scale(known.scalars[1]);
-
-        // -- elements: decode, update  (specs/adam_mini.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F m = load(m_at + i);
-            const F g_cast = g_stored;
-            const F m_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * m);  // 27  m = beta1 * m + (1 - beta1) * g
-            store(m_at + i, m_2);
-            store(row_sum_for_vmean_row_at + i, g_cast * g_cast);
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct adam_mini_bfloat16_small_3 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {2, -1, 1, ELEMENT, true, true, NONE, 1},  // weight_low
-        {3, -1, 4, ELEMENT, true, false, NONE, 2},  // m
-        {6, -1, 4, ROW, true, false, NONE, 3},  // one_over_denom
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                     // bfloat16 [n]  read and written
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[1];              // uint8 [n]  read and written
-        const float *__restrict m_at = (const float *)at[2];               // float32 [n]  read
-        const float *__restrict one_over_denom_at = (const float *)at[3];  // float32 [row]  read
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F one_minus_lr_times_weight_decay(known.scalars[7]);
-        const F lr_over_one_minus_beta1_pow_t(known.scalars[8]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/adam_mini.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const F m = load(m_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-            const F p_2 = one_minus_lr_times_weight_decay * p;                // 26  p = decoupled(p, lr, weight_decay)
-            // 34  p = p - lr / (1 - beta1**t) * m / denom
-            const F p_3 = fma(-(lr_over_one_minus_beta1_pow_t * load(one_over_denom_at + (i & row_mask))), m, p_2);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 0x8000);
-            store_half<2>(p_at + i, p_word);
-            store_byte<1>(weight_low_at + i, p_word);
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct adam_mini_float16_3 {
-    static constexpr int BLOCK = 64, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {2, -1, 1, ELEMENT, true, true, NONE, 1},  // weight_low
-        {3, -1, 1, ELEMENT, true, false, NONE, 2},  // m_codes
-        {4, -1, 2, BLOCK_OF, true, false, NONE, 3},  // m_scale
-        {7, -1, 4, ROW, true, false, NONE, 4},  // one_over_denom
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                     // float16 [n]  read and written
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[1];              // uint8 [n]  read and written
-        const uint8_t *__restrict m_codes_at = (const uint8_t *)at[2];     // uint8 [n]  read
-        const int16_t *__restrict m_scale_at = (const int16_t *)at[3];     // int16 [blocks of 64]  read
-        const float *__restrict one_over_denom_at = (const float *)at[4];  // float32 [row]  read
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F one_minus_lr_times_weight_decay(known.scalars[7]);
-        const F lr_over_one_minus_beta1_pow_t(known.scalars[8]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) float m_scale_neg_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 m_scale = raw(m_scale_at + b);
-            const I m_scale_bits = to_int(m_scale) << 15;
-            const I m_scale_bits_2 = m_scale_bits & 0x7fffffff;
-            const F m_scale_2 = as_float(where(m_scale_bits_2 == 0x7f800000, I(0x7f7fffff), m_scale_bits_2));
-            const F m_scale_neg = -(lr_over_one_minus_beta1_pow_t * m_scale_2);
-            store(m_scale_neg_kept + b, m_scale_neg);
-        }
-
-        // -- elements: decode, update, encode  (specs/adam_mini.py)
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(m_codes_at, b + TILE / BLOCK);
-            const F m_scale_neg(m_scale_neg_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const U8 m_code = raw(m_codes_at + i);
-                const F m_code_2 = counter(m_code) - 8388736.0f;
-                const F m_bend = abs(m_code_2);
-                const U16 p_stored = raw(p_at + i);
-                const I p_high = extend16(extend16(to_int(p_stored)));
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low - 128;
-                const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 0x38000000;
-                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-                // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-                const F p_2 = one_minus_lr_times_weight_decay * p;  // 26  p = decoupled(p, lr, weight_decay)
-                // 34  p = p - lr / (1 - beta1**t) * m / denom
-                const F p_3 = fma(m_scale_neg, m_code_2 / (254.0f - m_bend) * load(one_over_denom_at + (i & row_mask)), p_2);
-                const I p_bitcast = bits(p_3);
-                const I p_sign = p_bitcast >> 16 & 0x8000;
-                const I p_magnitude = p_bitcast & 0x7fffffff;
-                const F p_magnitude_bitcast = as_float(p_magnitude);
-                const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-                const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-                const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-                const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_wide_2 = lshr(p_fixed + ((noise & 255) << 1 | 1), 9);
-                const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
-                const I p_kept_ = p_word;
-                store(p_at + i, p_sign | p_word >> 8);
-                store(weight_low_at + i, p_kept_);
-            }
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct adam_mini_float16_small_3 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {2, -1, 1, ELEMENT, true, true, NONE, 1},  // weight_low
-        {3, -1, 4, ELEMENT, true, false, NONE, 2},  // m
-        {6, -1, 4, ROW, true, false, NONE, 3},  // one_over_denom
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                     // float16 [n]  read and written
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[1];              // uint8 [n]  read and written
-        const float *__restrict m_at = (const float *)at[2];               // float32 [n]  read
-        const float *__restrict one_over_denom_at = (const float *)at[3];  // float32 [row]  read
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F one_minus_lr_times_weight_decay(known.scalars[7]);
-        const F lr_over_one_minus_beta1_pow_t(known.scalars[8]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/adam_mini.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const F m = load(m_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const I p_high = extend16(extend16(to_int(p_stored)));
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low - 128;
-            const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 0x38000000;
-            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-            // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-            const F p_2 = one_minus_lr_times_weight_decay * p;  // 26  p = decoupled(p, lr, weight_decay)
-            // 34  p = p - lr / (1 - beta1**t) * m / denom
-            const F p_3 = fma(-(lr_over_one_minus_beta1_pow_t * load(one_over_denom_at + (i & row_mask))), m, p_2);
-            const I p_bitcast = bits(p_3);
-            const I p_sign = p_bitcast >> 16 & 0x8000;
-            const I p_magnitude = p_bitcast & 0x7fffffff;
-            const F p_magnitude_bitcast = as_float(p_magnitude);
-            const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-            const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-            const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-            const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_wide_2 = lshr(p_fixed + (lshr(noise, 23) | 1), 9);
-            const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
-            const I p_kept_ = p_word;
-            store(p_at + i, p_sign | p_word >> 8);
-            store(weight_low_at + i, p_kept_);
+            weight.encode(i, p_3, noise);
         }
     }
 };
 
 // a sweep: vmean (specs/adam_mini.py:31)
-template <class Grad>
-struct adam_mini_float32_no_by_rows_1 {
+template <class Weight, class Grad>
+struct adam_mini_no_by_rows_kernel_1 {
+    // random bits of m, p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{12, false}, {Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({0}), KEPT = NOISE.mask({0});
     static constexpr int BLOCK = 64, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    static constexpr bool MATRICES = false, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {2, -1, 1, ELEMENT, true, true, NONE, 1},  // m_codes
         {3, -1, 2, BLOCK_OF, true, true, NONE, 2},  // m_scale
         {5, 7, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_vmean
-    };
+    });
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
                      int row_mask, const Known &known) {
@@ -880,26 +423,11 @@ struct adam_mini_float32_no_by_rows_1 {
         const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[0]);
         const F one_minus_beta1_times_grad_scale(known.scalars[1]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float m_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
         alignas(64) float m_scale_mul_kept[TILE / BLOCK];
         alignas(64) float m_divisor_mul_kept[TILE / BLOCK];
         I m_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
+        Words<adam_mini_no_by_rows_kernel_1> words(BLOCK * blocks, first, stream_key, step_key);
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
@@ -919,8 +447,7 @@ struct adam_mini_float32_no_by_rows_1 {
             I m_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
+                const auto noise = words.at(i);
                 const F g = Grad::load(g_at + i);
                 const U8 m_code = raw(m_codes_at + i);
                 const F m_code_2 = counter(m_code) - 8388736.0f;
@@ -928,12 +455,9 @@ struct adam_mini_float32_no_by_rows_1 {
                 // 27  m = beta1 * m + (1 - beta1) * g
                 const F m = fma(one_minus_beta1_times_grad_scale, g, m_scale_mul * (m_code_2 / (254.0f - m_bend)));
                 const F m_abs = abs(m);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 m_top = larger<RAGGED>(m_top, bits(m_abs), i, end);
+                words.keep(noise, i);
                 store(m_kept + i, m);
-                store(noise_kept + i, noise);
                 store(tensor_sum_for_vmean_at + i, g * g);
             }
             m_top_kept[b] = m_top;
@@ -956,27 +480,27 @@ struct adam_mini_float32_no_by_rows_1 {
             const F m_divisor_mul(m_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
                 const F m = load(m_kept + i);
-                const I noise = load(noise_kept + i);
                 const I m_pattern = bits(fma(m, 1.0f / fma(0.003937007859349251f, abs(m), m_divisor_mul), 3200.0f));
-                store(m_codes_at + i, m_pattern + lshr(noise, 20) >> 12);
+                store(m_codes_at + i, m_pattern + integer<0>(noise) >> 12);
             }
         }
     }
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct adam_mini_float32_no_by_rows_2 {
+template <class Weight, class Grad>
+struct adam_mini_no_by_rows_kernel_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {4, -1, 4, WHOLE, true, true, NONE, 0},  // vmean
         {6, -1, 4, WHOLE, false, true, NONE, 1},  // one_over_denom
         {5, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_vmean
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -1005,29 +529,34 @@ struct adam_mini_float32_no_by_rows_2 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct adam_mini_float32_no_by_rows_3 {
+template <class Weight, class Grad>
+struct adam_mini_no_by_rows_kernel_3 {
+    // random bits of m, p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{12, false}, {Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 64, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {2, -1, 1, ELEMENT, true, false, NONE, 1},  // m_codes
-        {3, -1, 2, BLOCK_OF, true, false, NONE, 2},  // m_scale
-        {6, -1, 4, WHOLE, true, false, NONE, 3},  // one_over_denom
-    };
+    static constexpr bool MATRICES = false, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {2, -1, 1, ELEMENT, true, false, NONE, 0},  // m_codes
+        {3, -1, 2, BLOCK_OF, true, false, NONE, 1},  // m_scale
+        {6, -1, 4, WHOLE, true, false, NONE, 2},  // one_over_denom
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                           // float32 [n]  read and written
-        const uint8_t *__restrict m_codes_at = (const uint8_t *)at[1];     // uint8 [n]  read
-        const int16_t *__restrict m_scale_at = (const int16_t *)at[2];     // int16 [blocks of 64]  read
-        const float *__restrict one_over_denom_at = (const float *)at[3];  // float32 [tensor]  read
+        Weight weight(at[3], at + 4);
+        const uint8_t *__restrict m_codes_at = (const uint8_t *)at[0];     // uint8 [n]  read
+        const int16_t *__restrict m_scale_at = (const int16_t *)at[1];     // int16 [blocks of 64]  read
+        const float *__restrict one_over_denom_at = (const float *)at[2];  // float32 [tensor]  read
+        const int32_t step_key = known.step_key;
+        const int32_t stream_key = known.stream_key;
         const F one_minus_lr_times_weight_decay(known.scalars[7]);
         const F lr_over_one_minus_beta1_pow_t(known.scalars[8]);
         const F one_over_denom = F(*one_over_denom_at);
         alignas(64) float m_scale_neg_kept[TILE / BLOCK];
+        Words<adam_mini_no_by_rows_kernel_3> words(BLOCK * blocks, first, stream_key, step_key);
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
@@ -1041,36 +570,37 @@ struct adam_mini_float32_no_by_rows_3 {
 
         // -- elements: decode, update  (specs/adam_mini.py)
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch_weight<BLOCK>(weight, b + TILE / BLOCK);
             fetch<BLOCK>(m_codes_at, b + TILE / BLOCK);
             const F m_scale_neg(m_scale_neg_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const auto noise = words.at(i);
                 const U8 m_code = raw(m_codes_at + i);
                 const F m_code_2 = counter(m_code) - 8388736.0f;
                 const F m_bend = abs(m_code_2);
-                const F p = load(p_at + i);
+                const F p = weight.decode(i);
                 const F p_2 = one_minus_lr_times_weight_decay * p;  // 26  p = decoupled(p, lr, weight_decay)
                 // 34  p = p - lr / (1 - beta1**t) * m / denom
                 const F p_3 = fma(m_scale_neg, m_code_2 / (254.0f - m_bend) * one_over_denom, p_2);
-                store(p_at + i, p_3);
+                weight.encode(i, p_3, noise);
             }
         }
     }
 };
 
 // a sweep: vmean (specs/adam_mini.py:31)
-template <class Grad>
-struct adam_mini_float32_no_by_rows_small_1 {
+template <class Weight, class Grad>
+struct adam_mini_no_by_rows_small_kernel_1 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {2, -1, 4, ELEMENT, true, true, NONE, 1},  // m
         {4, 6, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_vmean
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -1093,17 +623,17 @@ struct adam_mini_float32_no_by_rows_small_1 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct adam_mini_float32_no_by_rows_small_2 {
+template <class Weight, class Grad>
+struct adam_mini_no_by_rows_small_kernel_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {3, -1, 4, WHOLE, true, true, NONE, 0},  // vmean
         {5, -1, 4, WHOLE, false, true, NONE, 1},  // one_over_denom
         {4, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_vmean
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -1132,822 +662,135 @@ struct adam_mini_float32_no_by_rows_small_2 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct adam_mini_float32_no_by_rows_small_3 {
+template <class Weight, class Grad>
+struct adam_mini_no_by_rows_small_kernel_3 {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {2, -1, 4, ELEMENT, true, false, NONE, 1},  // m
-        {5, -1, 4, WHOLE, true, false, NONE, 2},  // one_over_denom
-    };
+    static constexpr bool MATRICES = false, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {2, -1, 4, ELEMENT, true, false, NONE, 0},  // m
+        {5, -1, 4, WHOLE, true, false, NONE, 1},  // one_over_denom
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                           // float32 [n]  read and written
-        const float *__restrict m_at = (const float *)at[1];               // float32 [n]  read
-        const float *__restrict one_over_denom_at = (const float *)at[2];  // float32 [tensor]  read
+        Weight weight(at[2], at + 3);
+        const float *__restrict m_at = (const float *)at[0];               // float32 [n]  read
+        const float *__restrict one_over_denom_at = (const float *)at[1];  // float32 [tensor]  read
+        const int32_t step_key = known.step_key;
+        const int32_t stream_key = known.stream_key;
         const F one_minus_lr_times_weight_decay(known.scalars[7]);
         const F lr_over_one_minus_beta1_pow_t(known.scalars[8]);
         const F one_over_denom = F(*one_over_denom_at);
+        Words<adam_mini_no_by_rows_small_kernel_3> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/adam_mini.py)
         for (int i = 0; i < count; i += W) {
+            const auto noise = words.at(i);
             const F m = load(m_at + i);
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 26  p = decoupled(p, lr, weight_decay)
             // 34  p = p - lr / (1 - beta1**t) * m / denom
             const F p_3 = fma(-(lr_over_one_minus_beta1_pow_t * one_over_denom), m, p_2);
-            store(p_at + i, p_3);
+            weight.encode(i, p_3, noise);
         }
     }
 };
 
-// a sweep: vmean (specs/adam_mini.py:31)
-template <class Grad>
-struct adam_mini_bfloat16_no_by_rows_1 {
-    static constexpr int BLOCK = 64, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {3, -1, 1, ELEMENT, true, true, NONE, 1},  // m_codes
-        {4, -1, 2, BLOCK_OF, true, true, NONE, 2},  // m_scale
-        {6, 8, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_vmean
-    };
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        uint8_t *__restrict m_codes_at = (uint8_t *)at[1];           // uint8 [n]  read and written
-        int16_t *__restrict m_scale_at = (int16_t *)at[2];           // int16 [blocks of 64]  read and written
-        float *__restrict tensor_sum_for_vmean_at = (float *)at[3];  // float32 [tensor]  for tensor_sum
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F beta1(known.scalars[0]);
-        const F one_minus_beta1_times_grad_scale(known.scalars[1]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) float m_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float m_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float m_divisor_mul_kept[TILE / BLOCK];
-        I m_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 m_scale = raw(m_scale_at + b);
-            const I m_scale_bits = to_int(m_scale) << 15;
-            const I m_scale_bits_2 = m_scale_bits & 0x7fffffff;
-            const F m_scale_2 = as_float(where(m_scale_bits_2 == 0x7f800000, I(0x7f7fffff), m_scale_bits_2));
-            const F m_scale_mul = beta1 * m_scale_2;
-            store(m_scale_mul_kept + b, m_scale_mul);
-        }
-
-        // -- elements: decode, update, encode  (specs/adam_mini.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            const F m_scale_mul(m_scale_mul_kept[b]);
-            I m_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const U8 m_code = raw(m_codes_at + i);
-                const F m_code_2 = counter(m_code) - 8388736.0f;
-                const F m_bend = abs(m_code_2);
-                const F g_cast = g_stored;
-                // 27  m = beta1 * m + (1 - beta1) * g
-                const F m = fma(one_minus_beta1_times_grad_scale, g_cast, m_scale_mul * (m_code_2 / (254.0f - m_bend)));
-                const F m_abs = abs(m);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                m_top = larger<RAGGED>(m_top, bits(m_abs), i, end);
-                store(m_kept + i, m);
-                store(noise_kept + i, noise);
-                store(tensor_sum_for_vmean_at + i, g_cast * g_cast);
-            }
-            m_top_kept[b] = m_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I m_top = largest(m_top_kept + b);
-            const I m_up = max(I(0x4800000), m_top) + 32767;
-            const I m_up_2 = where(m_top < 0x7f800000, m_up, I(0x7fc00000));
-            const I m_divisor = min(I(0x7f7fffff), m_up_2 & 0x7fff8000);
-            const F m_divisor_mul = as_float(m_divisor) * 0.003937007859349251f;
-            store(m_divisor_mul_kept + b, m_divisor_mul);
-            store(m_scale_at + b, m_up_2 >> 15);
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(m_codes_at, b + TILE / BLOCK);
-            const F m_divisor_mul(m_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F m = load(m_kept + i);
-                const I noise = load(noise_kept + i);
-                const I m_pattern = bits(fma(m, 1.0f / fma(0.003937007859349251f, abs(m), m_divisor_mul), 3200.0f));
-                store(m_codes_at + i, m_pattern + lshr(noise, 20) >> 12);
-            }
-        }
-    }
-};
-
-// tensor: values of tensors
-template <class Grad>
-struct adam_mini_bfloat16_no_by_rows_2 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = WHOLE;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {5, -1, 4, WHOLE, true, true, NONE, 0},  // vmean
-        {7, -1, 4, WHOLE, false, true, NONE, 1},  // one_over_denom
-        {6, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_vmean
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        float *__restrict vmean_at = (float *)at[0];                             // float32 [tensor]  read and written
-        float *__restrict one_over_denom_at = (float *)at[1];                    // float32 [tensor]  written
-        const float *__restrict tensor_sum_for_vmean_at = (const float *)at[2];  // float32 [tensor]  read
-        const float *extent = known.extent;  // rows, columns, elements
-        const F beta2(known.scalars[2]);
-        const F eps(known.scalars[3]);
-        const F grad_scale_times_grad_scale(known.scalars[4]);
-        const F one_minus_beta2(known.scalars[5]);
-        const F sqrt_one_minus_beta2_pow_t(known.scalars[6]);
-
-        // -- elements: decode, update  (specs/adam_mini.py)
-        for (int i = 0; i < count; i += W) {
-            const F tensor_sum_for_vmean = load(tensor_sum_for_vmean_at + i);
-            const F vmean = load(vmean_at + i);
-            // 31  vmean = beta2 * vmean + (1 - beta2) * mean(g * g)
-            const F vmean_2 = fma(one_minus_beta2, grad_scale_times_grad_scale * tensor_sum_for_vmean / F(extent[2]), beta2 * vmean);
-            // 33  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
-            const F denom = sqrt(vmean_2) / sqrt_one_minus_beta2_pow_t + eps;
-            store(vmean_at + i, vmean_2);
-            store(one_over_denom_at + i, 1.0f / denom);
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct adam_mini_bfloat16_no_by_rows_3 {
-    static constexpr int BLOCK = 64, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {2, -1, 1, ELEMENT, true, true, NONE, 1},  // weight_low
-        {3, -1, 1, ELEMENT, true, false, NONE, 2},  // m_codes
-        {4, -1, 2, BLOCK_OF, true, false, NONE, 3},  // m_scale
-        {7, -1, 4, WHOLE, true, false, NONE, 4},  // one_over_denom
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                     // bfloat16 [n]  read and written
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[1];              // uint8 [n]  read and written
-        const uint8_t *__restrict m_codes_at = (const uint8_t *)at[2];     // uint8 [n]  read
-        const int16_t *__restrict m_scale_at = (const int16_t *)at[3];     // int16 [blocks of 64]  read
-        const float *__restrict one_over_denom_at = (const float *)at[4];  // float32 [tensor]  read
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F one_minus_lr_times_weight_decay(known.scalars[7]);
-        const F lr_over_one_minus_beta1_pow_t(known.scalars[8]);
-        const F one_over_denom = F(*one_over_denom_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) float m_scale_neg_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 m_scale = raw(m_scale_at + b);
-            const I m_scale_bits = to_int(m_scale) << 15;
-            const I m_scale_bits_2 = m_scale_bits & 0x7fffffff;
-            const F m_scale_2 = as_float(where(m_scale_bits_2 == 0x7f800000, I(0x7f7fffff), m_scale_bits_2));
-            const F m_scale_neg = -(lr_over_one_minus_beta1_pow_t * m_scale_2);
-            store(m_scale_neg_kept + b, m_scale_neg);
-        }
-
-        // -- elements: decode, update, encode  (specs/adam_mini.py)
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(m_codes_at, b + TILE / BLOCK);
-            const F m_scale_neg(m_scale_neg_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const U8 m_code = raw(m_codes_at + i);
-                const F m_code_2 = counter(m_code) - 8388736.0f;
-                const F m_bend = abs(m_code_2);
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-                const F p_2 = one_minus_lr_times_weight_decay * p;                // 26  p = decoupled(p, lr, weight_decay)
-                // 34  p = p - lr / (1 - beta1**t) * m / denom
-                const F p_3 = fma(m_scale_neg, m_code_2 / (254.0f - m_bend) * one_over_denom, p_2);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = bits_or_nan(p_3) + (noise & 255 | 0x8000);
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
-            }
-        }
-    }
-};
-
-// a sweep: vmean (specs/adam_mini.py:31)
-template <class Grad>
-struct adam_mini_bfloat16_no_by_rows_small_1 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {3, -1, 4, ELEMENT, true, true, NONE, 1},  // m
-        {5, 7, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_vmean
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        float *__restrict m_at = (float *)at[1];                     // float32 [n]  read and written
-        float *__restrict tensor_sum_for_vmean_at = (float *)at[2];  // float32 [tensor]  for tensor_sum
-        const F beta1(known.scalars[0]);
-        const F one_minus_beta1_times_grad_scale(known.scalars[1]);
-
-        // -- elements: decode, update  (specs/adam_mini.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F m = load(m_at + i);
-            const F g_cast = g_stored;
-            const F m_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * m);  // 27  m = beta1 * m + (1 - beta1) * g
-            store(m_at + i, m_2);
-            store(tensor_sum_for_vmean_at + i, g_cast * g_cast);
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct adam_mini_bfloat16_no_by_rows_small_3 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {2, -1, 1, ELEMENT, true, true, NONE, 1},  // weight_low
-        {3, -1, 4, ELEMENT, true, false, NONE, 2},  // m
-        {6, -1, 4, WHOLE, true, false, NONE, 3},  // one_over_denom
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                     // bfloat16 [n]  read and written
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[1];              // uint8 [n]  read and written
-        const float *__restrict m_at = (const float *)at[2];               // float32 [n]  read
-        const float *__restrict one_over_denom_at = (const float *)at[3];  // float32 [tensor]  read
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F one_minus_lr_times_weight_decay(known.scalars[7]);
-        const F lr_over_one_minus_beta1_pow_t(known.scalars[8]);
-        const F one_over_denom = F(*one_over_denom_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/adam_mini.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const F m = load(m_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-            const F p_2 = one_minus_lr_times_weight_decay * p;                // 26  p = decoupled(p, lr, weight_decay)
-            // 34  p = p - lr / (1 - beta1**t) * m / denom
-            const F p_3 = fma(-(lr_over_one_minus_beta1_pow_t * one_over_denom), m, p_2);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 0x8000);
-            store_half<2>(p_at + i, p_word);
-            store_byte<1>(weight_low_at + i, p_word);
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct adam_mini_float16_no_by_rows_3 {
-    static constexpr int BLOCK = 64, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {2, -1, 1, ELEMENT, true, true, NONE, 1},  // weight_low
-        {3, -1, 1, ELEMENT, true, false, NONE, 2},  // m_codes
-        {4, -1, 2, BLOCK_OF, true, false, NONE, 3},  // m_scale
-        {7, -1, 4, WHOLE, true, false, NONE, 4},  // one_over_denom
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                     // float16 [n]  read and written
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[1];              // uint8 [n]  read and written
-        const uint8_t *__restrict m_codes_at = (const uint8_t *)at[2];     // uint8 [n]  read
-        const int16_t *__restrict m_scale_at = (const int16_t *)at[3];     // int16 [blocks of 64]  read
-        const float *__restrict one_over_denom_at = (const float *)at[4];  // float32 [tensor]  read
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F one_minus_lr_times_weight_decay(known.scalars[7]);
-        const F lr_over_one_minus_beta1_pow_t(known.scalars[8]);
-        const F one_over_denom = F(*one_over_denom_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) float m_scale_neg_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 m_scale = raw(m_scale_at + b);
-            const I m_scale_bits = to_int(m_scale) << 15;
-            const I m_scale_bits_2 = m_scale_bits & 0x7fffffff;
-            const F m_scale_2 = as_float(where(m_scale_bits_2 == 0x7f800000, I(0x7f7fffff), m_scale_bits_2));
-            const F m_scale_neg = -(lr_over_one_minus_beta1_pow_t * m_scale_2);
-            store(m_scale_neg_kept + b, m_scale_neg);
-        }
-
-        // -- elements: decode, update, encode  (specs/adam_mini.py)
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(m_codes_at, b + TILE / BLOCK);
-            const F m_scale_neg(m_scale_neg_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const U8 m_code = raw(m_codes_at + i);
-                const F m_code_2 = counter(m_code) - 8388736.0f;
-                const F m_bend = abs(m_code_2);
-                const U16 p_stored = raw(p_at + i);
-                const I p_high = extend16(extend16(to_int(p_stored)));
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low - 128;
-                const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 0x38000000;
-                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-                // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-                const F p_2 = one_minus_lr_times_weight_decay * p;  // 26  p = decoupled(p, lr, weight_decay)
-                // 34  p = p - lr / (1 - beta1**t) * m / denom
-                const F p_3 = fma(m_scale_neg, m_code_2 / (254.0f - m_bend) * one_over_denom, p_2);
-                const I p_bitcast = bits(p_3);
-                const I p_sign = p_bitcast >> 16 & 0x8000;
-                const I p_magnitude = p_bitcast & 0x7fffffff;
-                const F p_magnitude_bitcast = as_float(p_magnitude);
-                const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-                const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-                const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-                const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_wide_2 = lshr(p_fixed + ((noise & 255) << 1 | 1), 9);
-                const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
-                const I p_kept_ = p_word;
-                store(p_at + i, p_sign | p_word >> 8);
-                store(weight_low_at + i, p_kept_);
-            }
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct adam_mini_float16_no_by_rows_small_3 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {2, -1, 1, ELEMENT, true, true, NONE, 1},  // weight_low
-        {3, -1, 4, ELEMENT, true, false, NONE, 2},  // m
-        {6, -1, 4, WHOLE, true, false, NONE, 3},  // one_over_denom
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                     // float16 [n]  read and written
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[1];              // uint8 [n]  read and written
-        const float *__restrict m_at = (const float *)at[2];               // float32 [n]  read
-        const float *__restrict one_over_denom_at = (const float *)at[3];  // float32 [tensor]  read
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F one_minus_lr_times_weight_decay(known.scalars[7]);
-        const F lr_over_one_minus_beta1_pow_t(known.scalars[8]);
-        const F one_over_denom = F(*one_over_denom_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/adam_mini.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const F m = load(m_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const I p_high = extend16(extend16(to_int(p_stored)));
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low - 128;
-            const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 0x38000000;
-            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-            // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-            const F p_2 = one_minus_lr_times_weight_decay * p;  // 26  p = decoupled(p, lr, weight_decay)
-            // 34  p = p - lr / (1 - beta1**t) * m / denom
-            const F p_3 = fma(-(lr_over_one_minus_beta1_pow_t * one_over_denom), m, p_2);
-            const I p_bitcast = bits(p_3);
-            const I p_sign = p_bitcast >> 16 & 0x8000;
-            const I p_magnitude = p_bitcast & 0x7fffffff;
-            const F p_magnitude_bitcast = as_float(p_magnitude);
-            const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-            const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-            const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-            const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_wide_2 = lshr(p_fixed + (lshr(noise, 23) | 1), 9);
-            const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
-            const I p_kept_ = p_word;
-            store(p_at + i, p_sign | p_word >> 8);
-            store(weight_low_at + i, p_kept_);
-        }
-    }
-};
-
-template <class Grad>
-struct adam_mini_float32 {
+template <class Weight, class Grad>
+struct adam_mini_step {
     typedef void staged;
     static constexpr int SCALARS = 9, BLOCK = 64;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {1, ELEMENT},  // m_codes
         {2, BLOCK_OF},  // m_scale
         {4, ROW},  // vmean_row
         {4, ROW},  // row_sum_for_vmean_row
         {4, ROW},  // one_over_denom
         {4, ROW + 8},  // partial results of row_sum_for_vmean_row
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<adam_mini_float32_1<Grad>>(),
-        stage<adam_mini_float32_2<Grad>>(),
-        stage<adam_mini_float32_3<Grad>>(),
+        stage<adam_mini_kernel_1<Weight, Grad>>(),
+        stage<adam_mini_kernel_2<Weight, Grad>>(),
+        stage<adam_mini_kernel_3<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct adam_mini_float32_small {
+template <class Weight, class Grad>
+struct adam_mini_small_step {
     typedef void staged;
     static constexpr int SCALARS = 9, BLOCK = 1;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {4, ELEMENT},  // m
         {4, ROW},  // vmean_row
         {4, ROW},  // row_sum_for_vmean_row
         {4, ROW},  // one_over_denom
         {4, ROW + 8},  // partial results of row_sum_for_vmean_row
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<adam_mini_float32_small_1<Grad>>(),
-        stage<adam_mini_float32_small_2<Grad>>(),
-        stage<adam_mini_float32_small_3<Grad>>(),
+        stage<adam_mini_small_kernel_1<Weight, Grad>>(),
+        stage<adam_mini_small_kernel_2<Weight, Grad>>(),
+        stage<adam_mini_small_kernel_3<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct adam_mini_bfloat16 {
+template <class Weight, class Grad>
+struct adam_mini_no_by_rows_step {
     typedef void staged;
     static constexpr int SCALARS = 9, BLOCK = 64;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // m_codes
-        {2, BLOCK_OF},  // m_scale
-        {4, ROW},  // vmean_row
-        {4, ROW},  // row_sum_for_vmean_row
-        {4, ROW},  // one_over_denom
-        {4, ROW + 8},  // partial results of row_sum_for_vmean_row
-    };
-    static constexpr Stage STAGES[] = {
-        stage<adam_mini_bfloat16_1<Grad>>(),
-        stage<adam_mini_bfloat16_2<Grad>>(),
-        stage<adam_mini_bfloat16_3<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct adam_mini_bfloat16_small {
-    typedef void staged;
-    static constexpr int SCALARS = 9, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {4, ELEMENT},  // m
-        {4, ROW},  // vmean_row
-        {4, ROW},  // row_sum_for_vmean_row
-        {4, ROW},  // one_over_denom
-        {4, ROW + 8},  // partial results of row_sum_for_vmean_row
-    };
-    static constexpr Stage STAGES[] = {
-        stage<adam_mini_bfloat16_small_1<Grad>>(),
-        stage<adam_mini_float32_2<Grad>>(),
-        stage<adam_mini_bfloat16_small_3<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct adam_mini_float16 {
-    typedef void staged;
-    static constexpr int SCALARS = 9, BLOCK = 64;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // m_codes
-        {2, BLOCK_OF},  // m_scale
-        {4, ROW},  // vmean_row
-        {4, ROW},  // row_sum_for_vmean_row
-        {4, ROW},  // one_over_denom
-        {4, ROW + 8},  // partial results of row_sum_for_vmean_row
-    };
-    static constexpr Stage STAGES[] = {
-        stage<adam_mini_bfloat16_1<Grad>>(),
-        stage<adam_mini_bfloat16_2<Grad>>(),
-        stage<adam_mini_float16_3<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct adam_mini_float16_small {
-    typedef void staged;
-    static constexpr int SCALARS = 9, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {4, ELEMENT},  // m
-        {4, ROW},  // vmean_row
-        {4, ROW},  // row_sum_for_vmean_row
-        {4, ROW},  // one_over_denom
-        {4, ROW + 8},  // partial results of row_sum_for_vmean_row
-    };
-    static constexpr Stage STAGES[] = {
-        stage<adam_mini_bfloat16_small_1<Grad>>(),
-        stage<adam_mini_float32_2<Grad>>(),
-        stage<adam_mini_float16_small_3<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct adam_mini_float32_no_by_rows {
-    typedef void staged;
-    static constexpr int SCALARS = 9, BLOCK = 64;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {1, ELEMENT},  // m_codes
         {2, BLOCK_OF},  // m_scale
         {4, WHOLE},  // vmean
         {4, WHOLE},  // tensor_sum_for_vmean
         {4, WHOLE},  // one_over_denom
         {4, WHOLE + 8},  // partial results of tensor_sum_for_vmean
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<adam_mini_float32_no_by_rows_1<Grad>>(),
-        stage<adam_mini_float32_no_by_rows_2<Grad>>(),
-        stage<adam_mini_float32_no_by_rows_3<Grad>>(),
+        stage<adam_mini_no_by_rows_kernel_1<Weight, Grad>>(),
+        stage<adam_mini_no_by_rows_kernel_2<Weight, Grad>>(),
+        stage<adam_mini_no_by_rows_kernel_3<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct adam_mini_float32_no_by_rows_small {
+template <class Weight, class Grad>
+struct adam_mini_no_by_rows_small_step {
     typedef void staged;
     static constexpr int SCALARS = 9, BLOCK = 1;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {4, ELEMENT},  // m
         {4, WHOLE},  // vmean
         {4, WHOLE},  // tensor_sum_for_vmean
         {4, WHOLE},  // one_over_denom
         {4, WHOLE + 8},  // partial results of tensor_sum_for_vmean
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<adam_mini_float32_no_by_rows_small_1<Grad>>(),
-        stage<adam_mini_float32_no_by_rows_small_2<Grad>>(),
-        stage<adam_mini_float32_no_by_rows_small_3<Grad>>(),
+        stage<adam_mini_no_by_rows_small_kernel_1<Weight, Grad>>(),
+        stage<adam_mini_no_by_rows_small_kernel_2<Weight, Grad>>(),
+        stage<adam_mini_no_by_rows_small_kernel_3<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct adam_mini_bfloat16_no_by_rows {
-    typedef void staged;
-    static constexpr int SCALARS = 9, BLOCK = 64;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // m_codes
-        {2, BLOCK_OF},  // m_scale
-        {4, WHOLE},  // vmean
-        {4, WHOLE},  // tensor_sum_for_vmean
-        {4, WHOLE},  // one_over_denom
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_vmean
-    };
-    static constexpr Stage STAGES[] = {
-        stage<adam_mini_bfloat16_no_by_rows_1<Grad>>(),
-        stage<adam_mini_bfloat16_no_by_rows_2<Grad>>(),
-        stage<adam_mini_bfloat16_no_by_rows_3<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct adam_mini_bfloat16_no_by_rows_small {
-    typedef void staged;
-    static constexpr int SCALARS = 9, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {4, ELEMENT},  // m
-        {4, WHOLE},  // vmean
-        {4, WHOLE},  // tensor_sum_for_vmean
-        {4, WHOLE},  // one_over_denom
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_vmean
-    };
-    static constexpr Stage STAGES[] = {
-        stage<adam_mini_bfloat16_no_by_rows_small_1<Grad>>(),
-        stage<adam_mini_float32_no_by_rows_2<Grad>>(),
-        stage<adam_mini_bfloat16_no_by_rows_small_3<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct adam_mini_float16_no_by_rows {
-    typedef void staged;
-    static constexpr int SCALARS = 9, BLOCK = 64;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // m_codes
-        {2, BLOCK_OF},  // m_scale
-        {4, WHOLE},  // vmean
-        {4, WHOLE},  // tensor_sum_for_vmean
-        {4, WHOLE},  // one_over_denom
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_vmean
-    };
-    static constexpr Stage STAGES[] = {
-        stage<adam_mini_bfloat16_no_by_rows_1<Grad>>(),
-        stage<adam_mini_bfloat16_no_by_rows_2<Grad>>(),
-        stage<adam_mini_float16_no_by_rows_3<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct adam_mini_float16_no_by_rows_small {
-    typedef void staged;
-    static constexpr int SCALARS = 9, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {4, ELEMENT},  // m
-        {4, WHOLE},  // vmean
-        {4, WHOLE},  // tensor_sum_for_vmean
-        {4, WHOLE},  // one_over_denom
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_vmean
-    };
-    static constexpr Stage STAGES[] = {
-        stage<adam_mini_bfloat16_no_by_rows_small_1<Grad>>(),
-        stage<adam_mini_float32_no_by_rows_2<Grad>>(),
-        stage<adam_mini_float16_no_by_rows_small_3<Grad>>(),
-    };
-};
+template <class Grad> using adam_mini_float32 = adam_mini_step<weight_float32, Grad>;
+template <class Grad> using adam_mini_float32_small = adam_mini_small_step<weight_float32, Grad>;
+template <class Grad> using adam_mini_bfloat16 = adam_mini_step<weight_bfloat16, Grad>;
+template <class Grad> using adam_mini_bfloat16_small = adam_mini_small_step<weight_bfloat16, Grad>;
+template <class Grad> using adam_mini_float16 = adam_mini_step<weight_float16, Grad>;
+template <class Grad> using adam_mini_float16_small = adam_mini_small_step<weight_float16, Grad>;
+template <class Grad> using adam_mini_float32_no_by_rows = adam_mini_no_by_rows_step<weight_float32, Grad>;
+template <class Grad> using adam_mini_float32_no_by_rows_small = adam_mini_no_by_rows_small_step<weight_float32, Grad>;
+template <class Grad> using adam_mini_bfloat16_no_by_rows = adam_mini_no_by_rows_step<weight_bfloat16, Grad>;
+template <class Grad> using adam_mini_bfloat16_no_by_rows_small = adam_mini_no_by_rows_small_step<weight_bfloat16, Grad>;
+template <class Grad> using adam_mini_float16_no_by_rows = adam_mini_no_by_rows_step<weight_float16, Grad>;
+template <class Grad> using adam_mini_float16_no_by_rows_small = adam_mini_no_by_rows_small_step<weight_float16, Grad>;
 
 }  // namespace
 

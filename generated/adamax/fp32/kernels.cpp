@@ -18,19 +18,58 @@
 
 namespace {
 
-template <class Grad>
-struct adamax_float32 {
+// bf16, nearest
+struct weight_bfloat16 {
+    static constexpr int NOISE = 0;
+    static constexpr Part PARTS[] = {{2, true}};  // code
+    uint16_t *__restrict code_at;
+
+    weight_bfloat16(char *p, char *const *more) : code_at((uint16_t *)p) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        return widened(code_stored);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        const I x_bits = bits(x);
+        const I carry = (x_bits >> 16 & 1) + 32767;
+        store_half<2>(code_at + i, bits_or_nan(as_float(x_bits)) + carry);
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); }
+};
+
+// f16, nearest
+struct weight_float16 {
+    static constexpr int NOISE = 0;
+    static constexpr Part PARTS[] = {{2, true}};  // code
+    uint16_t *__restrict code_at;
+
+    weight_float16(char *p, char *const *more) : code_at((uint16_t *)p) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        return widen_half(code_stored);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        store(code_at + i, narrow_half(x));
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); }
+};
+
+template <class Weight, class Grad>
+struct adamax_kernel {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}});
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];        // float32 [n]  read and written
+        Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];  // float32 [n]  read and written
-        float *__restrict exp_inf_at = (float *)at[3];  // float32 [n]  read and written
+        float *__restrict exp_avg_at = (float *)at[parts<Weight>() + 1];  // float32 [n]  read and written
+        float *__restrict exp_inf_at = (float *)at[parts<Weight>() + 2];  // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F eps(scalars[2]);
@@ -38,10 +77,12 @@ struct adamax_float32 {
         const F grad_scale(scalars[4]);
         const F one_minus_beta1(scalars[5]);
         const F lr_over_one_minus_beta1_pow_t(scalars[6]);
+        Words<adamax_kernel> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/adamax.py)
         for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
+            const auto noise = words.at(i);
+            const F p = weight.decode(i);
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
             const F exp_avg = load(exp_avg_at + i);
@@ -52,98 +93,16 @@ struct adamax_float32 {
             const F exp_inf_2 = max(beta2 * exp_inf, abs(g_3) + eps);
             // 23  p = p - lr / (1 - beta1**t) * exp_avg / exp_inf
             const F p_2 = fma(-(lr_over_one_minus_beta1_pow_t * exp_avg_2), 1.0f / exp_inf_2, p);
-            store(p_at + i, p_2);
+            weight.encode(i, p_2, noise);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_inf_at + i, exp_inf_2);
         }
     }
 };
 
-template <class Grad>
-struct adamax_bfloat16 {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];  // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];  // float32 [n]  read and written
-        float *__restrict exp_inf_at = (float *)at[3];  // float32 [n]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F eps(scalars[2]);
-        const F weight_decay(scalars[3]);
-        const F grad_scale(scalars[4]);
-        const F one_minus_beta1(scalars[5]);
-        const F lr_over_one_minus_beta1_pow_t(scalars[6]);
-
-        // -- elements: decode, update, encode  (specs/adamax.py)
-        for (int i = 0; i < count; i += W) {
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);                                   // bf16, nearest
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F exp_avg = load(exp_avg_at + i);
-            const F exp_inf = load(exp_inf_at + i);
-            const F g_2 = fma(weight_decay, p, g);                           // 20  g = l2(g, p, weight_decay)
-            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            // 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
-            const F exp_inf_2 = max(beta2 * exp_inf, abs(g_2) + eps);
-            // 23  p = p - lr / (1 - beta1**t) * exp_avg / exp_inf
-            const F p_2 = fma(-(lr_over_one_minus_beta1_pow_t * exp_avg_2), 1.0f / exp_inf_2, p);
-            const I p_x_bits = bits(p_2);
-            const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_inf_at + i, exp_inf_2);
-        }
-    }
-};
-
-template <class Grad>
-struct adamax_float16 {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];  // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];  // float32 [n]  read and written
-        float *__restrict exp_inf_at = (float *)at[3];  // float32 [n]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F eps(scalars[2]);
-        const F weight_decay(scalars[3]);
-        const F grad_scale(scalars[4]);
-        const F one_minus_beta1(scalars[5]);
-        const F lr_over_one_minus_beta1_pow_t(scalars[6]);
-
-        // -- elements: decode, update  (specs/adamax.py)
-        for (int i = 0; i < count; i += W) {
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);                                // f16, nearest
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F exp_avg = load(exp_avg_at + i);
-            const F exp_inf = load(exp_inf_at + i);
-            const F g_2 = fma(weight_decay, p, g);                           // 20  g = l2(g, p, weight_decay)
-            const F exp_avg_2 = fma(one_minus_beta1, g_2, beta1 * exp_avg);  // 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            // 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
-            const F exp_inf_2 = max(beta2 * exp_inf, abs(g_2) + eps);
-            // 23  p = p - lr / (1 - beta1**t) * exp_avg / exp_inf
-            const F p_2 = fma(-(lr_over_one_minus_beta1_pow_t * exp_avg_2), 1.0f / exp_inf_2, p);
-            store(p_at + i, narrow_half(p_2));
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_inf_at + i, exp_inf_2);
-        }
-    }
-};
+template <class Grad> using adamax_float32 = adamax_kernel<weight_float32, Grad>;
+template <class Grad> using adamax_bfloat16 = adamax_kernel<weight_bfloat16, Grad>;
+template <class Grad> using adamax_float16 = adamax_kernel<weight_float16, Grad>;
 
 }  // namespace
 

@@ -18,308 +18,70 @@
 
 namespace {
 
-template <class Grad>
-struct adamp_float32_no_projected {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 8;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
+// bf16, nearest
+struct weight_bfloat16 {
+    static constexpr int NOISE = 0;
+    static constexpr Part PARTS[] = {{2, true}};  // code
+    uint16_t *__restrict code_at;
 
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];           // float32 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];     // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F one_minus_beta1_times_grad_scale(scalars[2]);
-        const F scalar_1(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F one_minus_lr_times_weight_decay(scalars[6]);
-        const F minus_lr_over_one_minus_beta1_pow_t(scalars[7]);
-
-        // -- elements: decode, update  (specs/adamp.py)
-        for (int i = 0; i < count; i += W) {
-            const F g = Grad::load(g_at + i);
-            const F exp_avg = load(exp_avg_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F p = load(p_at + i);
-            // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
-            // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_1 * g, g, beta2 * exp_avg_sq);
-            // 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-            const F update = exp_avg_2 / fma(sqrt(exp_avg_sq_2), scalar_2, scalar_3);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                    // 31  p = decoupled(p, lr, weight_decay)
-            const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
-            store(p_at + i, p_3);
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-        }
+    weight_bfloat16(char *p, char *const *more) : code_at((uint16_t *)p) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        return widened(code_stored);
     }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        const I x_bits = bits(x);
+        const I carry = (x_bits >> 16 & 1) + 32767;
+        store_half<2>(code_at + i, bits_or_nan(as_float(x_bits)) + carry);
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); }
 };
 
-template <class Grad>
-struct adamp_bfloat16_no_projected {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 8;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
+// f16, nearest
+struct weight_float16 {
+    static constexpr int NOISE = 0;
+    static constexpr Part PARTS[] = {{2, true}};  // code
+    uint16_t *__restrict code_at;
 
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];     // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];     // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F one_minus_beta1_times_grad_scale(scalars[2]);
-        const F scalar_1(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F one_minus_lr_times_weight_decay(scalars[6]);
-        const F minus_lr_over_one_minus_beta1_pow_t(scalars[7]);
-
-        // -- elements: decode, update, encode  (specs/adamp.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F exp_avg = load(exp_avg_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);                                        // bf16, nearest
-            const F g_cast = g_stored;
-            // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
-            // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_1 * g_cast, g_cast, beta2 * exp_avg_sq);
-            // 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-            const F update = exp_avg_2 / fma(sqrt(exp_avg_sq_2), scalar_2, scalar_3);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                    // 31  p = decoupled(p, lr, weight_decay)
-            const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
-            const I p_x_bits = bits(p_3);
-            const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-        }
+    weight_float16(char *p, char *const *more) : code_at((uint16_t *)p) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        return widen_half(code_stored);
     }
-};
-
-template <class Grad>
-struct adamp_float16_no_projected {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 8;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];     // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];     // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F one_minus_beta1_times_grad_scale(scalars[2]);
-        const F scalar_1(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F one_minus_lr_times_weight_decay(scalars[6]);
-        const F minus_lr_over_one_minus_beta1_pow_t(scalars[7]);
-
-        // -- elements: decode, update  (specs/adamp.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F exp_avg = load(exp_avg_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);                                     // f16, nearest
-            const F g_cast = g_stored;
-            // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
-            // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_1 * g_cast, g_cast, beta2 * exp_avg_sq);
-            // 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-            const F update = exp_avg_2 / fma(sqrt(exp_avg_sq_2), scalar_2, scalar_3);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                    // 31  p = decoupled(p, lr, weight_decay)
-            const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
-            store(p_at + i, narrow_half(p_3));
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-        }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        store(code_at + i, narrow_half(x));
     }
-};
-
-template <class Grad>
-struct adamp_float32_nesterov_no_projected {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 8;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];           // float32 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];     // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F one_minus_beta1_times_grad_scale(scalars[2]);
-        const F scalar_1(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F one_minus_lr_times_weight_decay(scalars[6]);
-        const F minus_lr_over_one_minus_beta1_pow_t(scalars[7]);
-
-        // -- elements: decode, update  (specs/adamp.py)
-        for (int i = 0; i < count; i += W) {
-            const F exp_avg = load(exp_avg_at + i);
-            const F g = Grad::load(g_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F p = load(p_at + i);
-            const F g_mul = one_minus_beta1_times_grad_scale * g;
-            // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(beta1, exp_avg, g_mul);
-            // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_1 * g, g, beta2 * exp_avg_sq);
-            // 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-            const F update = fma(beta1, exp_avg_2, g_mul) / fma(sqrt(exp_avg_sq_2), scalar_2, scalar_3);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                    // 31  p = decoupled(p, lr, weight_decay)
-            const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
-            store(p_at + i, p_3);
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-        }
-    }
-};
-
-template <class Grad>
-struct adamp_bfloat16_nesterov_no_projected {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 8;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];     // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];     // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F one_minus_beta1_times_grad_scale(scalars[2]);
-        const F scalar_1(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F one_minus_lr_times_weight_decay(scalars[6]);
-        const F minus_lr_over_one_minus_beta1_pow_t(scalars[7]);
-
-        // -- elements: decode, update, encode  (specs/adamp.py)
-        for (int i = 0; i < count; i += W) {
-            const F exp_avg = load(exp_avg_at + i);
-            const F g_stored = Grad::load(g_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);                                        // bf16, nearest
-            const F g_cast = g_stored;
-            const F g_mul = one_minus_beta1_times_grad_scale * g_cast;
-            // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(beta1, exp_avg, g_mul);
-            // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_1 * g_cast, g_cast, beta2 * exp_avg_sq);
-            // 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-            const F update = fma(beta1, exp_avg_2, g_mul) / fma(sqrt(exp_avg_sq_2), scalar_2, scalar_3);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                    // 31  p = decoupled(p, lr, weight_decay)
-            const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
-            const I p_x_bits = bits(p_3);
-            const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-        }
-    }
-};
-
-template <class Grad>
-struct adamp_float16_nesterov_no_projected {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 8;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];     // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];     // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F one_minus_beta1_times_grad_scale(scalars[2]);
-        const F scalar_1(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F one_minus_lr_times_weight_decay(scalars[6]);
-        const F minus_lr_over_one_minus_beta1_pow_t(scalars[7]);
-
-        // -- elements: decode, update  (specs/adamp.py)
-        for (int i = 0; i < count; i += W) {
-            const F exp_avg = load(exp_avg_at + i);
-            const F g_stored = Grad::load(g_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);                                     // f16, nearest
-            const F g_cast = g_stored;
-            const F g_mul = one_minus_beta1_times_grad_scale * g_cast;
-            // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(beta1, exp_avg, g_mul);
-            // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_1 * g_cast, g_cast, beta2 * exp_avg_sq);
-            // 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-            const F update = fma(beta1, exp_avg_2, g_mul) / fma(sqrt(exp_avg_sq_2), scalar_2, scalar_3);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                    // 31  p = decoupled(p, lr, weight_decay)
-            const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
-            store(p_at + i, narrow_half(p_3));
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-        }
-    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); }
 };
 
 // a sweep: update (specs/adamp.py:29)
-template <class Grad>
-struct adamp_float32_1 {
+template <class Weight, class Grad>
+struct adamp_kernel_1 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
-        {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
-        {4, 21, 4, ROW, false, true, TOTAL, 4},  // row_sum_for_invariant
-        {5, 22, 4, ROW, false, true, TOTAL, 5},  // row_sum_for_invariant_2
-        {6, 23, 4, ROW, false, true, TOTAL, 6},  // row_sum_for_invariant_3
-        {7, 24, 4, ROW, false, true, TOTAL, 7},  // row_sum_of_p
-    };
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, false, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {2, -1, 4, ELEMENT, true, true, NONE, 1},  // exp_avg
+        {3, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg_sq
+        {4, 21, 4, ROW, false, true, TOTAL, 3},  // row_sum_for_invariant
+        {5, 22, 4, ROW, false, true, TOTAL, 4},  // row_sum_for_invariant_2
+        {6, 23, 4, ROW, false, true, TOTAL, 5},  // row_sum_for_invariant_3
+        {7, 24, 4, ROW, false, true, TOTAL, 6},  // row_sum_of_p
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        const float *__restrict p_at = (const float *)at[0];            // float32 [n]  read
+        Weight weight(at[7], at + 8);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];                  // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];               // float32 [n]  read and written
-        float *__restrict row_sum_for_invariant_at = (float *)at[4];    // float32 [row]  for row_sum
-        float *__restrict row_sum_for_invariant_2_at = (float *)at[5];  // float32 [row]  for row_sum
-        float *__restrict row_sum_for_invariant_3_at = (float *)at[6];  // float32 [row]  for row_sum
-        float *__restrict row_sum_of_p_at = (float *)at[7];             // float32 [row]  for row_sum
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        float *__restrict exp_avg_at = (float *)at[1];                  // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[2];               // float32 [n]  read and written
+        float *__restrict row_sum_for_invariant_at = (float *)at[3];    // float32 [row]  for row_sum
+        float *__restrict row_sum_for_invariant_2_at = (float *)at[4];  // float32 [row]  for row_sum
+        float *__restrict row_sum_for_invariant_3_at = (float *)at[5];  // float32 [row]  for row_sum
+        float *__restrict row_sum_of_p_at = (float *)at[6];             // float32 [row]  for row_sum
         const F beta1(known.scalars[0]);
         const F beta2(known.scalars[1]);
         const F one_minus_beta1_times_grad_scale(known.scalars[2]);
@@ -332,7 +94,7 @@ struct adamp_float32_1 {
             const F g = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
@@ -350,13 +112,13 @@ struct adamp_float32_1 {
 };
 
 // row: values of rows
-template <class Grad>
-struct adamp_float32_2 {
+template <class Weight, class Grad>
+struct adamp_kernel_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {8, -1, 4, WHOLE, false, true, LARGEST, 0},  // tensor_max_for_invariant
         {9, -1, 4, ROW, false, true, NONE, 1},  // row_sum_of_p_over_row_mul_3
         {10, -1, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_invariant
@@ -367,7 +129,7 @@ struct adamp_float32_2 {
         {5, -1, 4, ROW, true, false, NONE, 7},  // row_sum_for_invariant_2
         {6, -1, 4, ROW, true, false, NONE, 8},  // row_sum_for_invariant_3
         {7, -1, 4, ROW, true, false, NONE, 9},  // row_sum_of_p
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -406,16 +168,16 @@ struct adamp_float32_2 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct adamp_float32_3 {
+template <class Weight, class Grad>
+struct adamp_kernel_3 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {14, -1, 4, WHOLE, false, true, NONE, 0},  // delta_over_sqrt_columns
         {15, -1, 4, WHOLE, false, true, NONE, 1},  // delta_over_sqrt_elements
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -433,13 +195,13 @@ struct adamp_float32_3 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct adamp_float32_4 {
+template <class Weight, class Grad>
+struct adamp_kernel_4 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {16, -1, 4, WHOLE, false, true, NONE, 0},  // lt_tensor_div_delta_over_sqrt_elements
         {17, -1, 4, WHOLE, false, true, NONE, 1},  // tensor_sum_of_p_over_tensor_mul_3_2
         {10, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_invariant
@@ -447,7 +209,7 @@ struct adamp_float32_4 {
         {12, -1, 4, WHOLE, true, false, NONE, 4},  // tensor_sum_for_invariant_3
         {15, -1, 4, WHOLE, true, false, NONE, 5},  // delta_over_sqrt_elements
         {13, -1, 4, WHOLE, true, false, NONE, 6},  // tensor_sum_of_p
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -484,19 +246,19 @@ struct adamp_float32_4 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct adamp_float32_5 {
+template <class Weight, class Grad>
+struct adamp_kernel_5 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {18, -1, 4, WHOLE, false, true, NONE, 0},  // tensor_lt
         {19, -1, 4, WHOLE, false, true, NONE, 1},  // one_minus_lr_times_weight_decay_2
         {8, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_max_for_invariant
         {14, -1, 4, WHOLE, true, false, NONE, 3},  // delta_over_sqrt_columns
         {16, -1, 4, WHOLE, true, false, NONE, 4},  // lt_tensor_div_delta_over_sqrt_elements
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -530,18 +292,18 @@ struct adamp_float32_5 {
 };
 
 // row: values of rows
-template <class Grad>
-struct adamp_float32_6 {
+template <class Weight, class Grad>
+struct adamp_kernel_6 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {20, -1, 4, ROW, false, true, NONE, 0},  // row_sum_of_p_over_row_mul_3_2
         {18, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_lt
         {9, -1, 4, ROW, true, false, NONE, 2},  // row_sum_of_p_over_row_mul_3
         {17, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_of_p_over_tensor_mul_3_2
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -563,37 +325,43 @@ struct adamp_float32_6 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct adamp_float32_7 {
+template <class Weight, class Grad>
+struct adamp_kernel_7 {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {2, -1, 4, ELEMENT, true, false, NONE, 1},  // exp_avg
-        {3, -1, 4, ELEMENT, true, false, NONE, 2},  // exp_avg_sq
-        {19, -1, 4, WHOLE, true, false, NONE, 3},  // one_minus_lr_times_weight_decay_2
-        {20, -1, 4, ROW, true, false, NONE, 4},  // row_sum_of_p_over_row_mul_3_2
-    };
+    static constexpr bool MATRICES = true, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {2, -1, 4, ELEMENT, true, false, NONE, 0},  // exp_avg
+        {3, -1, 4, ELEMENT, true, false, NONE, 1},  // exp_avg_sq
+        {19, -1, 4, WHOLE, true, false, NONE, 2},  // one_minus_lr_times_weight_decay_2
+        {20, -1, 4, ROW, true, false, NONE, 3},  // row_sum_of_p_over_row_mul_3_2
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                       // float32 [n]  read and written
-        const float *__restrict exp_avg_at = (const float *)at[1];     // float32 [n]  read
-        const float *__restrict exp_avg_sq_at = (const float *)at[2];  // float32 [n]  read
+        Weight weight(at[4], at + 5);
+        const float *__restrict exp_avg_at = (const float *)at[0];     // float32 [n]  read
+        const float *__restrict exp_avg_sq_at = (const float *)at[1];  // float32 [n]  read
         // float32 [tensor]  read
-        const float *__restrict one_minus_lr_times_weight_decay_2_at = (const float *)at[3];
+        const float *__restrict one_minus_lr_times_weight_decay_2_at = (const float *)at[2];
         // float32 [row]  read
-        const float *__restrict row_sum_of_p_over_row_mul_3_2_at = (const float *)at[4];
+        const float *__restrict row_sum_of_p_over_row_mul_3_2_at = (const float *)at[3];
+        const int32_t step_key = known.step_key;
+        const int32_t stream_key = known.stream_key;
         const F scalar_2(known.scalars[4]);
         const F scalar_3(known.scalars[5]);
         const F minus_lr_over_one_minus_beta1_pow_t(known.scalars[13]);
         const F one_minus_lr_times_weight_decay_2 = F(*one_minus_lr_times_weight_decay_2_at);
+        Words<adamp_kernel_7> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/adamp.py)
         for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
+            const auto noise = words.at(i);
+            const F p = weight.decode(i);
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             // 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
@@ -602,19 +370,19 @@ struct adamp_float32_7 {
             const F update_2 = fma(-load(row_sum_of_p_over_row_mul_3_2_at + (i & row_mask)), p, update);
             const F p_2 = p * one_minus_lr_times_weight_decay_2;                    // 31  p = decoupled(p, lr, weight_decay)
             const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update_2, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
-            store(p_at + i, p_3);
+            weight.encode(i, p_3, noise);
         }
     }
 };
 
 // a sweep: update (specs/adamp.py:29)
-template <class Grad>
-struct adamp_bfloat16_1 {
+template <class Weight, class Grad>
+struct adamp_kernel_1_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
@@ -623,7 +391,7 @@ struct adamp_bfloat16_1 {
         {5, 22, 4, ROW, false, true, TOTAL, 5},  // row_sum_for_invariant_2
         {6, 23, 4, ROW, false, true, TOTAL, 6},  // row_sum_for_invariant_3
         {7, 24, 4, ROW, false, true, TOTAL, 7},  // row_sum_of_update
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -668,13 +436,13 @@ struct adamp_bfloat16_1 {
 };
 
 // row: values of rows
-template <class Grad>
-struct adamp_bfloat16_2 {
+template <class Weight, class Grad>
+struct adamp_kernel_2_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {8, -1, 4, WHOLE, false, true, LARGEST, 0},  // tensor_max_for_invariant
         {9, -1, 4, ROW, false, true, NONE, 1},  // row_sum_of_update_over_row_mul_3
         {10, -1, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_invariant
@@ -685,7 +453,7 @@ struct adamp_bfloat16_2 {
         {5, -1, 4, ROW, true, false, NONE, 7},  // row_sum_for_invariant_2
         {6, -1, 4, ROW, true, false, NONE, 8},  // row_sum_for_invariant_3
         {7, -1, 4, ROW, true, false, NONE, 9},  // row_sum_of_update
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -724,13 +492,13 @@ struct adamp_bfloat16_2 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct adamp_bfloat16_4 {
+template <class Weight, class Grad>
+struct adamp_kernel_4_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {16, -1, 4, WHOLE, false, true, NONE, 0},  // lt_tensor_div_delta_over_sqrt_elements
         {17, -1, 4, WHOLE, false, true, NONE, 1},  // tensor_sum_of_update_over_tensor_mul_3_2
         {10, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_invariant
@@ -738,7 +506,7 @@ struct adamp_bfloat16_4 {
         {12, -1, 4, WHOLE, true, false, NONE, 4},  // tensor_sum_for_invariant_3
         {15, -1, 4, WHOLE, true, false, NONE, 5},  // delta_over_sqrt_elements
         {13, -1, 4, WHOLE, true, false, NONE, 6},  // tensor_sum_of_update
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -775,18 +543,18 @@ struct adamp_bfloat16_4 {
 };
 
 // row: values of rows
-template <class Grad>
-struct adamp_bfloat16_6 {
+template <class Weight, class Grad>
+struct adamp_kernel_6_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {20, -1, 4, ROW, false, true, NONE, 0},  // row_sum_of_update_over_row_mul_3_2
         {18, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_lt
         {9, -1, 4, ROW, true, false, NONE, 2},  // row_sum_of_update_over_row_mul_3
         {17, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_of_update_over_tensor_mul_3_2
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -809,19 +577,19 @@ struct adamp_bfloat16_6 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct adamp_bfloat16_7 {
+template <class Weight, class Grad>
+struct adamp_kernel_7_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {2, -1, 4, ELEMENT, true, false, NONE, 1},  // exp_avg
         {3, -1, 4, ELEMENT, true, false, NONE, 2},  // exp_avg_sq
         {19, -1, 4, WHOLE, true, false, NONE, 3},  // one_minus_lr_times_weight_decay_2
         {20, -1, 4, ROW, true, false, NONE, 4},  // row_sum_of_update_over_row_mul_3_2
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -857,13 +625,13 @@ struct adamp_bfloat16_7 {
 };
 
 // a sweep: update (specs/adamp.py:29)
-template <class Grad>
-struct adamp_float16_1 {
+template <class Weight, class Grad>
+struct adamp_kernel_1_3 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
@@ -872,7 +640,7 @@ struct adamp_float16_1 {
         {5, 22, 4, ROW, false, true, TOTAL, 5},  // row_sum_for_invariant_2
         {6, 23, 4, ROW, false, true, TOTAL, 6},  // row_sum_for_invariant_3
         {7, 24, 4, ROW, false, true, TOTAL, 7},  // row_sum_of_update
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -917,19 +685,19 @@ struct adamp_float16_1 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct adamp_float16_7 {
+template <class Weight, class Grad>
+struct adamp_kernel_7_3 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {2, -1, 4, ELEMENT, true, false, NONE, 1},  // exp_avg
         {3, -1, 4, ELEMENT, true, false, NONE, 2},  // exp_avg_sq
         {19, -1, 4, WHOLE, true, false, NONE, 3},  // one_minus_lr_times_weight_decay_2
         {20, -1, 4, ROW, true, false, NONE, 4},  // row_sum_of_update_over_row_mul_3_2
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -962,35 +730,82 @@ struct adamp_float16_7 {
     }
 };
 
+template <class Weight, class Grad>
+struct adamp_no_projected_kernel {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 8;
+    // bytes per entry, of what, written
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}});
+
+    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
+                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+        Weight weight(at[0], at + 2);
+        // float [n]  read
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
+        float *__restrict exp_avg_at = (float *)at[parts<Weight>() + 1];     // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[parts<Weight>() + 2];  // float32 [n]  read and written
+        const F beta1(scalars[0]);
+        const F beta2(scalars[1]);
+        const F one_minus_beta1_times_grad_scale(scalars[2]);
+        const F scalar_1(scalars[3]);
+        const F scalar_2(scalars[4]);
+        const F scalar_3(scalars[5]);
+        const F one_minus_lr_times_weight_decay(scalars[6]);
+        const F minus_lr_over_one_minus_beta1_pow_t(scalars[7]);
+        Words<adamp_no_projected_kernel> words(count, first, stream_key, step_key);
+
+        // -- elements: decode, update  (specs/adamp.py)
+        for (int i = 0; i < count; i += W) {
+            const auto noise = words.at(i);
+            const F g = Grad::load(g_at + i);
+            const F exp_avg = load(exp_avg_at + i);
+            const F exp_avg_sq = load(exp_avg_sq_at + i);
+            const F p = weight.decode(i);
+            // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
+            // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
+            const F exp_avg_sq_2 = fma(scalar_1 * g, g, beta2 * exp_avg_sq);
+            // 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
+            const F update = exp_avg_2 / fma(sqrt(exp_avg_sq_2), scalar_2, scalar_3);
+            const F p_2 = one_minus_lr_times_weight_decay * p;                    // 31  p = decoupled(p, lr, weight_decay)
+            const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
+            weight.encode(i, p_3, noise);
+            store(exp_avg_at + i, exp_avg_2);
+            store(exp_avg_sq_at + i, exp_avg_sq_2);
+        }
+    }
+};
+
 // a sweep: update (specs/adamp.py:29)
-template <class Grad>
-struct adamp_float32_nesterov_1 {
+template <class Weight, class Grad>
+struct adamp_nesterov_kernel_1 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, false, NONE, 2},  // exp_avg
-        {3, -1, 4, ELEMENT, true, false, NONE, 3},  // exp_avg_sq
-        {4, 21, 4, ROW, false, true, TOTAL, 4},  // row_sum_for_invariant
-        {5, 22, 4, ROW, false, true, TOTAL, 5},  // row_sum_for_invariant_2
-        {6, 23, 4, ROW, false, true, TOTAL, 6},  // row_sum_for_invariant_3
-        {7, 24, 4, ROW, false, true, TOTAL, 7},  // row_sum_of_p
-    };
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, false, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {2, -1, 4, ELEMENT, true, false, NONE, 1},  // exp_avg
+        {3, -1, 4, ELEMENT, true, false, NONE, 2},  // exp_avg_sq
+        {4, 21, 4, ROW, false, true, TOTAL, 3},  // row_sum_for_invariant
+        {5, 22, 4, ROW, false, true, TOTAL, 4},  // row_sum_for_invariant_2
+        {6, 23, 4, ROW, false, true, TOTAL, 5},  // row_sum_for_invariant_3
+        {7, 24, 4, ROW, false, true, TOTAL, 6},  // row_sum_of_p
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        const float *__restrict p_at = (const float *)at[0];            // float32 [n]  read
+        Weight weight(at[7], at + 8);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const float *__restrict exp_avg_at = (const float *)at[2];      // float32 [n]  read
-        const float *__restrict exp_avg_sq_at = (const float *)at[3];   // float32 [n]  read
-        float *__restrict row_sum_for_invariant_at = (float *)at[4];    // float32 [row]  for row_sum
-        float *__restrict row_sum_for_invariant_2_at = (float *)at[5];  // float32 [row]  for row_sum
-        float *__restrict row_sum_for_invariant_3_at = (float *)at[6];  // float32 [row]  for row_sum
-        float *__restrict row_sum_of_p_at = (float *)at[7];             // float32 [row]  for row_sum
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        const float *__restrict exp_avg_at = (const float *)at[1];      // float32 [n]  read
+        const float *__restrict exp_avg_sq_at = (const float *)at[2];   // float32 [n]  read
+        float *__restrict row_sum_for_invariant_at = (float *)at[3];    // float32 [row]  for row_sum
+        float *__restrict row_sum_for_invariant_2_at = (float *)at[4];  // float32 [row]  for row_sum
+        float *__restrict row_sum_for_invariant_3_at = (float *)at[5];  // float32 [row]  for row_sum
+        float *__restrict row_sum_of_p_at = (float *)at[6];             // float32 [row]  for row_sum
         const F beta2(known.scalars[0]);
         const F scalar_0(known.scalars[1]);
         const F beta1_times_beta1(known.scalars[2]);
@@ -1001,7 +816,7 @@ struct adamp_float32_nesterov_1 {
 
         // -- elements: decode, update  (specs/adamp.py)
         for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             const F g = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
@@ -1018,13 +833,13 @@ struct adamp_float32_nesterov_1 {
 };
 
 // row: values of rows
-template <class Grad>
-struct adamp_float32_nesterov_2 {
+template <class Weight, class Grad>
+struct adamp_nesterov_kernel_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {8, -1, 4, WHOLE, false, true, LARGEST, 0},  // tensor_max_for_invariant
         {9, -1, 4, ROW, false, true, NONE, 1},  // row_sum_of_p_over_row_mul_3
         {10, -1, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_invariant
@@ -1035,7 +850,7 @@ struct adamp_float32_nesterov_2 {
         {5, -1, 4, ROW, true, false, NONE, 7},  // row_sum_for_invariant_2
         {6, -1, 4, ROW, true, false, NONE, 8},  // row_sum_for_invariant_3
         {7, -1, 4, ROW, true, false, NONE, 9},  // row_sum_of_p
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -1074,16 +889,16 @@ struct adamp_float32_nesterov_2 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct adamp_float32_nesterov_3 {
+template <class Weight, class Grad>
+struct adamp_nesterov_kernel_3 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {14, -1, 4, WHOLE, false, true, NONE, 0},  // delta_over_sqrt_columns
         {15, -1, 4, WHOLE, false, true, NONE, 1},  // delta_over_sqrt_elements
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -1101,13 +916,13 @@ struct adamp_float32_nesterov_3 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct adamp_float32_nesterov_4 {
+template <class Weight, class Grad>
+struct adamp_nesterov_kernel_4 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {16, -1, 4, WHOLE, false, true, NONE, 0},  // lt_tensor_div_delta_over_sqrt_elements
         {17, -1, 4, WHOLE, false, true, NONE, 1},  // tensor_sum_of_p_over_tensor_mul_3_2
         {10, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_invariant
@@ -1115,7 +930,7 @@ struct adamp_float32_nesterov_4 {
         {12, -1, 4, WHOLE, true, false, NONE, 4},  // tensor_sum_for_invariant_3
         {15, -1, 4, WHOLE, true, false, NONE, 5},  // delta_over_sqrt_elements
         {13, -1, 4, WHOLE, true, false, NONE, 6},  // tensor_sum_of_p
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -1152,19 +967,19 @@ struct adamp_float32_nesterov_4 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct adamp_float32_nesterov_5 {
+template <class Weight, class Grad>
+struct adamp_nesterov_kernel_5 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {18, -1, 4, WHOLE, false, true, NONE, 0},  // tensor_lt
         {19, -1, 4, WHOLE, false, true, NONE, 1},  // one_minus_lr_times_weight_decay_2
         {8, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_max_for_invariant
         {14, -1, 4, WHOLE, true, false, NONE, 3},  // delta_over_sqrt_columns
         {16, -1, 4, WHOLE, true, false, NONE, 4},  // lt_tensor_div_delta_over_sqrt_elements
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -1198,32 +1013,36 @@ struct adamp_float32_nesterov_5 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct adamp_float32_nesterov_7 {
+template <class Weight, class Grad>
+struct adamp_nesterov_kernel_7 {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
-        {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
-        {19, -1, 4, WHOLE, true, false, NONE, 4},  // one_minus_lr_times_weight_decay_2
-        {20, -1, 4, ROW, true, false, NONE, 5},  // row_sum_of_p_over_row_mul_3_2
-    };
+    static constexpr bool MATRICES = true, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {2, -1, 4, ELEMENT, true, true, NONE, 1},  // exp_avg
+        {3, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg_sq
+        {19, -1, 4, WHOLE, true, false, NONE, 3},  // one_minus_lr_times_weight_decay_2
+        {20, -1, 4, ROW, true, false, NONE, 4},  // row_sum_of_p_over_row_mul_3_2
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];           // float32 [n]  read and written
+        Weight weight(at[5], at + 6);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];     // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        float *__restrict exp_avg_at = (float *)at[1];     // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[2];  // float32 [n]  read and written
         // float32 [tensor]  read
-        const float *__restrict one_minus_lr_times_weight_decay_2_at = (const float *)at[4];
+        const float *__restrict one_minus_lr_times_weight_decay_2_at = (const float *)at[3];
         // float32 [row]  read
-        const float *__restrict row_sum_of_p_over_row_mul_3_2_at = (const float *)at[5];
+        const float *__restrict row_sum_of_p_over_row_mul_3_2_at = (const float *)at[4];
+        const int32_t step_key = known.step_key;
+        const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[14]);
         const F beta2(known.scalars[0]);
         const F one_minus_beta1_times_grad_scale(known.scalars[4]);
@@ -1232,10 +1051,12 @@ struct adamp_float32_nesterov_7 {
         const F scalar_5(known.scalars[6]);
         const F minus_lr_over_one_minus_beta1_pow_t(known.scalars[15]);
         const F one_minus_lr_times_weight_decay_2 = F(*one_minus_lr_times_weight_decay_2_at);
+        Words<adamp_nesterov_kernel_7> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/adamp.py)
         for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
+            const auto noise = words.at(i);
+            const F p = weight.decode(i);
             const F exp_avg = load(exp_avg_at + i);
             const F g = Grad::load(g_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
@@ -1250,7 +1071,7 @@ struct adamp_float32_nesterov_7 {
             const F update_2 = fma(-load(row_sum_of_p_over_row_mul_3_2_at + (i & row_mask)), p, update);
             const F p_2 = p * one_minus_lr_times_weight_decay_2;                    // 31  p = decoupled(p, lr, weight_decay)
             const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update_2, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
-            store(p_at + i, p_3);
+            weight.encode(i, p_3, noise);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
         }
@@ -1258,13 +1079,13 @@ struct adamp_float32_nesterov_7 {
 };
 
 // a sweep: update (specs/adamp.py:29)
-template <class Grad>
-struct adamp_bfloat16_nesterov_1 {
+template <class Weight, class Grad>
+struct adamp_nesterov_kernel_1_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 4, ELEMENT, true, false, NONE, 2},  // exp_avg
@@ -1273,7 +1094,7 @@ struct adamp_bfloat16_nesterov_1 {
         {5, 22, 4, ROW, false, true, TOTAL, 5},  // row_sum_for_invariant_2
         {6, 23, 4, ROW, false, true, TOTAL, 6},  // row_sum_for_invariant_3
         {7, 24, 4, ROW, false, true, TOTAL, 7},  // row_sum_of_update
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -1315,13 +1136,13 @@ struct adamp_bfloat16_nesterov_1 {
 };
 
 // row: values of rows
-template <class Grad>
-struct adamp_bfloat16_nesterov_2 {
+template <class Weight, class Grad>
+struct adamp_nesterov_kernel_2_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {8, -1, 4, WHOLE, false, true, LARGEST, 0},  // tensor_max_for_invariant
         {9, -1, 4, ROW, false, true, NONE, 1},  // row_sum_of_update_over_row_mul_3
         {10, -1, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_invariant
@@ -1332,7 +1153,7 @@ struct adamp_bfloat16_nesterov_2 {
         {5, -1, 4, ROW, true, false, NONE, 7},  // row_sum_for_invariant_2
         {6, -1, 4, ROW, true, false, NONE, 8},  // row_sum_for_invariant_3
         {7, -1, 4, ROW, true, false, NONE, 9},  // row_sum_of_update
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -1371,13 +1192,13 @@ struct adamp_bfloat16_nesterov_2 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct adamp_bfloat16_nesterov_4 {
+template <class Weight, class Grad>
+struct adamp_nesterov_kernel_4_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {16, -1, 4, WHOLE, false, true, NONE, 0},  // lt_tensor_div_delta_over_sqrt_elements
         {17, -1, 4, WHOLE, false, true, NONE, 1},  // tensor_sum_of_update_over_tensor_mul_3_2
         {10, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_invariant
@@ -1385,7 +1206,7 @@ struct adamp_bfloat16_nesterov_4 {
         {12, -1, 4, WHOLE, true, false, NONE, 4},  // tensor_sum_for_invariant_3
         {15, -1, 4, WHOLE, true, false, NONE, 5},  // delta_over_sqrt_elements
         {13, -1, 4, WHOLE, true, false, NONE, 6},  // tensor_sum_of_update
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -1422,20 +1243,20 @@ struct adamp_bfloat16_nesterov_4 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct adamp_bfloat16_nesterov_7 {
+template <class Weight, class Grad>
+struct adamp_nesterov_kernel_7_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
         {19, -1, 4, WHOLE, true, false, NONE, 4},  // one_minus_lr_times_weight_decay_2
         {20, -1, 4, ROW, true, false, NONE, 5},  // row_sum_of_update_over_row_mul_3_2
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -1486,13 +1307,13 @@ struct adamp_bfloat16_nesterov_7 {
 };
 
 // a sweep: update (specs/adamp.py:29)
-template <class Grad>
-struct adamp_float16_nesterov_1 {
+template <class Weight, class Grad>
+struct adamp_nesterov_kernel_1_3 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 4, ELEMENT, true, false, NONE, 2},  // exp_avg
@@ -1501,7 +1322,7 @@ struct adamp_float16_nesterov_1 {
         {5, 22, 4, ROW, false, true, TOTAL, 5},  // row_sum_for_invariant_2
         {6, 23, 4, ROW, false, true, TOTAL, 6},  // row_sum_for_invariant_3
         {7, 24, 4, ROW, false, true, TOTAL, 7},  // row_sum_of_update
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -1543,20 +1364,20 @@ struct adamp_float16_nesterov_1 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct adamp_float16_nesterov_7 {
+template <class Weight, class Grad>
+struct adamp_nesterov_kernel_7_3 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
         {19, -1, 4, WHOLE, true, false, NONE, 4},  // one_minus_lr_times_weight_decay_2
         {20, -1, 4, ROW, true, false, NONE, 5},  // row_sum_of_update_over_row_mul_3_2
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -1604,14 +1425,61 @@ struct adamp_float16_nesterov_7 {
     }
 };
 
-template <class Grad>
-struct adamp_float32 {
+template <class Weight, class Grad>
+struct adamp_nesterov_no_projected_kernel {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 8;
+    // bytes per entry, of what, written
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}});
+
+    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
+                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+        Weight weight(at[0], at + 2);
+        // float [n]  read
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
+        float *__restrict exp_avg_at = (float *)at[parts<Weight>() + 1];     // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[parts<Weight>() + 2];  // float32 [n]  read and written
+        const F beta1(scalars[0]);
+        const F beta2(scalars[1]);
+        const F one_minus_beta1_times_grad_scale(scalars[2]);
+        const F scalar_1(scalars[3]);
+        const F scalar_2(scalars[4]);
+        const F scalar_3(scalars[5]);
+        const F one_minus_lr_times_weight_decay(scalars[6]);
+        const F minus_lr_over_one_minus_beta1_pow_t(scalars[7]);
+        Words<adamp_nesterov_no_projected_kernel> words(count, first, stream_key, step_key);
+
+        // -- elements: decode, update  (specs/adamp.py)
+        for (int i = 0; i < count; i += W) {
+            const auto noise = words.at(i);
+            const F exp_avg = load(exp_avg_at + i);
+            const F g = Grad::load(g_at + i);
+            const F exp_avg_sq = load(exp_avg_sq_at + i);
+            const F p = weight.decode(i);
+            const F g_mul = one_minus_beta1_times_grad_scale * g;
+            // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(beta1, exp_avg, g_mul);
+            // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
+            const F exp_avg_sq_2 = fma(scalar_1 * g, g, beta2 * exp_avg_sq);
+            // 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
+            const F update = fma(beta1, exp_avg_2, g_mul) / fma(sqrt(exp_avg_sq_2), scalar_2, scalar_3);
+            const F p_2 = one_minus_lr_times_weight_decay * p;                    // 31  p = decoupled(p, lr, weight_decay)
+            const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
+            weight.encode(i, p_3, noise);
+            store(exp_avg_at + i, exp_avg_2);
+            store(exp_avg_sq_at + i, exp_avg_sq_2);
+        }
+    }
+};
+
+template <class Weight, class Grad>
+struct adamp_step {
     typedef void staged;
     static constexpr int SCALARS = 14, BLOCK = 1;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {4, ELEMENT},  // exp_avg
         {4, ELEMENT},  // exp_avg_sq
         {4, ROW},  // row_sum_for_invariant
@@ -1635,20 +1503,20 @@ struct adamp_float32 {
         {4, ROW + 8},  // partial results of row_sum_for_invariant_2
         {4, ROW + 8},  // partial results of row_sum_for_invariant_3
         {4, ROW + 8},  // partial results of row_sum_of_p
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<adamp_float32_1<Grad>>(),
-        stage<adamp_float32_2<Grad>>(),
-        stage<adamp_float32_3<Grad>>(),
-        stage<adamp_float32_4<Grad>>(),
-        stage<adamp_float32_5<Grad>>(),
-        stage<adamp_float32_6<Grad>>(),
-        stage<adamp_float32_7<Grad>>(),
+        stage<adamp_kernel_1<Weight, Grad>>(),
+        stage<adamp_kernel_2<Weight, Grad>>(),
+        stage<adamp_kernel_3<Weight, Grad>>(),
+        stage<adamp_kernel_4<Weight, Grad>>(),
+        stage<adamp_kernel_5<Weight, Grad>>(),
+        stage<adamp_kernel_6<Weight, Grad>>(),
+        stage<adamp_kernel_7<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct adamp_bfloat16 {
+template <class Weight, class Grad>
+struct adamp_step_2 {
     typedef void staged;
     static constexpr int SCALARS = 14, BLOCK = 1;
     // bytes per entry, what there is one of
@@ -1680,18 +1548,18 @@ struct adamp_bfloat16 {
         {4, ROW + 8},  // partial results of row_sum_of_update
     };
     static constexpr Stage STAGES[] = {
-        stage<adamp_bfloat16_1<Grad>>(),
-        stage<adamp_bfloat16_2<Grad>>(),
-        stage<adamp_float32_3<Grad>>(),
-        stage<adamp_bfloat16_4<Grad>>(),
-        stage<adamp_float32_5<Grad>>(),
-        stage<adamp_bfloat16_6<Grad>>(),
-        stage<adamp_bfloat16_7<Grad>>(),
+        stage<adamp_kernel_1_2<Weight, Grad>>(),
+        stage<adamp_kernel_2_2<Weight, Grad>>(),
+        stage<adamp_kernel_3<Weight, Grad>>(),
+        stage<adamp_kernel_4_2<Weight, Grad>>(),
+        stage<adamp_kernel_5<Weight, Grad>>(),
+        stage<adamp_kernel_6_2<Weight, Grad>>(),
+        stage<adamp_kernel_7_2<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct adamp_float16 {
+template <class Weight, class Grad>
+struct adamp_step_3 {
     typedef void staged;
     static constexpr int SCALARS = 14, BLOCK = 1;
     // bytes per entry, what there is one of
@@ -1723,24 +1591,22 @@ struct adamp_float16 {
         {4, ROW + 8},  // partial results of row_sum_of_update
     };
     static constexpr Stage STAGES[] = {
-        stage<adamp_float16_1<Grad>>(),
-        stage<adamp_bfloat16_2<Grad>>(),
-        stage<adamp_float32_3<Grad>>(),
-        stage<adamp_bfloat16_4<Grad>>(),
-        stage<adamp_float32_5<Grad>>(),
-        stage<adamp_bfloat16_6<Grad>>(),
-        stage<adamp_float16_7<Grad>>(),
+        stage<adamp_kernel_1_3<Weight, Grad>>(),
+        stage<adamp_kernel_2_2<Weight, Grad>>(),
+        stage<adamp_kernel_3<Weight, Grad>>(),
+        stage<adamp_kernel_4_2<Weight, Grad>>(),
+        stage<adamp_kernel_5<Weight, Grad>>(),
+        stage<adamp_kernel_6_2<Weight, Grad>>(),
+        stage<adamp_kernel_7_3<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct adamp_float32_nesterov {
+template <class Weight, class Grad>
+struct adamp_nesterov_step {
     typedef void staged;
     static constexpr int SCALARS = 16, BLOCK = 1;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {4, ELEMENT},  // exp_avg
         {4, ELEMENT},  // exp_avg_sq
         {4, ROW},  // row_sum_for_invariant
@@ -1764,20 +1630,20 @@ struct adamp_float32_nesterov {
         {4, ROW + 8},  // partial results of row_sum_for_invariant_2
         {4, ROW + 8},  // partial results of row_sum_for_invariant_3
         {4, ROW + 8},  // partial results of row_sum_of_p
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<adamp_float32_nesterov_1<Grad>>(),
-        stage<adamp_float32_nesterov_2<Grad>>(),
-        stage<adamp_float32_nesterov_3<Grad>>(),
-        stage<adamp_float32_nesterov_4<Grad>>(),
-        stage<adamp_float32_nesterov_5<Grad>>(),
-        stage<adamp_float32_6<Grad>>(),
-        stage<adamp_float32_nesterov_7<Grad>>(),
+        stage<adamp_nesterov_kernel_1<Weight, Grad>>(),
+        stage<adamp_nesterov_kernel_2<Weight, Grad>>(),
+        stage<adamp_nesterov_kernel_3<Weight, Grad>>(),
+        stage<adamp_nesterov_kernel_4<Weight, Grad>>(),
+        stage<adamp_nesterov_kernel_5<Weight, Grad>>(),
+        stage<adamp_kernel_6<Weight, Grad>>(),
+        stage<adamp_nesterov_kernel_7<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct adamp_bfloat16_nesterov {
+template <class Weight, class Grad>
+struct adamp_nesterov_step_2 {
     typedef void staged;
     static constexpr int SCALARS = 16, BLOCK = 1;
     // bytes per entry, what there is one of
@@ -1809,18 +1675,18 @@ struct adamp_bfloat16_nesterov {
         {4, ROW + 8},  // partial results of row_sum_of_update
     };
     static constexpr Stage STAGES[] = {
-        stage<adamp_bfloat16_nesterov_1<Grad>>(),
-        stage<adamp_bfloat16_nesterov_2<Grad>>(),
-        stage<adamp_float32_nesterov_3<Grad>>(),
-        stage<adamp_bfloat16_nesterov_4<Grad>>(),
-        stage<adamp_float32_nesterov_5<Grad>>(),
-        stage<adamp_bfloat16_6<Grad>>(),
-        stage<adamp_bfloat16_nesterov_7<Grad>>(),
+        stage<adamp_nesterov_kernel_1_2<Weight, Grad>>(),
+        stage<adamp_nesterov_kernel_2_2<Weight, Grad>>(),
+        stage<adamp_nesterov_kernel_3<Weight, Grad>>(),
+        stage<adamp_nesterov_kernel_4_2<Weight, Grad>>(),
+        stage<adamp_nesterov_kernel_5<Weight, Grad>>(),
+        stage<adamp_kernel_6_2<Weight, Grad>>(),
+        stage<adamp_nesterov_kernel_7_2<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct adamp_float16_nesterov {
+template <class Weight, class Grad>
+struct adamp_nesterov_step_3 {
     typedef void staged;
     static constexpr int SCALARS = 16, BLOCK = 1;
     // bytes per entry, what there is one of
@@ -1852,15 +1718,28 @@ struct adamp_float16_nesterov {
         {4, ROW + 8},  // partial results of row_sum_of_update
     };
     static constexpr Stage STAGES[] = {
-        stage<adamp_float16_nesterov_1<Grad>>(),
-        stage<adamp_bfloat16_nesterov_2<Grad>>(),
-        stage<adamp_float32_nesterov_3<Grad>>(),
-        stage<adamp_bfloat16_nesterov_4<Grad>>(),
-        stage<adamp_float32_nesterov_5<Grad>>(),
-        stage<adamp_bfloat16_6<Grad>>(),
-        stage<adamp_float16_nesterov_7<Grad>>(),
+        stage<adamp_nesterov_kernel_1_3<Weight, Grad>>(),
+        stage<adamp_nesterov_kernel_2_2<Weight, Grad>>(),
+        stage<adamp_nesterov_kernel_3<Weight, Grad>>(),
+        stage<adamp_nesterov_kernel_4_2<Weight, Grad>>(),
+        stage<adamp_nesterov_kernel_5<Weight, Grad>>(),
+        stage<adamp_kernel_6_2<Weight, Grad>>(),
+        stage<adamp_nesterov_kernel_7_3<Weight, Grad>>(),
     };
 };
+
+template <class Grad> using adamp_float32 = adamp_step<weight_float32, Grad>;
+template <class Grad> using adamp_bfloat16 = adamp_step_2<weight_float32, Grad>;
+template <class Grad> using adamp_float16 = adamp_step_3<weight_float32, Grad>;
+template <class Grad> using adamp_float32_no_projected = adamp_no_projected_kernel<weight_float32, Grad>;
+template <class Grad> using adamp_bfloat16_no_projected = adamp_no_projected_kernel<weight_bfloat16, Grad>;
+template <class Grad> using adamp_float16_no_projected = adamp_no_projected_kernel<weight_float16, Grad>;
+template <class Grad> using adamp_float32_nesterov = adamp_nesterov_step<weight_float32, Grad>;
+template <class Grad> using adamp_bfloat16_nesterov = adamp_nesterov_step_2<weight_float32, Grad>;
+template <class Grad> using adamp_float16_nesterov = adamp_nesterov_step_3<weight_float32, Grad>;
+template <class Grad> using adamp_float32_nesterov_no_projected = adamp_nesterov_no_projected_kernel<weight_float32, Grad>;
+template <class Grad> using adamp_bfloat16_nesterov_no_projected = adamp_nesterov_no_projected_kernel<weight_bfloat16, Grad>;
+template <class Grad> using adamp_float16_nesterov_no_projected = adamp_nesterov_no_projected_kernel<weight_float16, Grad>;
 
 }  // namespace
 

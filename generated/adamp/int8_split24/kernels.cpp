@@ -22,1819 +22,86 @@
 
 namespace {
 
-template <class Grad>
-struct adamp_float32_no_projected {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 4), SCALARS = 8;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
+// bf16 and 8 more bits, stochastic
+struct weight_bfloat16 {
+    static constexpr int NOISE = 8;
+    static constexpr Part PARTS[] = {{2, true}, {1, true}};  // code, low
+    uint16_t *__restrict code_at;
+    uint8_t *__restrict low_at;
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    weight_bfloat16(char *p, char *const *more) : code_at((uint16_t *)p), low_at((uint8_t *)more[0]) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        const U8 low_code = raw(low_at + i);
+        return as_float(joined(code_stored, low_code) - 32768);
     }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];                     // float32 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[2];     // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[3];     // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[4];  // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];  // int16 [blocks of 64]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F one_minus_beta1_times_grad_scale(scalars[2]);
-        const F scalar_1(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F one_minus_lr_times_weight_decay(scalars[6]);
-        const F minus_lr_over_one_minus_beta1_pow_t(scalars[7]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float exp_avg_sq_sqrt_kept[TILE];
-        alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float exp_avg_value_kept[TILE];
-        alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_half_add_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_base_sub_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_start_add_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_step_2_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
-        I largest_of_block_kept[TILE / BLOCK];
-        I smallest_of_block_kept[TILE / BLOCK];
-        I exp_avg_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000010;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
-            const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
-            const I exp_avg_sq_header = to_int(exp_avg_sq_range);
-            const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
-            const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
-            const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
-            const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
-            store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
-            store(exp_avg_sq_step_kept + b, exp_avg_sq_step);
-            store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
-        }
-
-        // -- elements: decode, update, encode  (specs/adamp.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
-            const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
-            const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
-            I largest_of_block(INT32_MIN);
-            I smallest_of_block(INT32_MAX);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const F g = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
-                const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
-                const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
-                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                const F p = load(p_at + i);
-                // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
-                // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq_2 = fma(scalar_1 * g, g, beta2 * exp_avg_sq);
-                const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
-                // 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-                const F update = exp_avg / fma(exp_avg_sq_sqrt, scalar_2, scalar_3);
-                const F p_2 = one_minus_lr_times_weight_decay * p;                    // 31  p = decoupled(p, lr, weight_decay)
-                const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
-                const I exp_avg_sq_pattern = bits(exp_avg_sq_sqrt);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
-                store(noise_kept + i, noise);
-                store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
-                store(exp_avg_kept + i, exp_avg);
-                store(p_at + i, p_3);
-            }
-            largest_of_block_kept[b] = largest_of_block;
-            smallest_of_block_kept[b] = smallest_of_block;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
-            const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
-            const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
-            const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
-            const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
-            const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
-            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) - 0x4b400000;
-            const I exp_avg_sq_start_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
-            const I exp_avg_sq_half = exp_avg_sq_units * 10240;
-            const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base;
-            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000;
-            const I exp_avg_sq_header_2 = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells_2;
-            store(exp_avg_sq_half_add_kept + b, exp_avg_sq_half_add);
-            store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(exp_avg_sq_base_sub_kept + b, exp_avg_sq_base_sub);
-            store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(exp_avg_sq_start_add_kept + b, exp_avg_sq_start_add);
-            store(exp_avg_sq_step_2_kept + b, exp_avg_sq_step_2);
-            store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
-            const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
-            const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const I exp_avg_sq_start_add(exp_avg_sq_start_add_kept[b]);
-            const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
-            I exp_avg_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I noise = load(noise_kept + i);
-                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
-                const F exp_avg = load(exp_avg_kept + i);
-                const I exp_avg_sq_offset = lshr(noise, 8) + exp_avg_sq_half_add;
-                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
-                const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
-                const F exp_avg_sq_value_2 = as_float(exp_avg_sq_start_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
-                const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
-                const F exp_avg_value_abs = abs(exp_avg_value);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
-                store(exp_avg_value_kept + i, exp_avg_value);
-                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
-            }
-            exp_avg_top_kept[b] = exp_avg_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
-            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
-            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
-            store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
-            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg_value = load(exp_avg_value_kept + i);
-                const I noise = load(noise_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul), 3200.0f));
-                store(exp_avg_codes_at + i, exp_avg_pattern + (noise & 4095) >> 12);
-            }
-        }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        const I word = bits_or_nan(x) + (integer<P>(noise) | 0x8000);
+        store_half<2>(code_at + i, word);
+        store_byte<1>(low_at + i, word);
     }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); fetch<N>(low_at, b); }
 };
 
-template <class Grad>
-struct adamp_float32_no_projected_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 8;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
+// f16 and 8 more bits, stochastic
+struct weight_float16 {
+    static constexpr int NOISE = 8;
+    static constexpr Part PARTS[] = {{2, true}, {1, true}};  // code, low
+    uint16_t *__restrict code_at;
+    uint8_t *__restrict low_at;
 
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];           // float32 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];     // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F one_minus_beta1_times_grad_scale(scalars[2]);
-        const F scalar_1(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F one_minus_lr_times_weight_decay(scalars[6]);
-        const F minus_lr_over_one_minus_beta1_pow_t(scalars[7]);
-
-        // -- elements: decode, update  (specs/adamp.py)
-        for (int i = 0; i < count; i += W) {
-            const F g = Grad::load(g_at + i);
-            const F exp_avg = load(exp_avg_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F p = load(p_at + i);
-            // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
-            // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_1 * g, g, beta2 * exp_avg_sq);
-            // 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-            const F update = exp_avg_2 / fma(sqrt(exp_avg_sq_2), scalar_2, scalar_3);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                    // 31  p = decoupled(p, lr, weight_decay)
-            const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
-            store(p_at + i, p_3);
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-        }
+    weight_float16(char *p, char *const *more) : code_at((uint16_t *)p), low_at((uint8_t *)more[0]) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        const I high = extend16(extend16(to_int(code_stored)));
+        const U8 low_code = raw(low_at + i);
+        const I low = to_int(low_code);
+        const I offset = low - 128;
+        const I wide = ((high & 32767) << 8) + offset;
+        const I subnormal = bits(2.3283064365386963e-10f * to_float(wide));
+        const I normal = (wide << 5) + 0x38000000;
+        const I finite = where(wide < 0x40000, subnormal, normal);
+        return as_float(bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000))) | (high & 0x8000) << 16);
     }
-};
-
-template <class Grad>
-struct adamp_bfloat16_no_projected {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 4), SCALARS = 8;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        const I x_bitcast = bits(x);
+        const I sign_ = x_bitcast >> 16 & 0x8000;
+        const I magnitude = x_bitcast & 0x7fffffff;
+        const F magnitude_bitcast = as_float(magnitude);
+        const M is_subnormal = magnitude_bitcast < 6.103515625e-05f;
+        const I subnormal = to_int(2199023255552.0f * magnitude_bitcast);
+        const I rebiased = min(I(0xf800000), magnitude - 0x38000000);
+        const I fixed = where(is_subnormal, subnormal, rebiased << 4);
+        const I wide = lshr(fixed + middle<P, 9>(noise), 9);
+        const I word = where(x == x, wide, I(0x7e0000)) + 128;
+        const I kept_ = word;
+        store(code_at + i, sign_ | word >> 8);
+        store(low_at + i, kept_);
     }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];               // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];        // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[3];     // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];     // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[5];  // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F one_minus_beta1_times_grad_scale(scalars[2]);
-        const F scalar_1(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F one_minus_lr_times_weight_decay(scalars[6]);
-        const F minus_lr_over_one_minus_beta1_pow_t(scalars[7]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float exp_avg_sq_sqrt_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float exp_avg_value_kept[TILE];
-        alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_half_add_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_base_sub_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_start_add_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_step_2_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
-        I largest_of_block_kept[TILE / BLOCK];
-        I smallest_of_block_kept[TILE / BLOCK];
-        I exp_avg_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1001001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
-            const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
-            const I exp_avg_sq_header = to_int(exp_avg_sq_range);
-            const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
-            const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
-            const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
-            const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
-            store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
-            store(exp_avg_sq_step_kept + b, exp_avg_sq_step);
-            store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
-        }
-
-        // -- elements: decode, update, encode  (specs/adamp.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
-            fetch<BLOCK>(weight_low_at, b);
-            const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
-            const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
-            const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
-            I largest_of_block(INT32_MIN);
-            I smallest_of_block(INT32_MAX);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
-                const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
-                const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
-                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                const F g_cast = g_stored;
-                // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
-                // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq_2 = fma(scalar_1 * g_cast, g_cast, beta2 * exp_avg_sq);
-                const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I exp_avg_sq_pattern = bits(exp_avg_sq_sqrt);
-                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
-                store(exp_avg_kept + i, exp_avg);
-                store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
-                store(noise_kept + i, noise);
-            }
-            largest_of_block_kept[b] = largest_of_block;
-            smallest_of_block_kept[b] = smallest_of_block;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
-            const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
-            const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
-            const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
-            const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
-            const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
-            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) - 0x4b400000;
-            const I exp_avg_sq_start_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
-            const I exp_avg_sq_half = exp_avg_sq_units * 10240;
-            const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base;
-            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000;
-            const I exp_avg_sq_header_2 = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells_2;
-            store(exp_avg_sq_half_add_kept + b, exp_avg_sq_half_add);
-            store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(exp_avg_sq_base_sub_kept + b, exp_avg_sq_base_sub);
-            store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(exp_avg_sq_start_add_kept + b, exp_avg_sq_start_add);
-            store(exp_avg_sq_step_2_kept + b, exp_avg_sq_step_2);
-            store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/adamp.py)
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
-                const I noise = load(noise_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);      // bf16 and 8 more bits, stochastic
-                // 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-                const F update = exp_avg / fma(exp_avg_sq_sqrt, scalar_2, scalar_3);
-                const F p_2 = one_minus_lr_times_weight_decay * p;                    // 31  p = decoupled(p, lr, weight_decay)
-                const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
-                const I p_word = bits_or_nan(p_3) + (noise & 255 | 0x8000);
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
-            }
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
-            const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
-            const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
-            const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const I exp_avg_sq_start_add(exp_avg_sq_start_add_kept[b]);
-            const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
-            I exp_avg_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I noise = load(noise_kept + i);
-                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
-                const F exp_avg = load(exp_avg_kept + i);
-                const I exp_avg_sq_offset = lshr(noise, 8) + exp_avg_sq_half_add;
-                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
-                const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
-                const F exp_avg_sq_value_2 = as_float(exp_avg_sq_start_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
-                const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
-                const F exp_avg_value_abs = abs(exp_avg_value);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
-                store(exp_avg_value_kept + i, exp_avg_value);
-                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
-            }
-            exp_avg_top_kept[b] = exp_avg_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
-            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
-            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
-            store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
-            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg_value = load(exp_avg_value_kept + i);
-                const I noise = load(noise_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul), 3200.0f));
-                store(exp_avg_codes_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
-            }
-        }
-    }
-};
-
-template <class Grad>
-struct adamp_bfloat16_no_projected_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 8;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];         // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];  // uint8 [n]  read and written
-        float *__restrict exp_avg_at = (float *)at[3];         // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[4];      // float32 [n]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F one_minus_beta1_times_grad_scale(scalars[2]);
-        const F scalar_1(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F one_minus_lr_times_weight_decay(scalars[6]);
-        const F minus_lr_over_one_minus_beta1_pow_t(scalars[7]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/adamp.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const F exp_avg = load(exp_avg_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) - 32768);      // bf16 and 8 more bits, stochastic
-            const F g_cast = g_stored;
-            // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
-            // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_1 * g_cast, g_cast, beta2 * exp_avg_sq);
-            // 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-            const F update = exp_avg_2 / fma(sqrt(exp_avg_sq_2), scalar_2, scalar_3);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                    // 31  p = decoupled(p, lr, weight_decay)
-            const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 0x8000);
-            store_half<2>(p_at + i, p_word);
-            store_byte<1>(weight_low_at + i, p_word);
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-        }
-    }
-};
-
-template <class Grad>
-struct adamp_float16_no_projected {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 4), SCALARS = 8;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];               // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];        // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[3];     // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];     // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[5];  // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F one_minus_beta1_times_grad_scale(scalars[2]);
-        const F scalar_1(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F one_minus_lr_times_weight_decay(scalars[6]);
-        const F minus_lr_over_one_minus_beta1_pow_t(scalars[7]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float exp_avg_sq_sqrt_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float exp_avg_value_kept[TILE];
-        alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_half_add_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_base_sub_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_start_add_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_step_2_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
-        I largest_of_block_kept[TILE / BLOCK];
-        I smallest_of_block_kept[TILE / BLOCK];
-        I exp_avg_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1001001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
-            const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
-            const I exp_avg_sq_header = to_int(exp_avg_sq_range);
-            const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
-            const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
-            const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
-            const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
-            store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
-            store(exp_avg_sq_step_kept + b, exp_avg_sq_step);
-            store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
-        }
-
-        // -- elements: decode, update, encode  (specs/adamp.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
-            fetch<BLOCK>(weight_low_at, b);
-            const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
-            const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
-            const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
-            I largest_of_block(INT32_MIN);
-            I smallest_of_block(INT32_MAX);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
-                const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
-                const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
-                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                const F g_cast = g_stored;
-                // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
-                // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq_2 = fma(scalar_1 * g_cast, g_cast, beta2 * exp_avg_sq);
-                const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I exp_avg_sq_pattern = bits(exp_avg_sq_sqrt);
-                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
-                store(exp_avg_kept + i, exp_avg);
-                store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
-                store(noise_kept + i, noise);
-            }
-            largest_of_block_kept[b] = largest_of_block;
-            smallest_of_block_kept[b] = smallest_of_block;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
-            const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
-            const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
-            const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
-            const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
-            const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
-            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) - 0x4b400000;
-            const I exp_avg_sq_start_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
-            const I exp_avg_sq_half = exp_avg_sq_units * 10240;
-            const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base;
-            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000;
-            const I exp_avg_sq_header_2 = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells_2;
-            store(exp_avg_sq_half_add_kept + b, exp_avg_sq_half_add);
-            store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(exp_avg_sq_base_sub_kept + b, exp_avg_sq_base_sub);
-            store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(exp_avg_sq_start_add_kept + b, exp_avg_sq_start_add);
-            store(exp_avg_sq_step_2_kept + b, exp_avg_sq_step_2);
-            store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/adamp.py)
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
-                const I noise = load(noise_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const I p_high = extend16(extend16(to_int(p_stored)));
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low - 128;
-                const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 0x38000000;
-                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-                // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-                // 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-                const F update = exp_avg / fma(exp_avg_sq_sqrt, scalar_2, scalar_3);
-                const F p_2 = one_minus_lr_times_weight_decay * p;                    // 31  p = decoupled(p, lr, weight_decay)
-                const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
-                const I p_bitcast = bits(p_3);
-                const I p_sign = p_bitcast >> 16 & 0x8000;
-                const I p_magnitude = p_bitcast & 0x7fffffff;
-                const F p_magnitude_bitcast = as_float(p_magnitude);
-                const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-                const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-                const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-                const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-                const I p_wide_2 = lshr(p_fixed + ((noise & 255) << 1 | 1), 9);
-                const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
-                const I p_kept_ = p_word;
-                store(p_at + i, p_sign | p_word >> 8);
-                store(weight_low_at + i, p_kept_);
-            }
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
-            const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
-            const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
-            const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const I exp_avg_sq_start_add(exp_avg_sq_start_add_kept[b]);
-            const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
-            I exp_avg_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I noise = load(noise_kept + i);
-                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
-                const F exp_avg = load(exp_avg_kept + i);
-                const I exp_avg_sq_offset = lshr(noise, 8) + exp_avg_sq_half_add;
-                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
-                const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
-                const F exp_avg_sq_value_2 = as_float(exp_avg_sq_start_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
-                const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
-                const F exp_avg_value_abs = abs(exp_avg_value);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
-                store(exp_avg_value_kept + i, exp_avg_value);
-                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
-            }
-            exp_avg_top_kept[b] = exp_avg_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
-            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
-            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
-            store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
-            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg_value = load(exp_avg_value_kept + i);
-                const I noise = load(noise_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul), 3200.0f));
-                store(exp_avg_codes_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
-            }
-        }
-    }
-};
-
-template <class Grad>
-struct adamp_float16_no_projected_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 8;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];         // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];  // uint8 [n]  read and written
-        float *__restrict exp_avg_at = (float *)at[3];         // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[4];      // float32 [n]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F one_minus_beta1_times_grad_scale(scalars[2]);
-        const F scalar_1(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F one_minus_lr_times_weight_decay(scalars[6]);
-        const F minus_lr_over_one_minus_beta1_pow_t(scalars[7]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/adamp.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const F exp_avg = load(exp_avg_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const I p_high = extend16(extend16(to_int(p_stored)));
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low - 128;
-            const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 0x38000000;
-            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-            // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-            const F g_cast = g_stored;
-            // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
-            // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_1 * g_cast, g_cast, beta2 * exp_avg_sq);
-            // 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-            const F update = exp_avg_2 / fma(sqrt(exp_avg_sq_2), scalar_2, scalar_3);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                    // 31  p = decoupled(p, lr, weight_decay)
-            const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
-            const I p_bitcast = bits(p_3);
-            const I p_sign = p_bitcast >> 16 & 0x8000;
-            const I p_magnitude = p_bitcast & 0x7fffffff;
-            const F p_magnitude_bitcast = as_float(p_magnitude);
-            const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-            const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-            const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-            const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_wide_2 = lshr(p_fixed + (lshr(noise, 23) | 1), 9);
-            const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
-            const I p_kept_ = p_word;
-            store(p_at + i, p_sign | p_word >> 8);
-            store(weight_low_at + i, p_kept_);
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-        }
-    }
-};
-
-template <class Grad>
-struct adamp_float32_nesterov_no_projected {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 4), SCALARS = 8;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];                     // float32 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[2];     // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[3];     // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[4];  // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];  // int16 [blocks of 64]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F one_minus_beta1_times_grad_scale(scalars[2]);
-        const F scalar_1(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F one_minus_lr_times_weight_decay(scalars[6]);
-        const F minus_lr_over_one_minus_beta1_pow_t(scalars[7]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float exp_avg_sq_sqrt_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float exp_avg_value_kept[TILE];
-        alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_half_add_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_base_sub_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_start_add_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_step_2_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
-        I largest_of_block_kept[TILE / BLOCK];
-        I smallest_of_block_kept[TILE / BLOCK];
-        I exp_avg_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000010;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
-            const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
-            const I exp_avg_sq_header = to_int(exp_avg_sq_range);
-            const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
-            const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
-            const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
-            const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
-            store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
-            store(exp_avg_sq_step_kept + b, exp_avg_sq_step);
-            store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
-        }
-
-        // -- elements: decode, update, encode  (specs/adamp.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
-            fetch<BLOCK>(g_at, b);
-            const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
-            const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
-            const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
-            I largest_of_block(INT32_MIN);
-            I smallest_of_block(INT32_MAX);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
-                const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
-                const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
-                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
-                const F g = Grad::load(g_at + i);
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                const F g_mul = one_minus_beta1_times_grad_scale * g;
-                // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(exp_avg_scale_mul, exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value, g_mul);
-                // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq_2 = fma(scalar_1 * g, g, beta2 * exp_avg_sq);
-                const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
-                const I exp_avg_sq_pattern = bits(exp_avg_sq_sqrt);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
-                store(exp_avg_kept + i, exp_avg);
-                store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
-                store(noise_kept + i, noise);
-            }
-            largest_of_block_kept[b] = largest_of_block;
-            smallest_of_block_kept[b] = smallest_of_block;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
-            const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
-            const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
-            const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
-            const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
-            const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
-            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) - 0x4b400000;
-            const I exp_avg_sq_start_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
-            const I exp_avg_sq_half = exp_avg_sq_units * 10240;
-            const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base;
-            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000;
-            const I exp_avg_sq_header_2 = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells_2;
-            store(exp_avg_sq_half_add_kept + b, exp_avg_sq_half_add);
-            store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(exp_avg_sq_base_sub_kept + b, exp_avg_sq_base_sub);
-            store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(exp_avg_sq_start_add_kept + b, exp_avg_sq_start_add);
-            store(exp_avg_sq_step_2_kept + b, exp_avg_sq_step_2);
-            store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
-        }
-
-        // -- elements: decode, update  (specs/adamp.py)
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
-                const F g = Grad::load(g_at + i);
-                const F p = load(p_at + i);
-                const F g_mul = one_minus_beta1_times_grad_scale * g;
-                // 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-                const F update = fma(beta1, exp_avg, g_mul) / fma(exp_avg_sq_sqrt, scalar_2, scalar_3);
-                const F p_2 = one_minus_lr_times_weight_decay * p;                    // 31  p = decoupled(p, lr, weight_decay)
-                const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
-                store(p_at + i, p_3);
-            }
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
-            const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
-            const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
-            const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const I exp_avg_sq_start_add(exp_avg_sq_start_add_kept[b]);
-            const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
-            I exp_avg_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I noise = load(noise_kept + i);
-                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
-                const F exp_avg = load(exp_avg_kept + i);
-                const I exp_avg_sq_offset = lshr(noise, 8) + exp_avg_sq_half_add;
-                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
-                const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
-                const F exp_avg_sq_value_2 = as_float(exp_avg_sq_start_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
-                const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
-                const F exp_avg_value_abs = abs(exp_avg_value);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
-                store(exp_avg_value_kept + i, exp_avg_value);
-                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
-            }
-            exp_avg_top_kept[b] = exp_avg_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
-            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
-            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
-            store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
-            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg_value = load(exp_avg_value_kept + i);
-                const I noise = load(noise_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul), 3200.0f));
-                store(exp_avg_codes_at + i, exp_avg_pattern + (noise & 4095) >> 12);
-            }
-        }
-    }
-};
-
-template <class Grad>
-struct adamp_float32_nesterov_no_projected_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 8;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];           // float32 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];     // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F one_minus_beta1_times_grad_scale(scalars[2]);
-        const F scalar_1(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F one_minus_lr_times_weight_decay(scalars[6]);
-        const F minus_lr_over_one_minus_beta1_pow_t(scalars[7]);
-
-        // -- elements: decode, update  (specs/adamp.py)
-        for (int i = 0; i < count; i += W) {
-            const F exp_avg = load(exp_avg_at + i);
-            const F g = Grad::load(g_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F p = load(p_at + i);
-            const F g_mul = one_minus_beta1_times_grad_scale * g;
-            // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(beta1, exp_avg, g_mul);
-            // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_1 * g, g, beta2 * exp_avg_sq);
-            // 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-            const F update = fma(beta1, exp_avg_2, g_mul) / fma(sqrt(exp_avg_sq_2), scalar_2, scalar_3);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                    // 31  p = decoupled(p, lr, weight_decay)
-            const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
-            store(p_at + i, p_3);
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-        }
-    }
-};
-
-template <class Grad>
-struct adamp_bfloat16_nesterov_no_projected {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 4), SCALARS = 8;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];               // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];        // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[3];     // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];     // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[5];  // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F one_minus_beta1_times_grad_scale(scalars[2]);
-        const F scalar_1(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F one_minus_lr_times_weight_decay(scalars[6]);
-        const F minus_lr_over_one_minus_beta1_pow_t(scalars[7]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float exp_avg_sq_sqrt_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float exp_avg_value_kept[TILE];
-        alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_half_add_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_base_sub_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_start_add_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_step_2_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
-        I largest_of_block_kept[TILE / BLOCK];
-        I smallest_of_block_kept[TILE / BLOCK];
-        I exp_avg_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1001001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
-            const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
-            const I exp_avg_sq_header = to_int(exp_avg_sq_range);
-            const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
-            const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
-            const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
-            const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
-            store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
-            store(exp_avg_sq_step_kept + b, exp_avg_sq_step);
-            store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
-        }
-
-        // -- elements: decode, update, encode  (specs/adamp.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
-            fetch<BLOCK>(g_at, b);
-            fetch<BLOCK>(weight_low_at, b);
-            const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
-            const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
-            const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
-            I largest_of_block(INT32_MIN);
-            I smallest_of_block(INT32_MAX);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
-                const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
-                const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
-                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
-                const F g_stored = Grad::load(g_at + i);
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                const F g_cast = g_stored;
-                const F g_mul = one_minus_beta1_times_grad_scale * g_cast;
-                // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(exp_avg_scale_mul, exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value, g_mul);
-                // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq_2 = fma(scalar_1 * g_cast, g_cast, beta2 * exp_avg_sq);
-                const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I exp_avg_sq_pattern = bits(exp_avg_sq_sqrt);
-                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
-                store(exp_avg_kept + i, exp_avg);
-                store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
-                store(noise_kept + i, noise);
-            }
-            largest_of_block_kept[b] = largest_of_block;
-            smallest_of_block_kept[b] = smallest_of_block;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
-            const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
-            const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
-            const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
-            const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
-            const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
-            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) - 0x4b400000;
-            const I exp_avg_sq_start_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
-            const I exp_avg_sq_half = exp_avg_sq_units * 10240;
-            const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base;
-            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000;
-            const I exp_avg_sq_header_2 = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells_2;
-            store(exp_avg_sq_half_add_kept + b, exp_avg_sq_half_add);
-            store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(exp_avg_sq_base_sub_kept + b, exp_avg_sq_base_sub);
-            store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(exp_avg_sq_start_add_kept + b, exp_avg_sq_start_add);
-            store(exp_avg_sq_step_2_kept + b, exp_avg_sq_step_2);
-            store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/adamp.py)
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
-                const I noise = load(noise_kept + i);
-                const F g_stored = Grad::load(g_at + i);
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);      // bf16 and 8 more bits, stochastic
-                const F g_cast = g_stored;
-                const F g_mul = one_minus_beta1_times_grad_scale * g_cast;
-                // 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-                const F update = fma(beta1, exp_avg, g_mul) / fma(exp_avg_sq_sqrt, scalar_2, scalar_3);
-                const F p_2 = one_minus_lr_times_weight_decay * p;                    // 31  p = decoupled(p, lr, weight_decay)
-                const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
-                const I p_word = bits_or_nan(p_3) + (noise & 255 | 0x8000);
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
-            }
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
-            const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
-            const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
-            const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const I exp_avg_sq_start_add(exp_avg_sq_start_add_kept[b]);
-            const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
-            I exp_avg_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I noise = load(noise_kept + i);
-                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
-                const F exp_avg = load(exp_avg_kept + i);
-                const I exp_avg_sq_offset = lshr(noise, 8) + exp_avg_sq_half_add;
-                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
-                const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
-                const F exp_avg_sq_value_2 = as_float(exp_avg_sq_start_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
-                const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
-                const F exp_avg_value_abs = abs(exp_avg_value);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
-                store(exp_avg_value_kept + i, exp_avg_value);
-                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
-            }
-            exp_avg_top_kept[b] = exp_avg_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
-            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
-            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
-            store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
-            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg_value = load(exp_avg_value_kept + i);
-                const I noise = load(noise_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul), 3200.0f));
-                store(exp_avg_codes_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
-            }
-        }
-    }
-};
-
-template <class Grad>
-struct adamp_bfloat16_nesterov_no_projected_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 8;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];         // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];  // uint8 [n]  read and written
-        float *__restrict exp_avg_at = (float *)at[3];         // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[4];      // float32 [n]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F one_minus_beta1_times_grad_scale(scalars[2]);
-        const F scalar_1(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F one_minus_lr_times_weight_decay(scalars[6]);
-        const F minus_lr_over_one_minus_beta1_pow_t(scalars[7]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/adamp.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const F exp_avg = load(exp_avg_at + i);
-            const F g_stored = Grad::load(g_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) - 32768);      // bf16 and 8 more bits, stochastic
-            const F g_cast = g_stored;
-            const F g_mul = one_minus_beta1_times_grad_scale * g_cast;
-            // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(beta1, exp_avg, g_mul);
-            // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_1 * g_cast, g_cast, beta2 * exp_avg_sq);
-            // 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-            const F update = fma(beta1, exp_avg_2, g_mul) / fma(sqrt(exp_avg_sq_2), scalar_2, scalar_3);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                    // 31  p = decoupled(p, lr, weight_decay)
-            const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 0x8000);
-            store_half<2>(p_at + i, p_word);
-            store_byte<1>(weight_low_at + i, p_word);
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-        }
-    }
-};
-
-template <class Grad>
-struct adamp_float16_nesterov_no_projected {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 4), SCALARS = 8;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];               // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];        // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[3];     // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];     // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[5];  // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F one_minus_beta1_times_grad_scale(scalars[2]);
-        const F scalar_1(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F one_minus_lr_times_weight_decay(scalars[6]);
-        const F minus_lr_over_one_minus_beta1_pow_t(scalars[7]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float exp_avg_sq_sqrt_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float exp_avg_value_kept[TILE];
-        alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_half_add_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_base_sub_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_start_add_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_step_2_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
-        I largest_of_block_kept[TILE / BLOCK];
-        I smallest_of_block_kept[TILE / BLOCK];
-        I exp_avg_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1001001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
-            const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
-            const I exp_avg_sq_header = to_int(exp_avg_sq_range);
-            const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
-            const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
-            const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
-            const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
-            store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
-            store(exp_avg_sq_step_kept + b, exp_avg_sq_step);
-            store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
-        }
-
-        // -- elements: decode, update, encode  (specs/adamp.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
-            fetch<BLOCK>(g_at, b);
-            fetch<BLOCK>(weight_low_at, b);
-            const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
-            const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
-            const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
-            I largest_of_block(INT32_MIN);
-            I smallest_of_block(INT32_MAX);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
-                const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
-                const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
-                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
-                const F g_stored = Grad::load(g_at + i);
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                const F g_cast = g_stored;
-                const F g_mul = one_minus_beta1_times_grad_scale * g_cast;
-                // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(exp_avg_scale_mul, exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value, g_mul);
-                // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq_2 = fma(scalar_1 * g_cast, g_cast, beta2 * exp_avg_sq);
-                const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I exp_avg_sq_pattern = bits(exp_avg_sq_sqrt);
-                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
-                store(exp_avg_kept + i, exp_avg);
-                store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
-                store(noise_kept + i, noise);
-            }
-            largest_of_block_kept[b] = largest_of_block;
-            smallest_of_block_kept[b] = smallest_of_block;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
-            const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
-            const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
-            const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
-            const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
-            const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
-            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) - 0x4b400000;
-            const I exp_avg_sq_start_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
-            const I exp_avg_sq_half = exp_avg_sq_units * 10240;
-            const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base;
-            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000;
-            const I exp_avg_sq_header_2 = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells_2;
-            store(exp_avg_sq_half_add_kept + b, exp_avg_sq_half_add);
-            store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(exp_avg_sq_base_sub_kept + b, exp_avg_sq_base_sub);
-            store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(exp_avg_sq_start_add_kept + b, exp_avg_sq_start_add);
-            store(exp_avg_sq_step_2_kept + b, exp_avg_sq_step_2);
-            store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/adamp.py)
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
-                const I noise = load(noise_kept + i);
-                const F g_stored = Grad::load(g_at + i);
-                const U16 p_stored = raw(p_at + i);
-                const I p_high = extend16(extend16(to_int(p_stored)));
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low - 128;
-                const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 0x38000000;
-                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-                // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-                const F g_cast = g_stored;
-                const F g_mul = one_minus_beta1_times_grad_scale * g_cast;
-                // 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-                const F update = fma(beta1, exp_avg, g_mul) / fma(exp_avg_sq_sqrt, scalar_2, scalar_3);
-                const F p_2 = one_minus_lr_times_weight_decay * p;                    // 31  p = decoupled(p, lr, weight_decay)
-                const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
-                const I p_bitcast = bits(p_3);
-                const I p_sign = p_bitcast >> 16 & 0x8000;
-                const I p_magnitude = p_bitcast & 0x7fffffff;
-                const F p_magnitude_bitcast = as_float(p_magnitude);
-                const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-                const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-                const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-                const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-                const I p_wide_2 = lshr(p_fixed + ((noise & 255) << 1 | 1), 9);
-                const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
-                const I p_kept_ = p_word;
-                store(p_at + i, p_sign | p_word >> 8);
-                store(weight_low_at + i, p_kept_);
-            }
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
-            const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
-            const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
-            const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const I exp_avg_sq_start_add(exp_avg_sq_start_add_kept[b]);
-            const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
-            I exp_avg_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I noise = load(noise_kept + i);
-                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
-                const F exp_avg = load(exp_avg_kept + i);
-                const I exp_avg_sq_offset = lshr(noise, 8) + exp_avg_sq_half_add;
-                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
-                const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
-                const F exp_avg_sq_value_2 = as_float(exp_avg_sq_start_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
-                const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
-                const F exp_avg_value_abs = abs(exp_avg_value);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
-                store(exp_avg_value_kept + i, exp_avg_value);
-                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
-            }
-            exp_avg_top_kept[b] = exp_avg_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
-            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
-            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
-            store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
-            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg_value = load(exp_avg_value_kept + i);
-                const I noise = load(noise_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul), 3200.0f));
-                store(exp_avg_codes_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
-            }
-        }
-    }
-};
-
-template <class Grad>
-struct adamp_float16_nesterov_no_projected_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 8;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];         // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];  // uint8 [n]  read and written
-        float *__restrict exp_avg_at = (float *)at[3];         // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[4];      // float32 [n]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F one_minus_beta1_times_grad_scale(scalars[2]);
-        const F scalar_1(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F one_minus_lr_times_weight_decay(scalars[6]);
-        const F minus_lr_over_one_minus_beta1_pow_t(scalars[7]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/adamp.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const F exp_avg = load(exp_avg_at + i);
-            const F g_stored = Grad::load(g_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const I p_high = extend16(extend16(to_int(p_stored)));
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low - 128;
-            const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 0x38000000;
-            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-            // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-            const F g_cast = g_stored;
-            const F g_mul = one_minus_beta1_times_grad_scale * g_cast;
-            // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(beta1, exp_avg, g_mul);
-            // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_1 * g_cast, g_cast, beta2 * exp_avg_sq);
-            // 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-            const F update = fma(beta1, exp_avg_2, g_mul) / fma(sqrt(exp_avg_sq_2), scalar_2, scalar_3);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                    // 31  p = decoupled(p, lr, weight_decay)
-            const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
-            const I p_bitcast = bits(p_3);
-            const I p_sign = p_bitcast >> 16 & 0x8000;
-            const I p_magnitude = p_bitcast & 0x7fffffff;
-            const F p_magnitude_bitcast = as_float(p_magnitude);
-            const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-            const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-            const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-            const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_wide_2 = lshr(p_fixed + (lshr(noise, 23) | 1), 9);
-            const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
-            const I p_kept_ = p_word;
-            store(p_at + i, p_sign | p_word >> 8);
-            store(weight_low_at + i, p_kept_);
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-        }
-    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); fetch<N>(low_at, b); }
 };
 
 // a sweep: update (specs/adamp.py:29)
-template <class Grad>
-struct adamp_float32_1 {
+template <class Weight, class Grad>
+struct adamp_kernel_1 {
+    // random bits of exp_avg_sq, exp_avg, p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{12, false}, {12, false}, {Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({0, 1}), KEPT = NOISE.mask({0, 1});
     static constexpr int BLOCK = 64, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // exp_avg_codes
-        {3, -1, 2, BLOCK_OF, true, true, NONE, 3},  // exp_avg_scale
-        {4, -1, 1, ELEMENT, true, true, NONE, 4},  // exp_avg_sq_codes
-        {5, -1, 2, BLOCK_OF, true, true, NONE, 5},  // exp_avg_sq_range
-        {6, 23, 4, ROW, false, true, TOTAL, 6},  // row_sum_for_invariant
-        {7, 24, 4, ROW, false, true, TOTAL, 7},  // row_sum_for_invariant_2
-        {8, 25, 4, ROW, false, true, TOTAL, 8},  // row_sum_for_invariant_3
-        {9, 26, 4, ROW, false, true, TOTAL, 9},  // row_sum_of_p
-    };
+    static constexpr bool MATRICES = true, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, false, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {2, -1, 1, ELEMENT, true, true, NONE, 1},  // exp_avg_codes
+        {3, -1, 2, BLOCK_OF, true, true, NONE, 2},  // exp_avg_scale
+        {4, -1, 1, ELEMENT, true, true, NONE, 3},  // exp_avg_sq_codes
+        {5, -1, 2, BLOCK_OF, true, true, NONE, 4},  // exp_avg_sq_range
+        {6, 23, 4, ROW, false, true, TOTAL, 5},  // row_sum_for_invariant
+        {7, 24, 4, ROW, false, true, TOTAL, 6},  // row_sum_for_invariant_2
+        {8, 25, 4, ROW, false, true, TOTAL, 7},  // row_sum_for_invariant_3
+        {9, 26, 4, ROW, false, true, TOTAL, 8},  // row_sum_of_p
+    });
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
                      int row_mask, const Known &known) {
@@ -1844,17 +111,17 @@ struct adamp_float32_1 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     int row_mask, const Known &known) {
-        const float *__restrict p_at = (const float *)at[0];            // float32 [n]  read
+        Weight weight(at[9], at + 10);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[2];        // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[3];        // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[4];     // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];     // int16 [blocks of 64]  read and written
-        float *__restrict row_sum_for_invariant_at = (float *)at[6];    // float32 [row]  for row_sum
-        float *__restrict row_sum_for_invariant_2_at = (float *)at[7];  // float32 [row]  for row_sum
-        float *__restrict row_sum_for_invariant_3_at = (float *)at[8];  // float32 [row]  for row_sum
-        float *__restrict row_sum_of_p_at = (float *)at[9];             // float32 [row]  for row_sum
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[1];        // uint8 [n]  read and written
+        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[2];        // int16 [blocks of 64]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[3];     // uint8 [n]  read and written
+        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[4];     // int16 [blocks of 64]  read and written
+        float *__restrict row_sum_for_invariant_at = (float *)at[5];    // float32 [row]  for row_sum
+        float *__restrict row_sum_for_invariant_2_at = (float *)at[6];  // float32 [row]  for row_sum
+        float *__restrict row_sum_for_invariant_3_at = (float *)at[7];  // float32 [row]  for row_sum
+        float *__restrict row_sum_of_p_at = (float *)at[8];             // float32 [row]  for row_sum
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[0]);
@@ -1863,9 +130,6 @@ struct adamp_float32_1 {
         const F scalar_1(known.scalars[3]);
         const F scalar_2(known.scalars[4]);
         const F scalar_3(known.scalars[5]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) int32_t noise_kept[TILE];
         alignas(64) float exp_avg_sq_sqrt_kept[TILE];
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) float exp_avg_value_kept[TILE];
@@ -1882,19 +146,7 @@ struct adamp_float32_1 {
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000010;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
+        Words<adamp_kernel_1> words(BLOCK * blocks, first, stream_key, step_key);
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
@@ -1917,7 +169,7 @@ struct adamp_float32_1 {
         // -- elements: decode, update, encode  (specs/adamp.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch_weight<BLOCK>(weight, b + TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -1925,8 +177,7 @@ struct adamp_float32_1 {
             I smallest_of_block(INT32_MAX);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
+                const auto noise = words.at(i);
                 const F g = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
@@ -1936,7 +187,7 @@ struct adamp_float32_1 {
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                const F p = load(p_at + i);
+                const F p = weight.decode(i);
                 // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
                 // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
@@ -1945,12 +196,9 @@ struct adamp_float32_1 {
                 // 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
                 const F update = exp_avg / fma(exp_avg_sq_sqrt, scalar_2, scalar_3);
                 const I exp_avg_sq_pattern = bits(exp_avg_sq_sqrt);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
-                store(noise_kept + i, noise);
+                words.keep(noise, i);
                 store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
                 store(exp_avg_kept + i, exp_avg);
                 store(row_sum_for_invariant_at + i, p * g);
@@ -2003,10 +251,10 @@ struct adamp_float32_1 {
             I exp_avg_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I noise = load(noise_kept + i);
+                const auto noise = words.kept(i);
                 const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
-                const I exp_avg_sq_offset = lshr(noise, 8) + exp_avg_sq_half_add;
+                const I exp_avg_sq_offset = fraction<0, 24>(noise) + exp_avg_sq_half_add;
                 const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
                 const F exp_avg_sq_value_2 = as_float(exp_avg_sq_start_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
@@ -2037,23 +285,23 @@ struct adamp_float32_1 {
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
                 const F exp_avg_value = load(exp_avg_value_kept + i);
-                const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul), 3200.0f));
-                store(exp_avg_codes_at + i, exp_avg_pattern + (noise & 4095) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + integer<1>(noise) >> 12);
             }
         }
     }
 };
 
 // row: values of rows
-template <class Grad>
-struct adamp_float32_2 {
+template <class Weight, class Grad>
+struct adamp_kernel_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {10, -1, 4, WHOLE, false, true, LARGEST, 0},  // tensor_max_for_invariant
         {11, -1, 4, ROW, false, true, NONE, 1},  // row_sum_of_p_over_row_mul_3
         {12, -1, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_invariant
@@ -2064,7 +312,7 @@ struct adamp_float32_2 {
         {7, -1, 4, ROW, true, false, NONE, 7},  // row_sum_for_invariant_2
         {8, -1, 4, ROW, true, false, NONE, 8},  // row_sum_for_invariant_3
         {9, -1, 4, ROW, true, false, NONE, 9},  // row_sum_of_p
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -2103,16 +351,16 @@ struct adamp_float32_2 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct adamp_float32_3 {
+template <class Weight, class Grad>
+struct adamp_kernel_3 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {16, -1, 4, WHOLE, false, true, NONE, 0},  // delta_over_sqrt_columns
         {17, -1, 4, WHOLE, false, true, NONE, 1},  // delta_over_sqrt_elements
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -2130,13 +378,13 @@ struct adamp_float32_3 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct adamp_float32_4 {
+template <class Weight, class Grad>
+struct adamp_kernel_4 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {18, -1, 4, WHOLE, false, true, NONE, 0},  // lt_tensor_div_delta_over_sqrt_elements
         {19, -1, 4, WHOLE, false, true, NONE, 1},  // tensor_sum_of_p_over_tensor_mul_3_2
         {12, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_invariant
@@ -2144,7 +392,7 @@ struct adamp_float32_4 {
         {14, -1, 4, WHOLE, true, false, NONE, 4},  // tensor_sum_for_invariant_3
         {17, -1, 4, WHOLE, true, false, NONE, 5},  // delta_over_sqrt_elements
         {15, -1, 4, WHOLE, true, false, NONE, 6},  // tensor_sum_of_p
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -2181,19 +429,19 @@ struct adamp_float32_4 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct adamp_float32_5 {
+template <class Weight, class Grad>
+struct adamp_kernel_5 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {20, -1, 4, WHOLE, false, true, NONE, 0},  // tensor_lt
         {21, -1, 4, WHOLE, false, true, NONE, 1},  // one_minus_lr_times_weight_decay_2
         {10, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_max_for_invariant
         {16, -1, 4, WHOLE, true, false, NONE, 3},  // delta_over_sqrt_columns
         {18, -1, 4, WHOLE, true, false, NONE, 4},  // lt_tensor_div_delta_over_sqrt_elements
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -2227,18 +475,18 @@ struct adamp_float32_5 {
 };
 
 // row: values of rows
-template <class Grad>
-struct adamp_float32_6 {
+template <class Weight, class Grad>
+struct adamp_kernel_6 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {22, -1, 4, ROW, false, true, NONE, 0},  // row_sum_of_p_over_row_mul_3_2
         {20, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_lt
         {11, -1, 4, ROW, true, false, NONE, 2},  // row_sum_of_p_over_row_mul_3
         {19, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_of_p_over_tensor_mul_3_2
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -2260,33 +508,37 @@ struct adamp_float32_6 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct adamp_float32_7 {
+template <class Weight, class Grad>
+struct adamp_kernel_7 {
+    // random bits of exp_avg_sq, exp_avg, p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{12, false}, {12, false}, {Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 64, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {2, -1, 1, ELEMENT, true, false, NONE, 1},  // exp_avg_codes
-        {3, -1, 2, BLOCK_OF, true, false, NONE, 2},  // exp_avg_scale
-        {4, -1, 1, ELEMENT, true, false, NONE, 3},  // exp_avg_sq_codes
-        {5, -1, 2, BLOCK_OF, true, false, NONE, 4},  // exp_avg_sq_range
-        {21, -1, 4, WHOLE, true, false, NONE, 5},  // one_minus_lr_times_weight_decay_2
-        {22, -1, 4, ROW, true, false, NONE, 6},  // row_sum_of_p_over_row_mul_3_2
-    };
+    static constexpr bool MATRICES = true, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {2, -1, 1, ELEMENT, true, false, NONE, 0},  // exp_avg_codes
+        {3, -1, 2, BLOCK_OF, true, false, NONE, 1},  // exp_avg_scale
+        {4, -1, 1, ELEMENT, true, false, NONE, 2},  // exp_avg_sq_codes
+        {5, -1, 2, BLOCK_OF, true, false, NONE, 3},  // exp_avg_sq_range
+        {21, -1, 4, WHOLE, true, false, NONE, 4},  // one_minus_lr_times_weight_decay_2
+        {22, -1, 4, ROW, true, false, NONE, 5},  // row_sum_of_p_over_row_mul_3_2
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                                 // float32 [n]  read and written
-        const uint8_t *__restrict exp_avg_codes_at = (const uint8_t *)at[1];     // uint8 [n]  read
-        const int16_t *__restrict exp_avg_scale_at = (const int16_t *)at[2];     // int16 [blocks of 64]  read
-        const uint8_t *__restrict exp_avg_sq_codes_at = (const uint8_t *)at[3];  // uint8 [n]  read
-        const int16_t *__restrict exp_avg_sq_range_at = (const int16_t *)at[4];  // int16 [blocks of 64]  read
+        Weight weight(at[6], at + 7);
+        const uint8_t *__restrict exp_avg_codes_at = (const uint8_t *)at[0];     // uint8 [n]  read
+        const int16_t *__restrict exp_avg_scale_at = (const int16_t *)at[1];     // int16 [blocks of 64]  read
+        const uint8_t *__restrict exp_avg_sq_codes_at = (const uint8_t *)at[2];  // uint8 [n]  read
+        const int16_t *__restrict exp_avg_sq_range_at = (const int16_t *)at[3];  // int16 [blocks of 64]  read
         // float32 [tensor]  read
-        const float *__restrict one_minus_lr_times_weight_decay_2_at = (const float *)at[5];
+        const float *__restrict one_minus_lr_times_weight_decay_2_at = (const float *)at[4];
         // float32 [row]  read
-        const float *__restrict row_sum_of_p_over_row_mul_3_2_at = (const float *)at[6];
+        const float *__restrict row_sum_of_p_over_row_mul_3_2_at = (const float *)at[5];
+        const int32_t step_key = known.step_key;
+        const int32_t stream_key = known.stream_key;
         const F scalar_2(known.scalars[4]);
         const F scalar_3(known.scalars[5]);
         const F minus_lr_over_one_minus_beta1_pow_t(known.scalars[13]);
@@ -2294,6 +546,7 @@ struct adamp_float32_7 {
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_2_kept[TILE / BLOCK];
+        Words<adamp_kernel_7> words(BLOCK * blocks, first, stream_key, step_key);
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
@@ -2314,7 +567,7 @@ struct adamp_float32_7 {
 
         // -- elements: decode, update  (specs/adamp.py)
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch_weight<BLOCK>(weight, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
@@ -2322,7 +575,8 @@ struct adamp_float32_7 {
             const F exp_avg_scale_2(exp_avg_scale_2_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const F p = load(p_at + i);
+                const auto noise = words.at(i);
+                const F p = weight.decode(i);
                 const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
@@ -2339,41 +593,40 @@ struct adamp_float32_7 {
                 const F update_2 = fma(-load(row_sum_of_p_over_row_mul_3_2_at + (i & row_mask)), p, update);
                 const F p_2 = p * one_minus_lr_times_weight_decay_2;                    // 31  p = decoupled(p, lr, weight_decay)
                 const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update_2, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
-                store(p_at + i, p_3);
+                weight.encode(i, p_3, noise);
             }
         }
     }
 };
 
 // a sweep: update (specs/adamp.py:29)
-template <class Grad>
-struct adamp_float32_small_1 {
+template <class Weight, class Grad>
+struct adamp_small_kernel_1 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
-        {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
-        {4, 21, 4, ROW, false, true, TOTAL, 4},  // row_sum_for_invariant
-        {5, 22, 4, ROW, false, true, TOTAL, 5},  // row_sum_for_invariant_2
-        {6, 23, 4, ROW, false, true, TOTAL, 6},  // row_sum_for_invariant_3
-        {7, 24, 4, ROW, false, true, TOTAL, 7},  // row_sum_of_p
-    };
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, false, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {2, -1, 4, ELEMENT, true, true, NONE, 1},  // exp_avg
+        {3, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg_sq
+        {4, 21, 4, ROW, false, true, TOTAL, 3},  // row_sum_for_invariant
+        {5, 22, 4, ROW, false, true, TOTAL, 4},  // row_sum_for_invariant_2
+        {6, 23, 4, ROW, false, true, TOTAL, 5},  // row_sum_for_invariant_3
+        {7, 24, 4, ROW, false, true, TOTAL, 6},  // row_sum_of_p
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        const float *__restrict p_at = (const float *)at[0];            // float32 [n]  read
+        Weight weight(at[7], at + 8);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];                  // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];               // float32 [n]  read and written
-        float *__restrict row_sum_for_invariant_at = (float *)at[4];    // float32 [row]  for row_sum
-        float *__restrict row_sum_for_invariant_2_at = (float *)at[5];  // float32 [row]  for row_sum
-        float *__restrict row_sum_for_invariant_3_at = (float *)at[6];  // float32 [row]  for row_sum
-        float *__restrict row_sum_of_p_at = (float *)at[7];             // float32 [row]  for row_sum
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        float *__restrict exp_avg_at = (float *)at[1];                  // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[2];               // float32 [n]  read and written
+        float *__restrict row_sum_for_invariant_at = (float *)at[3];    // float32 [row]  for row_sum
+        float *__restrict row_sum_for_invariant_2_at = (float *)at[4];  // float32 [row]  for row_sum
+        float *__restrict row_sum_for_invariant_3_at = (float *)at[5];  // float32 [row]  for row_sum
+        float *__restrict row_sum_of_p_at = (float *)at[6];             // float32 [row]  for row_sum
         const F beta1(known.scalars[0]);
         const F beta2(known.scalars[1]);
         const F one_minus_beta1_times_grad_scale(known.scalars[2]);
@@ -2386,7 +639,7 @@ struct adamp_float32_small_1 {
             const F g = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
@@ -2404,13 +657,13 @@ struct adamp_float32_small_1 {
 };
 
 // row: values of rows
-template <class Grad>
-struct adamp_float32_small_2 {
+template <class Weight, class Grad>
+struct adamp_small_kernel_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {8, -1, 4, WHOLE, false, true, LARGEST, 0},  // tensor_max_for_invariant
         {9, -1, 4, ROW, false, true, NONE, 1},  // row_sum_of_p_over_row_mul_3
         {10, -1, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_invariant
@@ -2421,7 +674,7 @@ struct adamp_float32_small_2 {
         {5, -1, 4, ROW, true, false, NONE, 7},  // row_sum_for_invariant_2
         {6, -1, 4, ROW, true, false, NONE, 8},  // row_sum_for_invariant_3
         {7, -1, 4, ROW, true, false, NONE, 9},  // row_sum_of_p
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -2460,16 +713,16 @@ struct adamp_float32_small_2 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct adamp_float32_small_3 {
+template <class Weight, class Grad>
+struct adamp_small_kernel_3 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {14, -1, 4, WHOLE, false, true, NONE, 0},  // delta_over_sqrt_columns
         {15, -1, 4, WHOLE, false, true, NONE, 1},  // delta_over_sqrt_elements
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -2487,13 +740,13 @@ struct adamp_float32_small_3 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct adamp_float32_small_4 {
+template <class Weight, class Grad>
+struct adamp_small_kernel_4 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {16, -1, 4, WHOLE, false, true, NONE, 0},  // lt_tensor_div_delta_over_sqrt_elements
         {17, -1, 4, WHOLE, false, true, NONE, 1},  // tensor_sum_of_p_over_tensor_mul_3_2
         {10, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_invariant
@@ -2501,7 +754,7 @@ struct adamp_float32_small_4 {
         {12, -1, 4, WHOLE, true, false, NONE, 4},  // tensor_sum_for_invariant_3
         {15, -1, 4, WHOLE, true, false, NONE, 5},  // delta_over_sqrt_elements
         {13, -1, 4, WHOLE, true, false, NONE, 6},  // tensor_sum_of_p
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -2538,19 +791,19 @@ struct adamp_float32_small_4 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct adamp_float32_small_5 {
+template <class Weight, class Grad>
+struct adamp_small_kernel_5 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {18, -1, 4, WHOLE, false, true, NONE, 0},  // tensor_lt
         {19, -1, 4, WHOLE, false, true, NONE, 1},  // one_minus_lr_times_weight_decay_2
         {8, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_max_for_invariant
         {14, -1, 4, WHOLE, true, false, NONE, 3},  // delta_over_sqrt_columns
         {16, -1, 4, WHOLE, true, false, NONE, 4},  // lt_tensor_div_delta_over_sqrt_elements
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -2584,18 +837,18 @@ struct adamp_float32_small_5 {
 };
 
 // row: values of rows
-template <class Grad>
-struct adamp_float32_small_6 {
+template <class Weight, class Grad>
+struct adamp_small_kernel_6 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {20, -1, 4, ROW, false, true, NONE, 0},  // row_sum_of_p_over_row_mul_3_2
         {18, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_lt
         {9, -1, 4, ROW, true, false, NONE, 2},  // row_sum_of_p_over_row_mul_3
         {17, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_of_p_over_tensor_mul_3_2
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -2617,37 +870,43 @@ struct adamp_float32_small_6 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct adamp_float32_small_7 {
+template <class Weight, class Grad>
+struct adamp_small_kernel_7 {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {2, -1, 4, ELEMENT, true, false, NONE, 1},  // exp_avg
-        {3, -1, 4, ELEMENT, true, false, NONE, 2},  // exp_avg_sq
-        {19, -1, 4, WHOLE, true, false, NONE, 3},  // one_minus_lr_times_weight_decay_2
-        {20, -1, 4, ROW, true, false, NONE, 4},  // row_sum_of_p_over_row_mul_3_2
-    };
+    static constexpr bool MATRICES = true, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {2, -1, 4, ELEMENT, true, false, NONE, 0},  // exp_avg
+        {3, -1, 4, ELEMENT, true, false, NONE, 1},  // exp_avg_sq
+        {19, -1, 4, WHOLE, true, false, NONE, 2},  // one_minus_lr_times_weight_decay_2
+        {20, -1, 4, ROW, true, false, NONE, 3},  // row_sum_of_p_over_row_mul_3_2
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                       // float32 [n]  read and written
-        const float *__restrict exp_avg_at = (const float *)at[1];     // float32 [n]  read
-        const float *__restrict exp_avg_sq_at = (const float *)at[2];  // float32 [n]  read
+        Weight weight(at[4], at + 5);
+        const float *__restrict exp_avg_at = (const float *)at[0];     // float32 [n]  read
+        const float *__restrict exp_avg_sq_at = (const float *)at[1];  // float32 [n]  read
         // float32 [tensor]  read
-        const float *__restrict one_minus_lr_times_weight_decay_2_at = (const float *)at[3];
+        const float *__restrict one_minus_lr_times_weight_decay_2_at = (const float *)at[2];
         // float32 [row]  read
-        const float *__restrict row_sum_of_p_over_row_mul_3_2_at = (const float *)at[4];
+        const float *__restrict row_sum_of_p_over_row_mul_3_2_at = (const float *)at[3];
+        const int32_t step_key = known.step_key;
+        const int32_t stream_key = known.stream_key;
         const F scalar_2(known.scalars[4]);
         const F scalar_3(known.scalars[5]);
         const F minus_lr_over_one_minus_beta1_pow_t(known.scalars[13]);
         const F one_minus_lr_times_weight_decay_2 = F(*one_minus_lr_times_weight_decay_2_at);
+        Words<adamp_small_kernel_7> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/adamp.py)
         for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
+            const auto noise = words.at(i);
+            const F p = weight.decode(i);
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             // 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
@@ -2656,19 +915,22 @@ struct adamp_float32_small_7 {
             const F update_2 = fma(-load(row_sum_of_p_over_row_mul_3_2_at + (i & row_mask)), p, update);
             const F p_2 = p * one_minus_lr_times_weight_decay_2;                    // 31  p = decoupled(p, lr, weight_decay)
             const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update_2, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
-            store(p_at + i, p_3);
+            weight.encode(i, p_3, noise);
         }
     }
 };
 
 // a sweep: update (specs/adamp.py:29)
-template <class Grad>
-struct adamp_bfloat16_1 {
+template <class Weight, class Grad>
+struct adamp_kernel_1_2 {
+    // random bits of exp_avg_sq, exp_avg, p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{12, false}, {12, false}, {8, false}});
+    static constexpr int DRAWN = NOISE.mask({0, 1}), KEPT = NOISE.mask({0, 1});
     static constexpr int BLOCK = 64, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    static constexpr bool MATRICES = true, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
@@ -2680,7 +942,7 @@ struct adamp_bfloat16_1 {
         {8, 25, 4, ROW, false, true, TOTAL, 8},  // row_sum_for_invariant_2
         {9, 26, 4, ROW, false, true, TOTAL, 9},  // row_sum_for_invariant_3
         {10, 27, 4, ROW, false, true, TOTAL, 10},  // row_sum_of_update
-    };
+    });
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
                      int row_mask, const Known &known) {
@@ -2710,9 +972,6 @@ struct adamp_bfloat16_1 {
         const F scalar_1(known.scalars[3]);
         const F scalar_2(known.scalars[4]);
         const F scalar_3(known.scalars[5]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) int32_t noise_kept[TILE];
         alignas(64) float exp_avg_sq_sqrt_kept[TILE];
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) float exp_avg_value_kept[TILE];
@@ -2729,19 +988,7 @@ struct adamp_bfloat16_1 {
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1001001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
+        Words<adamp_kernel_1_2> words(BLOCK * blocks, first, stream_key, step_key);
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
@@ -2772,8 +1019,7 @@ struct adamp_bfloat16_1 {
             I smallest_of_block(INT32_MAX);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
+                const auto noise = words.at(i);
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
@@ -2795,12 +1041,9 @@ struct adamp_bfloat16_1 {
                 // 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
                 const F update = exp_avg / fma(exp_avg_sq_sqrt, scalar_2, scalar_3);
                 const I exp_avg_sq_pattern = bits(exp_avg_sq_sqrt);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
-                store(noise_kept + i, noise);
+                words.keep(noise, i);
                 store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
                 store(exp_avg_kept + i, exp_avg);
                 store(row_sum_for_invariant_at + i, p * g_cast);
@@ -2854,10 +1097,10 @@ struct adamp_bfloat16_1 {
             I exp_avg_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I noise = load(noise_kept + i);
+                const auto noise = words.kept(i);
                 const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
-                const I exp_avg_sq_offset = lshr(noise, 8) + exp_avg_sq_half_add;
+                const I exp_avg_sq_offset = fraction<0, 24>(noise) + exp_avg_sq_half_add;
                 const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
                 const F exp_avg_sq_value_2 = as_float(exp_avg_sq_start_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
@@ -2888,23 +1131,23 @@ struct adamp_bfloat16_1 {
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
                 const F exp_avg_value = load(exp_avg_value_kept + i);
-                const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul), 3200.0f));
-                store(exp_avg_codes_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + integer<1>(noise) >> 12);
             }
         }
     }
 };
 
 // row: values of rows
-template <class Grad>
-struct adamp_bfloat16_2 {
+template <class Weight, class Grad>
+struct adamp_kernel_2_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {11, -1, 4, WHOLE, false, true, LARGEST, 0},  // tensor_max_for_invariant
         {12, -1, 4, ROW, false, true, NONE, 1},  // row_sum_of_update_over_row_mul_3
         {13, -1, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_invariant
@@ -2915,7 +1158,7 @@ struct adamp_bfloat16_2 {
         {8, -1, 4, ROW, true, false, NONE, 7},  // row_sum_for_invariant_2
         {9, -1, 4, ROW, true, false, NONE, 8},  // row_sum_for_invariant_3
         {10, -1, 4, ROW, true, false, NONE, 9},  // row_sum_of_update
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -2954,16 +1197,16 @@ struct adamp_bfloat16_2 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct adamp_bfloat16_3 {
+template <class Weight, class Grad>
+struct adamp_kernel_3_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {17, -1, 4, WHOLE, false, true, NONE, 0},  // delta_over_sqrt_columns
         {18, -1, 4, WHOLE, false, true, NONE, 1},  // delta_over_sqrt_elements
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -2981,13 +1224,13 @@ struct adamp_bfloat16_3 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct adamp_bfloat16_4 {
+template <class Weight, class Grad>
+struct adamp_kernel_4_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {19, -1, 4, WHOLE, false, true, NONE, 0},  // lt_tensor_div_delta_over_sqrt_elements
         {20, -1, 4, WHOLE, false, true, NONE, 1},  // tensor_sum_of_update_over_tensor_mul_3_2
         {13, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_invariant
@@ -2995,7 +1238,7 @@ struct adamp_bfloat16_4 {
         {15, -1, 4, WHOLE, true, false, NONE, 4},  // tensor_sum_for_invariant_3
         {18, -1, 4, WHOLE, true, false, NONE, 5},  // delta_over_sqrt_elements
         {16, -1, 4, WHOLE, true, false, NONE, 6},  // tensor_sum_of_update
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -3032,19 +1275,19 @@ struct adamp_bfloat16_4 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct adamp_bfloat16_5 {
+template <class Weight, class Grad>
+struct adamp_kernel_5_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {21, -1, 4, WHOLE, false, true, NONE, 0},  // tensor_lt
         {22, -1, 4, WHOLE, false, true, NONE, 1},  // one_minus_lr_times_weight_decay_2
         {11, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_max_for_invariant
         {17, -1, 4, WHOLE, true, false, NONE, 3},  // delta_over_sqrt_columns
         {19, -1, 4, WHOLE, true, false, NONE, 4},  // lt_tensor_div_delta_over_sqrt_elements
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -3078,18 +1321,18 @@ struct adamp_bfloat16_5 {
 };
 
 // row: values of rows
-template <class Grad>
-struct adamp_bfloat16_6 {
+template <class Weight, class Grad>
+struct adamp_kernel_6_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {23, -1, 4, ROW, false, true, NONE, 0},  // row_sum_of_update_over_row_mul_3_2
         {21, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_lt
         {12, -1, 4, ROW, true, false, NONE, 2},  // row_sum_of_update_over_row_mul_3
         {20, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_of_update_over_tensor_mul_3_2
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -3112,13 +1355,16 @@ struct adamp_bfloat16_6 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct adamp_bfloat16_7 {
+template <class Weight, class Grad>
+struct adamp_kernel_7_2 {
+    // random bits of exp_avg_sq, exp_avg, p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{12, false}, {12, false}, {8, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 64, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    static constexpr bool MATRICES = true, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {2, -1, 1, ELEMENT, true, true, NONE, 1},  // weight_low
         {3, -1, 1, ELEMENT, true, false, NONE, 2},  // exp_avg_codes
@@ -3127,7 +1373,7 @@ struct adamp_bfloat16_7 {
         {6, -1, 2, BLOCK_OF, true, false, NONE, 5},  // exp_avg_sq_range
         {22, -1, 4, WHOLE, true, false, NONE, 6},  // one_minus_lr_times_weight_decay_2
         {23, -1, 4, ROW, true, false, NONE, 7},  // row_sum_of_update_over_row_mul_3_2
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -3147,24 +1393,10 @@ struct adamp_bfloat16_7 {
         const F scalar_3(known.scalars[5]);
         const F minus_lr_over_one_minus_beta1_pow_t(known.scalars[13]);
         const F one_minus_lr_times_weight_decay_2 = F(*one_minus_lr_times_weight_decay_2_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_2_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1001001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
+        Words<adamp_kernel_7_2> words(BLOCK * blocks, first, stream_key, step_key);
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
@@ -3194,8 +1426,7 @@ struct adamp_bfloat16_7 {
             const F exp_avg_scale_2(exp_avg_scale_2_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
+                const auto noise = words.at(i);
                 const U16 p_stored = raw(p_at + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const F p = as_float(joined(p_stored, weight_low_code) - 32768);        // bf16 and 8 more bits, stochastic
@@ -3215,10 +1446,7 @@ struct adamp_bfloat16_7 {
                 const F update_2 = fma(-load(row_sum_of_update_over_row_mul_3_2_at + (i & row_mask)), p, update);
                 const F p_2 = p * one_minus_lr_times_weight_decay_2;                    // 31  p = decoupled(p, lr, weight_decay)
                 const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update_2, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = bits_or_nan(p_3) + (noise & 255 | 0x8000);
+                const I p_word = bits_or_nan(p_3) + (integer<P>(noise) | 0x8000);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -3227,13 +1455,13 @@ struct adamp_bfloat16_7 {
 };
 
 // a sweep: update (specs/adamp.py:29)
-template <class Grad>
-struct adamp_bfloat16_small_1 {
+template <class Weight, class Grad>
+struct adamp_small_kernel_1_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
@@ -3243,7 +1471,7 @@ struct adamp_bfloat16_small_1 {
         {6, 23, 4, ROW, false, true, TOTAL, 6},  // row_sum_for_invariant_2
         {7, 24, 4, ROW, false, true, TOTAL, 7},  // row_sum_for_invariant_3
         {8, 25, 4, ROW, false, true, TOTAL, 8},  // row_sum_of_update
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -3290,13 +1518,13 @@ struct adamp_bfloat16_small_1 {
 };
 
 // row: values of rows
-template <class Grad>
-struct adamp_bfloat16_small_2 {
+template <class Weight, class Grad>
+struct adamp_small_kernel_2_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {9, -1, 4, WHOLE, false, true, LARGEST, 0},  // tensor_max_for_invariant
         {10, -1, 4, ROW, false, true, NONE, 1},  // row_sum_of_update_over_row_mul_3
         {11, -1, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_invariant
@@ -3307,7 +1535,7 @@ struct adamp_bfloat16_small_2 {
         {6, -1, 4, ROW, true, false, NONE, 7},  // row_sum_for_invariant_2
         {7, -1, 4, ROW, true, false, NONE, 8},  // row_sum_for_invariant_3
         {8, -1, 4, ROW, true, false, NONE, 9},  // row_sum_of_update
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -3346,16 +1574,16 @@ struct adamp_bfloat16_small_2 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct adamp_bfloat16_small_3 {
+template <class Weight, class Grad>
+struct adamp_small_kernel_3_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {15, -1, 4, WHOLE, false, true, NONE, 0},  // delta_over_sqrt_columns
         {16, -1, 4, WHOLE, false, true, NONE, 1},  // delta_over_sqrt_elements
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -3373,13 +1601,13 @@ struct adamp_bfloat16_small_3 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct adamp_bfloat16_small_4 {
+template <class Weight, class Grad>
+struct adamp_small_kernel_4_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {17, -1, 4, WHOLE, false, true, NONE, 0},  // lt_tensor_div_delta_over_sqrt_elements
         {18, -1, 4, WHOLE, false, true, NONE, 1},  // tensor_sum_of_update_over_tensor_mul_3_2
         {11, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_invariant
@@ -3387,7 +1615,7 @@ struct adamp_bfloat16_small_4 {
         {13, -1, 4, WHOLE, true, false, NONE, 4},  // tensor_sum_for_invariant_3
         {16, -1, 4, WHOLE, true, false, NONE, 5},  // delta_over_sqrt_elements
         {14, -1, 4, WHOLE, true, false, NONE, 6},  // tensor_sum_of_update
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -3424,19 +1652,19 @@ struct adamp_bfloat16_small_4 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct adamp_bfloat16_small_5 {
+template <class Weight, class Grad>
+struct adamp_small_kernel_5_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {19, -1, 4, WHOLE, false, true, NONE, 0},  // tensor_lt
         {20, -1, 4, WHOLE, false, true, NONE, 1},  // one_minus_lr_times_weight_decay_2
         {9, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_max_for_invariant
         {15, -1, 4, WHOLE, true, false, NONE, 3},  // delta_over_sqrt_columns
         {17, -1, 4, WHOLE, true, false, NONE, 4},  // lt_tensor_div_delta_over_sqrt_elements
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -3470,18 +1698,18 @@ struct adamp_bfloat16_small_5 {
 };
 
 // row: values of rows
-template <class Grad>
-struct adamp_bfloat16_small_6 {
+template <class Weight, class Grad>
+struct adamp_small_kernel_6_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {21, -1, 4, ROW, false, true, NONE, 0},  // row_sum_of_update_over_row_mul_3_2
         {19, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_lt
         {10, -1, 4, ROW, true, false, NONE, 2},  // row_sum_of_update_over_row_mul_3
         {18, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_of_update_over_tensor_mul_3_2
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -3504,20 +1732,23 @@ struct adamp_bfloat16_small_6 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct adamp_bfloat16_small_7 {
+template <class Weight, class Grad>
+struct adamp_small_kernel_7_2 {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{8, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    static constexpr bool MATRICES = true, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {2, -1, 1, ELEMENT, true, true, NONE, 1},  // weight_low
         {3, -1, 4, ELEMENT, true, false, NONE, 2},  // exp_avg
         {4, -1, 4, ELEMENT, true, false, NONE, 3},  // exp_avg_sq
         {20, -1, 4, WHOLE, true, false, NONE, 4},  // one_minus_lr_times_weight_decay_2
         {21, -1, 4, ROW, true, false, NONE, 5},  // row_sum_of_update_over_row_mul_3_2
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -3535,26 +1766,11 @@ struct adamp_bfloat16_small_7 {
         const F scalar_3(known.scalars[5]);
         const F minus_lr_over_one_minus_beta1_pow_t(known.scalars[13]);
         const F one_minus_lr_times_weight_decay_2 = F(*one_minus_lr_times_weight_decay_2_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
+        Words<adamp_small_kernel_7_2> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update, encode  (specs/adamp.py)
         for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
+            const auto noise = words.at(i);
             const U16 p_stored = raw(p_at + i);
             const U8 weight_low_code = raw(weight_low_at + i);
             const F p = as_float(joined(p_stored, weight_low_code) - 32768);        // bf16 and 8 more bits, stochastic
@@ -3566,10 +1782,7 @@ struct adamp_bfloat16_small_7 {
             const F update_2 = fma(-load(row_sum_of_update_over_row_mul_3_2_at + (i & row_mask)), p, update);
             const F p_2 = p * one_minus_lr_times_weight_decay_2;                    // 31  p = decoupled(p, lr, weight_decay)
             const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update_2, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 0x8000);
+            const I p_word = bits_or_nan(p_3) + (integer<P>(noise) | 0x8000);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
         }
@@ -3577,13 +1790,16 @@ struct adamp_bfloat16_small_7 {
 };
 
 // a sweep: update (specs/adamp.py:29)
-template <class Grad>
-struct adamp_float16_1 {
+template <class Weight, class Grad>
+struct adamp_kernel_1_3 {
+    // random bits of exp_avg_sq, exp_avg, p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{12, false}, {12, false}, {8, false}});
+    static constexpr int DRAWN = NOISE.mask({0, 1}), KEPT = NOISE.mask({0, 1});
     static constexpr int BLOCK = 64, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    static constexpr bool MATRICES = true, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
@@ -3595,7 +1811,7 @@ struct adamp_float16_1 {
         {8, 25, 4, ROW, false, true, TOTAL, 8},  // row_sum_for_invariant_2
         {9, 26, 4, ROW, false, true, TOTAL, 9},  // row_sum_for_invariant_3
         {10, 27, 4, ROW, false, true, TOTAL, 10},  // row_sum_of_update
-    };
+    });
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
                      int row_mask, const Known &known) {
@@ -3625,11 +1841,8 @@ struct adamp_float16_1 {
         const F scalar_1(known.scalars[3]);
         const F scalar_2(known.scalars[4]);
         const F scalar_3(known.scalars[5]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) float exp_avg_sq_sqrt_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
         alignas(64) float exp_avg_value_kept[TILE];
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
@@ -3644,19 +1857,7 @@ struct adamp_float16_1 {
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1001001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
+        Words<adamp_kernel_1_3> words(BLOCK * blocks, first, stream_key, step_key);
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
@@ -3689,8 +1890,7 @@ struct adamp_float16_1 {
             I smallest_of_block(INT32_MAX);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
+                const auto noise = words.at(i);
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
@@ -3707,14 +1907,11 @@ struct adamp_float16_1 {
                 const F exp_avg_sq_2 = fma(scalar_1 * g_cast, g_cast, beta2 * exp_avg_sq);
                 const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
                 const I exp_avg_sq_pattern = bits(exp_avg_sq_sqrt);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
+                words.keep(noise, i);
                 store(exp_avg_kept + i, exp_avg);
                 store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
-                store(noise_kept + i, noise);
                 store(row_sum_for_invariant_3_at + i, g_cast * g_cast);
             }
             largest_of_block_kept[b] = largest_of_block;
@@ -3790,10 +1987,10 @@ struct adamp_float16_1 {
             I exp_avg_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I noise = load(noise_kept + i);
+                const auto noise = words.kept(i);
                 const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
-                const I exp_avg_sq_offset = lshr(noise, 8) + exp_avg_sq_half_add;
+                const I exp_avg_sq_offset = fraction<0, 24>(noise) + exp_avg_sq_half_add;
                 const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
                 const F exp_avg_sq_value_2 = as_float(exp_avg_sq_start_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
@@ -3823,23 +2020,26 @@ struct adamp_float16_1 {
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
                 const F exp_avg_value = load(exp_avg_value_kept + i);
-                const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul), 3200.0f));
-                store(exp_avg_codes_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + integer<1>(noise) >> 12);
             }
         }
     }
 };
 
 // a sweep: the update
-template <class Grad>
-struct adamp_float16_7 {
+template <class Weight, class Grad>
+struct adamp_kernel_7_3 {
+    // random bits of exp_avg_sq, exp_avg, p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{12, false}, {12, false}, {8, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 64, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    static constexpr bool MATRICES = true, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {2, -1, 1, ELEMENT, true, true, NONE, 1},  // weight_low
         {3, -1, 1, ELEMENT, true, false, NONE, 2},  // exp_avg_codes
@@ -3848,7 +2048,7 @@ struct adamp_float16_7 {
         {6, -1, 2, BLOCK_OF, true, false, NONE, 5},  // exp_avg_sq_range
         {22, -1, 4, WHOLE, true, false, NONE, 6},  // one_minus_lr_times_weight_decay_2
         {23, -1, 4, ROW, true, false, NONE, 7},  // row_sum_of_update_over_row_mul_3_2
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -3868,24 +2068,10 @@ struct adamp_float16_7 {
         const F scalar_3(known.scalars[5]);
         const F minus_lr_over_one_minus_beta1_pow_t(known.scalars[13]);
         const F one_minus_lr_times_weight_decay_2 = F(*one_minus_lr_times_weight_decay_2_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_2_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1001001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
+        Words<adamp_kernel_7_3> words(BLOCK * blocks, first, stream_key, step_key);
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
@@ -3915,8 +2101,7 @@ struct adamp_float16_7 {
             const F exp_avg_scale_2(exp_avg_scale_2_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
+                const auto noise = words.at(i);
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
@@ -3952,10 +2137,7 @@ struct adamp_float16_7 {
                 const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
                 const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
                 const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_wide_2 = lshr(p_fixed + ((noise & 255) << 1 | 1), 9);
+                const I p_wide_2 = lshr(p_fixed + middle<P, 9>(noise), 9);
                 const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
                 const I p_kept_ = p_word;
                 store(p_at + i, p_sign | p_word >> 8);
@@ -3966,13 +2148,13 @@ struct adamp_float16_7 {
 };
 
 // a sweep: update (specs/adamp.py:29)
-template <class Grad>
-struct adamp_float16_small_1 {
+template <class Weight, class Grad>
+struct adamp_small_kernel_1_3 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
@@ -3982,7 +2164,7 @@ struct adamp_float16_small_1 {
         {6, 23, 4, ROW, false, true, TOTAL, 6},  // row_sum_for_invariant_2
         {7, 24, 4, ROW, false, true, TOTAL, 7},  // row_sum_for_invariant_3
         {8, 25, 4, ROW, false, true, TOTAL, 8},  // row_sum_of_update
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -4037,20 +2219,23 @@ struct adamp_float16_small_1 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct adamp_float16_small_7 {
+template <class Weight, class Grad>
+struct adamp_small_kernel_7_3 {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{8, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    static constexpr bool MATRICES = true, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {2, -1, 1, ELEMENT, true, true, NONE, 1},  // weight_low
         {3, -1, 4, ELEMENT, true, false, NONE, 2},  // exp_avg
         {4, -1, 4, ELEMENT, true, false, NONE, 3},  // exp_avg_sq
         {20, -1, 4, WHOLE, true, false, NONE, 4},  // one_minus_lr_times_weight_decay_2
         {21, -1, 4, ROW, true, false, NONE, 5},  // row_sum_of_update_over_row_mul_3_2
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -4068,26 +2253,11 @@ struct adamp_float16_small_7 {
         const F scalar_3(known.scalars[5]);
         const F minus_lr_over_one_minus_beta1_pow_t(known.scalars[13]);
         const F one_minus_lr_times_weight_decay_2 = F(*one_minus_lr_times_weight_decay_2_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
+        Words<adamp_small_kernel_7_3> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update, encode  (specs/adamp.py)
         for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
+            const auto noise = words.at(i);
             const U16 p_stored = raw(p_at + i);
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
@@ -4115,10 +2285,7 @@ struct adamp_float16_small_7 {
             const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
             const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
             const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_wide_2 = lshr(p_fixed + (lshr(noise, 23) | 1), 9);
+            const I p_wide_2 = lshr(p_fixed + middle<P, 9>(noise), 9);
             const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
             const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
@@ -4127,39 +2294,301 @@ struct adamp_float16_small_7 {
     }
 };
 
+template <class Weight, class Grad>
+struct adamp_no_projected_kernel {
+    // random bits of exp_avg_sq, exp_avg, p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{12, false}, {12, false}, {Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P, 0, 1}), KEPT = NOISE.mask({P, 0, 1});
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3 + count(KEPT)), SCALARS = 8;
+    // bytes per entry, of what, written
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}});
+
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
+        Weight weight(at[0], at + 2);
+        // float [n]  read
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
+        // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[parts<Weight>() + 1];
+        // int16 [blocks of 64]  read and written
+        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[parts<Weight>() + 2];
+        // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[parts<Weight>() + 3];
+        // int16 [blocks of 64]  read and written
+        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[parts<Weight>() + 4];
+        const F beta1(scalars[0]);
+        const F beta2(scalars[1]);
+        const F one_minus_beta1_times_grad_scale(scalars[2]);
+        const F scalar_1(scalars[3]);
+        const F scalar_2(scalars[4]);
+        const F scalar_3(scalars[5]);
+        const F one_minus_lr_times_weight_decay(scalars[6]);
+        const F minus_lr_over_one_minus_beta1_pow_t(scalars[7]);
+        alignas(64) float exp_avg_kept[TILE];
+        alignas(64) float exp_avg_sq_sqrt_kept[TILE];
+        alignas(64) float exp_avg_value_kept[TILE];
+        alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_half_add_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_base_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_start_add_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_step_2_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
+        I largest_of_block_kept[TILE / BLOCK];
+        I smallest_of_block_kept[TILE / BLOCK];
+        I exp_avg_top_kept[TILE / BLOCK];
+        Words<adamp_no_projected_kernel> words(BLOCK * blocks, first, stream_key, step_key);
+
+        // -- blocks
+        for (int b = 0; b < blocks; b += W) {
+            const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
+            const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
+            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
+            const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
+            const I exp_avg_sq_header = to_int(exp_avg_sq_range);
+            const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
+            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
+            const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
+            const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
+            store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
+            store(exp_avg_sq_step_kept + b, exp_avg_sq_step);
+            store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
+        }
+
+        const auto update_weight = [&](int i, F exp_avg, F exp_avg_sq_sqrt, const auto &noise) {
+            const F p = weight.decode(i);
+            // 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
+            const F update = exp_avg / fma(exp_avg_sq_sqrt, scalar_2, scalar_3);
+            const F p_2 = one_minus_lr_times_weight_decay * p;                    // 31  p = decoupled(p, lr, weight_decay)
+            const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
+            weight.encode(i, p_3, noise);
+        };
+        // -- elements: decode, update, encode  (specs/adamp.py)
+        for (int b = 0; b < blocks; b++) {
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch_weight<BLOCK>(weight, b);
+            if constexpr (!apart<Weight>()) { fetch<BLOCK>(g_at, b + TILE / BLOCK); }
+            const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
+            const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
+            const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
+            I largest_of_block(INT32_MIN);
+            I smallest_of_block(INT32_MAX);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const auto noise = words.at(i);
+                const F g = Grad::load(g_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
+                const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
+                const F exp_avg_bend = abs(exp_avg_code_2);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
+                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
+                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
+                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+                const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
+                // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
+                // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
+                const F exp_avg_sq_2 = fma(scalar_1 * g, g, beta2 * exp_avg_sq);
+                const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
+                const I exp_avg_sq_pattern = bits(exp_avg_sq_sqrt);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
+                words.keep(noise, i);
+                store(exp_avg_kept + i, exp_avg);
+                store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
+                if constexpr (!apart<Weight>())
+                    update_weight(i, exp_avg, exp_avg_sq_sqrt, noise);
+            }
+            largest_of_block_kept[b] = largest_of_block;
+            smallest_of_block_kept[b] = smallest_of_block;
+        }
+
+        // -- blocks
+        for (int b = 0; b < blocks; b += W) {
+            const I largest_of_block = largest(largest_of_block_kept + b);
+            const I smallest_of_block = smallest(smallest_of_block_kept + b);
+            const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
+            const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
+            const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
+            const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
+            const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
+            const I exp_avg_sq_start = exp_avg_sq_first << 22;
+            const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
+            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_start_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
+            const I exp_avg_sq_half = exp_avg_sq_units * 10240;
+            const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
+            const I exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base;
+            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
+            const I exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000;
+            const I exp_avg_sq_header_2 = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells_2;
+            store(exp_avg_sq_half_add_kept + b, exp_avg_sq_half_add);
+            store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
+            store(exp_avg_sq_base_sub_kept + b, exp_avg_sq_base_sub);
+            store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
+            store(exp_avg_sq_start_add_kept + b, exp_avg_sq_start_add);
+            store(exp_avg_sq_step_2_kept + b, exp_avg_sq_step_2);
+            store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
+        }
+
+        // -- elements: decode, update  (specs/adamp.py)
+        if constexpr (apart<Weight>()) for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
+                const F exp_avg = load(exp_avg_kept + i);
+                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
+                update_weight(i, exp_avg, exp_avg_sq_sqrt, noise);
+            }
+        }
+
+        // -- elements: encode
+        for (int b = 0; b < blocks; b++) {
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
+            const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
+            const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
+            const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
+            const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
+            const I exp_avg_sq_start_add(exp_avg_sq_start_add_kept[b]);
+            const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
+            I exp_avg_top(INT32_MIN);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
+                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
+                const F exp_avg = load(exp_avg_kept + i);
+                const I exp_avg_sq_offset = fraction<0, 24>(noise) + exp_avg_sq_half_add;
+                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
+                const F exp_avg_sq_value_2 = as_float(exp_avg_sq_start_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
+                const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
+                const F exp_avg_value_abs = abs(exp_avg_value);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
+                store(exp_avg_value_kept + i, exp_avg_value);
+                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
+            }
+            exp_avg_top_kept[b] = exp_avg_top;
+        }
+
+        // -- blocks
+        for (int b = 0; b < blocks; b += W) {
+            const I exp_avg_top = largest(exp_avg_top_kept + b);
+            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
+            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
+            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
+            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
+            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
+            store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
+        }
+
+        // -- elements: encode
+        for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
+            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
+                const F exp_avg_value = load(exp_avg_value_kept + i);
+                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul), 3200.0f));
+                store(exp_avg_codes_at + i, exp_avg_pattern + integer<1>(noise) >> 12);
+            }
+        }
+    }
+};
+
+template <class Weight, class Grad>
+struct adamp_no_projected_small_kernel {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 8;
+    // bytes per entry, of what, written
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}});
+
+    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
+                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+        Weight weight(at[0], at + 2);
+        // float [n]  read
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
+        float *__restrict exp_avg_at = (float *)at[parts<Weight>() + 1];     // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[parts<Weight>() + 2];  // float32 [n]  read and written
+        const F beta1(scalars[0]);
+        const F beta2(scalars[1]);
+        const F one_minus_beta1_times_grad_scale(scalars[2]);
+        const F scalar_1(scalars[3]);
+        const F scalar_2(scalars[4]);
+        const F scalar_3(scalars[5]);
+        const F one_minus_lr_times_weight_decay(scalars[6]);
+        const F minus_lr_over_one_minus_beta1_pow_t(scalars[7]);
+        Words<adamp_no_projected_small_kernel> words(count, first, stream_key, step_key);
+
+        // -- elements: decode, update  (specs/adamp.py)
+        for (int i = 0; i < count; i += W) {
+            const auto noise = words.at(i);
+            const F g = Grad::load(g_at + i);
+            const F exp_avg = load(exp_avg_at + i);
+            const F exp_avg_sq = load(exp_avg_sq_at + i);
+            const F p = weight.decode(i);
+            // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
+            // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
+            const F exp_avg_sq_2 = fma(scalar_1 * g, g, beta2 * exp_avg_sq);
+            // 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
+            const F update = exp_avg_2 / fma(sqrt(exp_avg_sq_2), scalar_2, scalar_3);
+            const F p_2 = one_minus_lr_times_weight_decay * p;                    // 31  p = decoupled(p, lr, weight_decay)
+            const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
+            weight.encode(i, p_3, noise);
+            store(exp_avg_at + i, exp_avg_2);
+            store(exp_avg_sq_at + i, exp_avg_sq_2);
+        }
+    }
+};
+
 // a sweep: update (specs/adamp.py:29)
-template <class Grad>
-struct adamp_float32_nesterov_1 {
+template <class Weight, class Grad>
+struct adamp_nesterov_kernel_1 {
     static constexpr int BLOCK = 64, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, false, NONE, 2},  // exp_avg_codes
-        {3, -1, 2, BLOCK_OF, true, false, NONE, 3},  // exp_avg_scale
-        {4, -1, 1, ELEMENT, true, false, NONE, 4},  // exp_avg_sq_codes
-        {5, -1, 2, BLOCK_OF, true, false, NONE, 5},  // exp_avg_sq_range
-        {6, 23, 4, ROW, false, true, TOTAL, 6},  // row_sum_for_invariant
-        {7, 24, 4, ROW, false, true, TOTAL, 7},  // row_sum_for_invariant_2
-        {8, 25, 4, ROW, false, true, TOTAL, 8},  // row_sum_for_invariant_3
-        {9, 26, 4, ROW, false, true, TOTAL, 9},  // row_sum_of_p
-    };
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, false, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {2, -1, 1, ELEMENT, true, false, NONE, 1},  // exp_avg_codes
+        {3, -1, 2, BLOCK_OF, true, false, NONE, 2},  // exp_avg_scale
+        {4, -1, 1, ELEMENT, true, false, NONE, 3},  // exp_avg_sq_codes
+        {5, -1, 2, BLOCK_OF, true, false, NONE, 4},  // exp_avg_sq_range
+        {6, 23, 4, ROW, false, true, TOTAL, 5},  // row_sum_for_invariant
+        {7, 24, 4, ROW, false, true, TOTAL, 6},  // row_sum_for_invariant_2
+        {8, 25, 4, ROW, false, true, TOTAL, 7},  // row_sum_for_invariant_3
+        {9, 26, 4, ROW, false, true, TOTAL, 8},  // row_sum_of_p
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        const float *__restrict p_at = (const float *)at[0];                     // float32 [n]  read
+        Weight weight(at[9], at + 10);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const uint8_t *__restrict exp_avg_codes_at = (const uint8_t *)at[2];     // uint8 [n]  read
-        const int16_t *__restrict exp_avg_scale_at = (const int16_t *)at[3];     // int16 [blocks of 64]  read
-        const uint8_t *__restrict exp_avg_sq_codes_at = (const uint8_t *)at[4];  // uint8 [n]  read
-        const int16_t *__restrict exp_avg_sq_range_at = (const int16_t *)at[5];  // int16 [blocks of 64]  read
-        float *__restrict row_sum_for_invariant_at = (float *)at[6];             // float32 [row]  for row_sum
-        float *__restrict row_sum_for_invariant_2_at = (float *)at[7];           // float32 [row]  for row_sum
-        float *__restrict row_sum_for_invariant_3_at = (float *)at[8];           // float32 [row]  for row_sum
-        float *__restrict row_sum_of_p_at = (float *)at[9];                      // float32 [row]  for row_sum
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        const uint8_t *__restrict exp_avg_codes_at = (const uint8_t *)at[1];     // uint8 [n]  read
+        const int16_t *__restrict exp_avg_scale_at = (const int16_t *)at[2];     // int16 [blocks of 64]  read
+        const uint8_t *__restrict exp_avg_sq_codes_at = (const uint8_t *)at[3];  // uint8 [n]  read
+        const int16_t *__restrict exp_avg_sq_range_at = (const int16_t *)at[4];  // int16 [blocks of 64]  read
+        float *__restrict row_sum_for_invariant_at = (float *)at[5];             // float32 [row]  for row_sum
+        float *__restrict row_sum_for_invariant_2_at = (float *)at[6];           // float32 [row]  for row_sum
+        float *__restrict row_sum_for_invariant_3_at = (float *)at[7];           // float32 [row]  for row_sum
+        float *__restrict row_sum_of_p_at = (float *)at[8];                      // float32 [row]  for row_sum
         const F beta2(known.scalars[0]);
         const F scalar_0(known.scalars[1]);
         const F beta1_times_beta1(known.scalars[2]);
@@ -4191,7 +2620,7 @@ struct adamp_float32_nesterov_1 {
 
         // -- elements: decode, update  (specs/adamp.py)
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch_weight<BLOCK>(weight, b + TILE / BLOCK);
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
@@ -4200,7 +2629,7 @@ struct adamp_float32_nesterov_1 {
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const F p = load(p_at + i);
+                const F p = weight.decode(i);
                 const F g = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
@@ -4224,13 +2653,13 @@ struct adamp_float32_nesterov_1 {
 };
 
 // row: values of rows
-template <class Grad>
-struct adamp_float32_nesterov_2 {
+template <class Weight, class Grad>
+struct adamp_nesterov_kernel_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {10, -1, 4, WHOLE, false, true, LARGEST, 0},  // tensor_max_for_invariant
         {11, -1, 4, ROW, false, true, NONE, 1},  // row_sum_of_p_over_row_mul_3
         {12, -1, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_invariant
@@ -4241,7 +2670,7 @@ struct adamp_float32_nesterov_2 {
         {7, -1, 4, ROW, true, false, NONE, 7},  // row_sum_for_invariant_2
         {8, -1, 4, ROW, true, false, NONE, 8},  // row_sum_for_invariant_3
         {9, -1, 4, ROW, true, false, NONE, 9},  // row_sum_of_p
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -4280,16 +2709,16 @@ struct adamp_float32_nesterov_2 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct adamp_float32_nesterov_3 {
+template <class Weight, class Grad>
+struct adamp_nesterov_kernel_3 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {16, -1, 4, WHOLE, false, true, NONE, 0},  // delta_over_sqrt_columns
         {17, -1, 4, WHOLE, false, true, NONE, 1},  // delta_over_sqrt_elements
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -4307,13 +2736,13 @@ struct adamp_float32_nesterov_3 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct adamp_float32_nesterov_4 {
+template <class Weight, class Grad>
+struct adamp_nesterov_kernel_4 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {18, -1, 4, WHOLE, false, true, NONE, 0},  // lt_tensor_div_delta_over_sqrt_elements
         {19, -1, 4, WHOLE, false, true, NONE, 1},  // tensor_sum_of_p_over_tensor_mul_3_2
         {12, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_invariant
@@ -4321,7 +2750,7 @@ struct adamp_float32_nesterov_4 {
         {14, -1, 4, WHOLE, true, false, NONE, 4},  // tensor_sum_for_invariant_3
         {17, -1, 4, WHOLE, true, false, NONE, 5},  // delta_over_sqrt_elements
         {15, -1, 4, WHOLE, true, false, NONE, 6},  // tensor_sum_of_p
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -4358,19 +2787,19 @@ struct adamp_float32_nesterov_4 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct adamp_float32_nesterov_5 {
+template <class Weight, class Grad>
+struct adamp_nesterov_kernel_5 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {20, -1, 4, WHOLE, false, true, NONE, 0},  // tensor_lt
         {21, -1, 4, WHOLE, false, true, NONE, 1},  // one_minus_lr_times_weight_decay_2
         {10, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_max_for_invariant
         {16, -1, 4, WHOLE, true, false, NONE, 3},  // delta_over_sqrt_columns
         {18, -1, 4, WHOLE, true, false, NONE, 4},  // lt_tensor_div_delta_over_sqrt_elements
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -4404,22 +2833,24 @@ struct adamp_float32_nesterov_5 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct adamp_float32_nesterov_7 {
+template <class Weight, class Grad>
+struct adamp_nesterov_kernel_7 {
+    // random bits of exp_avg_sq, exp_avg, p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{12, false}, {12, false}, {Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P, 0, 1}), KEPT = NOISE.mask({P, 0, 1});
     static constexpr int BLOCK = 64, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // exp_avg_codes
-        {3, -1, 2, BLOCK_OF, true, true, NONE, 3},  // exp_avg_scale
-        {4, -1, 1, ELEMENT, true, true, NONE, 4},  // exp_avg_sq_codes
-        {5, -1, 2, BLOCK_OF, true, true, NONE, 5},  // exp_avg_sq_range
-        {21, -1, 4, WHOLE, true, false, NONE, 6},  // one_minus_lr_times_weight_decay_2
-        {22, -1, 4, ROW, true, false, NONE, 7},  // row_sum_of_p_over_row_mul_3_2
-    };
+    static constexpr bool MATRICES = true, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {2, -1, 1, ELEMENT, true, true, NONE, 1},  // exp_avg_codes
+        {3, -1, 2, BLOCK_OF, true, true, NONE, 2},  // exp_avg_scale
+        {4, -1, 1, ELEMENT, true, true, NONE, 3},  // exp_avg_sq_codes
+        {5, -1, 2, BLOCK_OF, true, true, NONE, 4},  // exp_avg_sq_range
+        {21, -1, 4, WHOLE, true, false, NONE, 5},  // one_minus_lr_times_weight_decay_2
+        {22, -1, 4, ROW, true, false, NONE, 6},  // row_sum_of_p_over_row_mul_3_2
+    });
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
                      int row_mask, const Known &known) {
@@ -4429,17 +2860,17 @@ struct adamp_float32_nesterov_7 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                     // float32 [n]  read and written
+        Weight weight(at[7], at + 8);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[2];     // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[3];     // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[4];  // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];  // int16 [blocks of 64]  read and written
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[1];     // uint8 [n]  read and written
+        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[2];     // int16 [blocks of 64]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[3];  // uint8 [n]  read and written
+        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
         // float32 [tensor]  read
-        const float *__restrict one_minus_lr_times_weight_decay_2_at = (const float *)at[6];
+        const float *__restrict one_minus_lr_times_weight_decay_2_at = (const float *)at[5];
         // float32 [row]  read
-        const float *__restrict row_sum_of_p_over_row_mul_3_2_at = (const float *)at[7];
+        const float *__restrict row_sum_of_p_over_row_mul_3_2_at = (const float *)at[6];
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[14]);
@@ -4450,11 +2881,8 @@ struct adamp_float32_nesterov_7 {
         const F scalar_5(known.scalars[6]);
         const F minus_lr_over_one_minus_beta1_pow_t(known.scalars[15]);
         const F one_minus_lr_times_weight_decay_2 = F(*one_minus_lr_times_weight_decay_2_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) float exp_avg_sq_sqrt_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
         alignas(64) float exp_avg_value_kept[TILE];
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
@@ -4469,19 +2897,7 @@ struct adamp_float32_nesterov_7 {
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000010;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
+        Words<adamp_nesterov_kernel_7> words(BLOCK * blocks, first, stream_key, step_key);
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
@@ -4504,7 +2920,7 @@ struct adamp_float32_nesterov_7 {
         // -- elements: decode, update, encode  (specs/adamp.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
+            fetch_weight<BLOCK>(weight, b);
             fetch<BLOCK>(g_at, b);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
@@ -4513,8 +2929,7 @@ struct adamp_float32_nesterov_7 {
             I smallest_of_block(INT32_MAX);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
+                const auto noise = words.at(i);
                 const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
@@ -4531,14 +2946,11 @@ struct adamp_float32_nesterov_7 {
                 const F exp_avg_sq_2 = fma(scalar_0 * g, g, beta2 * exp_avg_sq);
                 const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
                 const I exp_avg_sq_pattern = bits(exp_avg_sq_sqrt);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
+                words.keep(noise, i);
                 store(exp_avg_kept + i, exp_avg);
                 store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
-                store(noise_kept + i, noise);
             }
             largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
@@ -4577,9 +2989,10 @@ struct adamp_float32_nesterov_7 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
-                const F p = load(p_at + i);
+                const F p = weight.decode(i);
                 const F g = Grad::load(g_at + i);
                 const F g_mul = one_minus_beta1_times_grad_scale * g;
                 // 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
@@ -4588,7 +3001,7 @@ struct adamp_float32_nesterov_7 {
                 const F update_2 = fma(-load(row_sum_of_p_over_row_mul_3_2_at + (i & row_mask)), p, update);
                 const F p_2 = p * one_minus_lr_times_weight_decay_2;                    // 31  p = decoupled(p, lr, weight_decay)
                 const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update_2, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
-                store(p_at + i, p_3);
+                weight.encode(i, p_3, noise);
             }
         }
 
@@ -4605,10 +3018,10 @@ struct adamp_float32_nesterov_7 {
             I exp_avg_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I noise = load(noise_kept + i);
+                const auto noise = words.kept(i);
                 const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
-                const I exp_avg_sq_offset = lshr(noise, 8) + exp_avg_sq_half_add;
+                const I exp_avg_sq_offset = fraction<0, 24>(noise) + exp_avg_sq_half_add;
                 const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
                 const F exp_avg_sq_value_2 = as_float(exp_avg_sq_start_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
@@ -4638,44 +3051,43 @@ struct adamp_float32_nesterov_7 {
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
                 const F exp_avg_value = load(exp_avg_value_kept + i);
-                const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul), 3200.0f));
-                store(exp_avg_codes_at + i, exp_avg_pattern + (noise & 4095) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + integer<1>(noise) >> 12);
             }
         }
     }
 };
 
 // a sweep: update (specs/adamp.py:29)
-template <class Grad>
-struct adamp_float32_nesterov_small_1 {
+template <class Weight, class Grad>
+struct adamp_nesterov_small_kernel_1 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, false, NONE, 2},  // exp_avg
-        {3, -1, 4, ELEMENT, true, false, NONE, 3},  // exp_avg_sq
-        {4, 21, 4, ROW, false, true, TOTAL, 4},  // row_sum_for_invariant
-        {5, 22, 4, ROW, false, true, TOTAL, 5},  // row_sum_for_invariant_2
-        {6, 23, 4, ROW, false, true, TOTAL, 6},  // row_sum_for_invariant_3
-        {7, 24, 4, ROW, false, true, TOTAL, 7},  // row_sum_of_p
-    };
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, false, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {2, -1, 4, ELEMENT, true, false, NONE, 1},  // exp_avg
+        {3, -1, 4, ELEMENT, true, false, NONE, 2},  // exp_avg_sq
+        {4, 21, 4, ROW, false, true, TOTAL, 3},  // row_sum_for_invariant
+        {5, 22, 4, ROW, false, true, TOTAL, 4},  // row_sum_for_invariant_2
+        {6, 23, 4, ROW, false, true, TOTAL, 5},  // row_sum_for_invariant_3
+        {7, 24, 4, ROW, false, true, TOTAL, 6},  // row_sum_of_p
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        const float *__restrict p_at = (const float *)at[0];            // float32 [n]  read
+        Weight weight(at[7], at + 8);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const float *__restrict exp_avg_at = (const float *)at[2];      // float32 [n]  read
-        const float *__restrict exp_avg_sq_at = (const float *)at[3];   // float32 [n]  read
-        float *__restrict row_sum_for_invariant_at = (float *)at[4];    // float32 [row]  for row_sum
-        float *__restrict row_sum_for_invariant_2_at = (float *)at[5];  // float32 [row]  for row_sum
-        float *__restrict row_sum_for_invariant_3_at = (float *)at[6];  // float32 [row]  for row_sum
-        float *__restrict row_sum_of_p_at = (float *)at[7];             // float32 [row]  for row_sum
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        const float *__restrict exp_avg_at = (const float *)at[1];      // float32 [n]  read
+        const float *__restrict exp_avg_sq_at = (const float *)at[2];   // float32 [n]  read
+        float *__restrict row_sum_for_invariant_at = (float *)at[3];    // float32 [row]  for row_sum
+        float *__restrict row_sum_for_invariant_2_at = (float *)at[4];  // float32 [row]  for row_sum
+        float *__restrict row_sum_for_invariant_3_at = (float *)at[5];  // float32 [row]  for row_sum
+        float *__restrict row_sum_of_p_at = (float *)at[6];             // float32 [row]  for row_sum
         const F beta2(known.scalars[0]);
         const F scalar_0(known.scalars[1]);
         const F beta1_times_beta1(known.scalars[2]);
@@ -4686,7 +3098,7 @@ struct adamp_float32_nesterov_small_1 {
 
         // -- elements: decode, update  (specs/adamp.py)
         for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             const F g = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
@@ -4703,13 +3115,13 @@ struct adamp_float32_nesterov_small_1 {
 };
 
 // row: values of rows
-template <class Grad>
-struct adamp_float32_nesterov_small_2 {
+template <class Weight, class Grad>
+struct adamp_nesterov_small_kernel_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {8, -1, 4, WHOLE, false, true, LARGEST, 0},  // tensor_max_for_invariant
         {9, -1, 4, ROW, false, true, NONE, 1},  // row_sum_of_p_over_row_mul_3
         {10, -1, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_invariant
@@ -4720,7 +3132,7 @@ struct adamp_float32_nesterov_small_2 {
         {5, -1, 4, ROW, true, false, NONE, 7},  // row_sum_for_invariant_2
         {6, -1, 4, ROW, true, false, NONE, 8},  // row_sum_for_invariant_3
         {7, -1, 4, ROW, true, false, NONE, 9},  // row_sum_of_p
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -4759,16 +3171,16 @@ struct adamp_float32_nesterov_small_2 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct adamp_float32_nesterov_small_3 {
+template <class Weight, class Grad>
+struct adamp_nesterov_small_kernel_3 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {14, -1, 4, WHOLE, false, true, NONE, 0},  // delta_over_sqrt_columns
         {15, -1, 4, WHOLE, false, true, NONE, 1},  // delta_over_sqrt_elements
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -4786,13 +3198,13 @@ struct adamp_float32_nesterov_small_3 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct adamp_float32_nesterov_small_4 {
+template <class Weight, class Grad>
+struct adamp_nesterov_small_kernel_4 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {16, -1, 4, WHOLE, false, true, NONE, 0},  // lt_tensor_div_delta_over_sqrt_elements
         {17, -1, 4, WHOLE, false, true, NONE, 1},  // tensor_sum_of_p_over_tensor_mul_3_2
         {10, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_invariant
@@ -4800,7 +3212,7 @@ struct adamp_float32_nesterov_small_4 {
         {12, -1, 4, WHOLE, true, false, NONE, 4},  // tensor_sum_for_invariant_3
         {15, -1, 4, WHOLE, true, false, NONE, 5},  // delta_over_sqrt_elements
         {13, -1, 4, WHOLE, true, false, NONE, 6},  // tensor_sum_of_p
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -4837,19 +3249,19 @@ struct adamp_float32_nesterov_small_4 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct adamp_float32_nesterov_small_5 {
+template <class Weight, class Grad>
+struct adamp_nesterov_small_kernel_5 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {18, -1, 4, WHOLE, false, true, NONE, 0},  // tensor_lt
         {19, -1, 4, WHOLE, false, true, NONE, 1},  // one_minus_lr_times_weight_decay_2
         {8, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_max_for_invariant
         {14, -1, 4, WHOLE, true, false, NONE, 3},  // delta_over_sqrt_columns
         {16, -1, 4, WHOLE, true, false, NONE, 4},  // lt_tensor_div_delta_over_sqrt_elements
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -4883,32 +3295,36 @@ struct adamp_float32_nesterov_small_5 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct adamp_float32_nesterov_small_7 {
+template <class Weight, class Grad>
+struct adamp_nesterov_small_kernel_7 {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
-        {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
-        {19, -1, 4, WHOLE, true, false, NONE, 4},  // one_minus_lr_times_weight_decay_2
-        {20, -1, 4, ROW, true, false, NONE, 5},  // row_sum_of_p_over_row_mul_3_2
-    };
+    static constexpr bool MATRICES = true, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {2, -1, 4, ELEMENT, true, true, NONE, 1},  // exp_avg
+        {3, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg_sq
+        {19, -1, 4, WHOLE, true, false, NONE, 3},  // one_minus_lr_times_weight_decay_2
+        {20, -1, 4, ROW, true, false, NONE, 4},  // row_sum_of_p_over_row_mul_3_2
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];           // float32 [n]  read and written
+        Weight weight(at[5], at + 6);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];     // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        float *__restrict exp_avg_at = (float *)at[1];     // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[2];  // float32 [n]  read and written
         // float32 [tensor]  read
-        const float *__restrict one_minus_lr_times_weight_decay_2_at = (const float *)at[4];
+        const float *__restrict one_minus_lr_times_weight_decay_2_at = (const float *)at[3];
         // float32 [row]  read
-        const float *__restrict row_sum_of_p_over_row_mul_3_2_at = (const float *)at[5];
+        const float *__restrict row_sum_of_p_over_row_mul_3_2_at = (const float *)at[4];
+        const int32_t step_key = known.step_key;
+        const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[14]);
         const F beta2(known.scalars[0]);
         const F one_minus_beta1_times_grad_scale(known.scalars[4]);
@@ -4917,10 +3333,12 @@ struct adamp_float32_nesterov_small_7 {
         const F scalar_5(known.scalars[6]);
         const F minus_lr_over_one_minus_beta1_pow_t(known.scalars[15]);
         const F one_minus_lr_times_weight_decay_2 = F(*one_minus_lr_times_weight_decay_2_at);
+        Words<adamp_nesterov_small_kernel_7> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/adamp.py)
         for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
+            const auto noise = words.at(i);
+            const F p = weight.decode(i);
             const F exp_avg = load(exp_avg_at + i);
             const F g = Grad::load(g_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
@@ -4935,7 +3353,7 @@ struct adamp_float32_nesterov_small_7 {
             const F update_2 = fma(-load(row_sum_of_p_over_row_mul_3_2_at + (i & row_mask)), p, update);
             const F p_2 = p * one_minus_lr_times_weight_decay_2;                    // 31  p = decoupled(p, lr, weight_decay)
             const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update_2, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
-            store(p_at + i, p_3);
+            weight.encode(i, p_3, noise);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
         }
@@ -4943,13 +3361,13 @@ struct adamp_float32_nesterov_small_7 {
 };
 
 // a sweep: update (specs/adamp.py:29)
-template <class Grad>
-struct adamp_bfloat16_nesterov_1 {
+template <class Weight, class Grad>
+struct adamp_nesterov_kernel_1_2 {
     static constexpr int BLOCK = 64, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
@@ -4961,7 +3379,7 @@ struct adamp_bfloat16_nesterov_1 {
         {8, 25, 4, ROW, false, true, TOTAL, 8},  // row_sum_for_invariant_2
         {9, 26, 4, ROW, false, true, TOTAL, 9},  // row_sum_for_invariant_3
         {10, 27, 4, ROW, false, true, TOTAL, 10},  // row_sum_of_update
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -5045,13 +3463,13 @@ struct adamp_bfloat16_nesterov_1 {
 };
 
 // row: values of rows
-template <class Grad>
-struct adamp_bfloat16_nesterov_2 {
+template <class Weight, class Grad>
+struct adamp_nesterov_kernel_2_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {11, -1, 4, WHOLE, false, true, LARGEST, 0},  // tensor_max_for_invariant
         {12, -1, 4, ROW, false, true, NONE, 1},  // row_sum_of_update_over_row_mul_3
         {13, -1, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_invariant
@@ -5062,7 +3480,7 @@ struct adamp_bfloat16_nesterov_2 {
         {8, -1, 4, ROW, true, false, NONE, 7},  // row_sum_for_invariant_2
         {9, -1, 4, ROW, true, false, NONE, 8},  // row_sum_for_invariant_3
         {10, -1, 4, ROW, true, false, NONE, 9},  // row_sum_of_update
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -5101,16 +3519,16 @@ struct adamp_bfloat16_nesterov_2 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct adamp_bfloat16_nesterov_3 {
+template <class Weight, class Grad>
+struct adamp_nesterov_kernel_3_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {17, -1, 4, WHOLE, false, true, NONE, 0},  // delta_over_sqrt_columns
         {18, -1, 4, WHOLE, false, true, NONE, 1},  // delta_over_sqrt_elements
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -5128,13 +3546,13 @@ struct adamp_bfloat16_nesterov_3 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct adamp_bfloat16_nesterov_4 {
+template <class Weight, class Grad>
+struct adamp_nesterov_kernel_4_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {19, -1, 4, WHOLE, false, true, NONE, 0},  // lt_tensor_div_delta_over_sqrt_elements
         {20, -1, 4, WHOLE, false, true, NONE, 1},  // tensor_sum_of_update_over_tensor_mul_3_2
         {13, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_invariant
@@ -5142,7 +3560,7 @@ struct adamp_bfloat16_nesterov_4 {
         {15, -1, 4, WHOLE, true, false, NONE, 4},  // tensor_sum_for_invariant_3
         {18, -1, 4, WHOLE, true, false, NONE, 5},  // delta_over_sqrt_elements
         {16, -1, 4, WHOLE, true, false, NONE, 6},  // tensor_sum_of_update
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -5179,19 +3597,19 @@ struct adamp_bfloat16_nesterov_4 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct adamp_bfloat16_nesterov_5 {
+template <class Weight, class Grad>
+struct adamp_nesterov_kernel_5_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {21, -1, 4, WHOLE, false, true, NONE, 0},  // tensor_lt
         {22, -1, 4, WHOLE, false, true, NONE, 1},  // one_minus_lr_times_weight_decay_2
         {11, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_max_for_invariant
         {17, -1, 4, WHOLE, true, false, NONE, 3},  // delta_over_sqrt_columns
         {19, -1, 4, WHOLE, true, false, NONE, 4},  // lt_tensor_div_delta_over_sqrt_elements
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -5225,13 +3643,16 @@ struct adamp_bfloat16_nesterov_5 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct adamp_bfloat16_nesterov_7 {
+template <class Weight, class Grad>
+struct adamp_nesterov_kernel_7_2 {
+    // random bits of exp_avg_sq, exp_avg, p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{12, false}, {12, false}, {8, false}});
+    static constexpr int DRAWN = NOISE.mask({P, 0, 1}), KEPT = NOISE.mask({P, 0, 1});
     static constexpr int BLOCK = 64, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    static constexpr bool MATRICES = true, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
@@ -5241,7 +3662,7 @@ struct adamp_bfloat16_nesterov_7 {
         {6, -1, 2, BLOCK_OF, true, true, NONE, 6},  // exp_avg_sq_range
         {22, -1, 4, WHOLE, true, false, NONE, 7},  // one_minus_lr_times_weight_decay_2
         {23, -1, 4, ROW, true, false, NONE, 8},  // row_sum_of_update_over_row_mul_3_2
-    };
+    });
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
                      int row_mask, const Known &known) {
@@ -5273,11 +3694,8 @@ struct adamp_bfloat16_nesterov_7 {
         const F scalar_5(known.scalars[6]);
         const F minus_lr_over_one_minus_beta1_pow_t(known.scalars[15]);
         const F one_minus_lr_times_weight_decay_2 = F(*one_minus_lr_times_weight_decay_2_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) float exp_avg_sq_sqrt_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
         alignas(64) float exp_avg_value_kept[TILE];
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
@@ -5292,19 +3710,7 @@ struct adamp_bfloat16_nesterov_7 {
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1001001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
+        Words<adamp_nesterov_kernel_7_2> words(BLOCK * blocks, first, stream_key, step_key);
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
@@ -5337,8 +3743,7 @@ struct adamp_bfloat16_nesterov_7 {
             I smallest_of_block(INT32_MAX);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
+                const auto noise = words.at(i);
                 const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
@@ -5355,15 +3760,12 @@ struct adamp_bfloat16_nesterov_7 {
                 // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq_2 = fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq);
                 const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I exp_avg_sq_pattern = bits(exp_avg_sq_sqrt);
                 largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
+                words.keep(noise, i);
                 store(exp_avg_kept + i, exp_avg);
                 store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
-                store(noise_kept + i, noise);
             }
             largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
@@ -5402,9 +3804,9 @@ struct adamp_bfloat16_nesterov_7 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
-                const I noise = load(noise_kept + i);
                 const U16 p_stored = raw(p_at + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const F p = as_float(joined(p_stored, weight_low_code) - 32768);        // bf16 and 8 more bits, stochastic
@@ -5417,7 +3819,7 @@ struct adamp_bfloat16_nesterov_7 {
                 const F update_2 = fma(-load(row_sum_of_update_over_row_mul_3_2_at + (i & row_mask)), p, update);
                 const F p_2 = p * one_minus_lr_times_weight_decay_2;                    // 31  p = decoupled(p, lr, weight_decay)
                 const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update_2, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
-                const I p_word = bits_or_nan(p_3) + (noise & 255 | 0x8000);
+                const I p_word = bits_or_nan(p_3) + (integer<P>(noise) | 0x8000);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -5436,10 +3838,10 @@ struct adamp_bfloat16_nesterov_7 {
             I exp_avg_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I noise = load(noise_kept + i);
+                const auto noise = words.kept(i);
                 const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
-                const I exp_avg_sq_offset = lshr(noise, 8) + exp_avg_sq_half_add;
+                const I exp_avg_sq_offset = fraction<0, 24>(noise) + exp_avg_sq_half_add;
                 const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
                 const F exp_avg_sq_value_2 = as_float(exp_avg_sq_start_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
@@ -5469,23 +3871,23 @@ struct adamp_bfloat16_nesterov_7 {
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
                 const F exp_avg_value = load(exp_avg_value_kept + i);
-                const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul), 3200.0f));
-                store(exp_avg_codes_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + integer<1>(noise) >> 12);
             }
         }
     }
 };
 
 // a sweep: update (specs/adamp.py:29)
-template <class Grad>
-struct adamp_bfloat16_nesterov_small_1 {
+template <class Weight, class Grad>
+struct adamp_nesterov_small_kernel_1_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
@@ -5495,7 +3897,7 @@ struct adamp_bfloat16_nesterov_small_1 {
         {6, 23, 4, ROW, false, true, TOTAL, 6},  // row_sum_for_invariant_2
         {7, 24, 4, ROW, false, true, TOTAL, 7},  // row_sum_for_invariant_3
         {8, 25, 4, ROW, false, true, TOTAL, 8},  // row_sum_of_update
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -5539,13 +3941,13 @@ struct adamp_bfloat16_nesterov_small_1 {
 };
 
 // row: values of rows
-template <class Grad>
-struct adamp_bfloat16_nesterov_small_2 {
+template <class Weight, class Grad>
+struct adamp_nesterov_small_kernel_2_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {9, -1, 4, WHOLE, false, true, LARGEST, 0},  // tensor_max_for_invariant
         {10, -1, 4, ROW, false, true, NONE, 1},  // row_sum_of_update_over_row_mul_3
         {11, -1, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_invariant
@@ -5556,7 +3958,7 @@ struct adamp_bfloat16_nesterov_small_2 {
         {6, -1, 4, ROW, true, false, NONE, 7},  // row_sum_for_invariant_2
         {7, -1, 4, ROW, true, false, NONE, 8},  // row_sum_for_invariant_3
         {8, -1, 4, ROW, true, false, NONE, 9},  // row_sum_of_update
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -5595,16 +3997,16 @@ struct adamp_bfloat16_nesterov_small_2 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct adamp_bfloat16_nesterov_small_3 {
+template <class Weight, class Grad>
+struct adamp_nesterov_small_kernel_3_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {15, -1, 4, WHOLE, false, true, NONE, 0},  // delta_over_sqrt_columns
         {16, -1, 4, WHOLE, false, true, NONE, 1},  // delta_over_sqrt_elements
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -5622,13 +4024,13 @@ struct adamp_bfloat16_nesterov_small_3 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct adamp_bfloat16_nesterov_small_4 {
+template <class Weight, class Grad>
+struct adamp_nesterov_small_kernel_4_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {17, -1, 4, WHOLE, false, true, NONE, 0},  // lt_tensor_div_delta_over_sqrt_elements
         {18, -1, 4, WHOLE, false, true, NONE, 1},  // tensor_sum_of_update_over_tensor_mul_3_2
         {11, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_invariant
@@ -5636,7 +4038,7 @@ struct adamp_bfloat16_nesterov_small_4 {
         {13, -1, 4, WHOLE, true, false, NONE, 4},  // tensor_sum_for_invariant_3
         {16, -1, 4, WHOLE, true, false, NONE, 5},  // delta_over_sqrt_elements
         {14, -1, 4, WHOLE, true, false, NONE, 6},  // tensor_sum_of_update
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -5673,19 +4075,19 @@ struct adamp_bfloat16_nesterov_small_4 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct adamp_bfloat16_nesterov_small_5 {
+template <class Weight, class Grad>
+struct adamp_nesterov_small_kernel_5_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {19, -1, 4, WHOLE, false, true, NONE, 0},  // tensor_lt
         {20, -1, 4, WHOLE, false, true, NONE, 1},  // one_minus_lr_times_weight_decay_2
         {9, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_max_for_invariant
         {15, -1, 4, WHOLE, true, false, NONE, 3},  // delta_over_sqrt_columns
         {17, -1, 4, WHOLE, true, false, NONE, 4},  // lt_tensor_div_delta_over_sqrt_elements
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -5719,13 +4121,16 @@ struct adamp_bfloat16_nesterov_small_5 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct adamp_bfloat16_nesterov_small_7 {
+template <class Weight, class Grad>
+struct adamp_nesterov_small_kernel_7_2 {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{8, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    static constexpr bool MATRICES = true, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
@@ -5733,7 +4138,7 @@ struct adamp_bfloat16_nesterov_small_7 {
         {4, -1, 4, ELEMENT, true, true, NONE, 4},  // exp_avg_sq
         {20, -1, 4, WHOLE, true, false, NONE, 5},  // one_minus_lr_times_weight_decay_2
         {21, -1, 4, ROW, true, false, NONE, 6},  // row_sum_of_update_over_row_mul_3_2
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -5757,26 +4162,11 @@ struct adamp_bfloat16_nesterov_small_7 {
         const F scalar_5(known.scalars[6]);
         const F minus_lr_over_one_minus_beta1_pow_t(known.scalars[15]);
         const F one_minus_lr_times_weight_decay_2 = F(*one_minus_lr_times_weight_decay_2_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
+        Words<adamp_nesterov_small_kernel_7_2> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update, encode  (specs/adamp.py)
         for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
+            const auto noise = words.at(i);
             const U16 p_stored = raw(p_at + i);
             const U8 weight_low_code = raw(weight_low_at + i);
             const F p = as_float(joined(p_stored, weight_low_code) - 32768);        // bf16 and 8 more bits, stochastic
@@ -5795,10 +4185,7 @@ struct adamp_bfloat16_nesterov_small_7 {
             const F update_2 = fma(-load(row_sum_of_update_over_row_mul_3_2_at + (i & row_mask)), p, update);
             const F p_2 = p * one_minus_lr_times_weight_decay_2;                    // 31  p = decoupled(p, lr, weight_decay)
             const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update_2, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 0x8000);
+            const I p_word = bits_or_nan(p_3) + (integer<P>(noise) | 0x8000);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(exp_avg_at + i, exp_avg_2);
@@ -5808,13 +4195,13 @@ struct adamp_bfloat16_nesterov_small_7 {
 };
 
 // a sweep: update (specs/adamp.py:29)
-template <class Grad>
-struct adamp_float16_nesterov_1 {
+template <class Weight, class Grad>
+struct adamp_nesterov_kernel_1_3 {
     static constexpr int BLOCK = 64, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
@@ -5826,7 +4213,7 @@ struct adamp_float16_nesterov_1 {
         {8, 25, 4, ROW, false, true, TOTAL, 8},  // row_sum_for_invariant_2
         {9, 26, 4, ROW, false, true, TOTAL, 9},  // row_sum_for_invariant_3
         {10, 27, 4, ROW, false, true, TOTAL, 10},  // row_sum_of_update
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -5918,13 +4305,16 @@ struct adamp_float16_nesterov_1 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct adamp_float16_nesterov_7 {
+template <class Weight, class Grad>
+struct adamp_nesterov_kernel_7_3 {
+    // random bits of exp_avg_sq, exp_avg, p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{12, false}, {12, false}, {8, false}});
+    static constexpr int DRAWN = NOISE.mask({P, 0, 1}), KEPT = NOISE.mask({P, 0, 1});
     static constexpr int BLOCK = 64, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    static constexpr bool MATRICES = true, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
@@ -5934,7 +4324,7 @@ struct adamp_float16_nesterov_7 {
         {6, -1, 2, BLOCK_OF, true, true, NONE, 6},  // exp_avg_sq_range
         {22, -1, 4, WHOLE, true, false, NONE, 7},  // one_minus_lr_times_weight_decay_2
         {23, -1, 4, ROW, true, false, NONE, 8},  // row_sum_of_update_over_row_mul_3_2
-    };
+    });
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
                      int row_mask, const Known &known) {
@@ -5966,11 +4356,8 @@ struct adamp_float16_nesterov_7 {
         const F scalar_5(known.scalars[6]);
         const F minus_lr_over_one_minus_beta1_pow_t(known.scalars[15]);
         const F one_minus_lr_times_weight_decay_2 = F(*one_minus_lr_times_weight_decay_2_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) float exp_avg_sq_sqrt_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
         alignas(64) float exp_avg_value_kept[TILE];
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
@@ -5985,19 +4372,7 @@ struct adamp_float16_nesterov_7 {
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1001001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
+        Words<adamp_nesterov_kernel_7_3> words(BLOCK * blocks, first, stream_key, step_key);
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
@@ -6030,8 +4405,7 @@ struct adamp_float16_nesterov_7 {
             I smallest_of_block(INT32_MAX);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
+                const auto noise = words.at(i);
                 const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
@@ -6048,15 +4422,12 @@ struct adamp_float16_nesterov_7 {
                 // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq_2 = fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq);
                 const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I exp_avg_sq_pattern = bits(exp_avg_sq_sqrt);
                 largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
+                words.keep(noise, i);
                 store(exp_avg_kept + i, exp_avg);
                 store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
-                store(noise_kept + i, noise);
             }
             largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
@@ -6095,9 +4466,9 @@ struct adamp_float16_nesterov_7 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
-                const I noise = load(noise_kept + i);
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
@@ -6126,7 +4497,7 @@ struct adamp_float16_nesterov_7 {
                 const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
                 const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
                 const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-                const I p_wide_2 = lshr(p_fixed + ((noise & 255) << 1 | 1), 9);
+                const I p_wide_2 = lshr(p_fixed + middle<P, 9>(noise), 9);
                 const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
                 const I p_kept_ = p_word;
                 store(p_at + i, p_sign | p_word >> 8);
@@ -6147,10 +4518,10 @@ struct adamp_float16_nesterov_7 {
             I exp_avg_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I noise = load(noise_kept + i);
+                const auto noise = words.kept(i);
                 const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
-                const I exp_avg_sq_offset = lshr(noise, 8) + exp_avg_sq_half_add;
+                const I exp_avg_sq_offset = fraction<0, 24>(noise) + exp_avg_sq_half_add;
                 const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
                 const F exp_avg_sq_value_2 = as_float(exp_avg_sq_start_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
@@ -6180,23 +4551,23 @@ struct adamp_float16_nesterov_7 {
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
                 const F exp_avg_value = load(exp_avg_value_kept + i);
-                const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul), 3200.0f));
-                store(exp_avg_codes_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + integer<1>(noise) >> 12);
             }
         }
     }
 };
 
 // a sweep: update (specs/adamp.py:29)
-template <class Grad>
-struct adamp_float16_nesterov_small_1 {
+template <class Weight, class Grad>
+struct adamp_nesterov_small_kernel_1_3 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
@@ -6206,7 +4577,7 @@ struct adamp_float16_nesterov_small_1 {
         {6, 23, 4, ROW, false, true, TOTAL, 6},  // row_sum_for_invariant_2
         {7, 24, 4, ROW, false, true, TOTAL, 7},  // row_sum_for_invariant_3
         {8, 25, 4, ROW, false, true, TOTAL, 8},  // row_sum_of_update
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -6258,13 +4629,16 @@ struct adamp_float16_nesterov_small_1 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct adamp_float16_nesterov_small_7 {
+template <class Weight, class Grad>
+struct adamp_nesterov_small_kernel_7_3 {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{8, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    static constexpr bool MATRICES = true, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
@@ -6272,7 +4646,7 @@ struct adamp_float16_nesterov_small_7 {
         {4, -1, 4, ELEMENT, true, true, NONE, 4},  // exp_avg_sq
         {20, -1, 4, WHOLE, true, false, NONE, 5},  // one_minus_lr_times_weight_decay_2
         {21, -1, 4, ROW, true, false, NONE, 6},  // row_sum_of_update_over_row_mul_3_2
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -6296,26 +4670,11 @@ struct adamp_float16_nesterov_small_7 {
         const F scalar_5(known.scalars[6]);
         const F minus_lr_over_one_minus_beta1_pow_t(known.scalars[15]);
         const F one_minus_lr_times_weight_decay_2 = F(*one_minus_lr_times_weight_decay_2_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
+        Words<adamp_nesterov_small_kernel_7_3> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update, encode  (specs/adamp.py)
         for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
+            const auto noise = words.at(i);
             const U16 p_stored = raw(p_at + i);
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
@@ -6350,10 +4709,7 @@ struct adamp_float16_nesterov_small_7 {
             const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
             const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
             const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_wide_2 = lshr(p_fixed + (lshr(noise, 23) | 1), 9);
+            const I p_wide_2 = lshr(p_fixed + middle<P, 9>(noise), 9);
             const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
             const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
@@ -6364,14 +4720,361 @@ struct adamp_float16_nesterov_small_7 {
     }
 };
 
-template <class Grad>
-struct adamp_float32 {
+template <class Weight, class Grad>
+struct adamp_nesterov_no_projected_kernel {
+    // random bits of exp_avg_sq, exp_avg, p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{12, false}, {12, false}, {Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P, 0, 1}), KEPT = NOISE.mask({P, 0, 1});
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3 + count(KEPT)), SCALARS = 8;
+    // bytes per entry, of what, written
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}});
+
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
+        Weight weight(at[0], at + 2);
+        // float [n]  read
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
+        // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[parts<Weight>() + 1];
+        // int16 [blocks of 64]  read and written
+        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[parts<Weight>() + 2];
+        // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[parts<Weight>() + 3];
+        // int16 [blocks of 64]  read and written
+        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[parts<Weight>() + 4];
+        const F beta1(scalars[0]);
+        const F beta2(scalars[1]);
+        const F one_minus_beta1_times_grad_scale(scalars[2]);
+        const F scalar_1(scalars[3]);
+        const F scalar_2(scalars[4]);
+        const F scalar_3(scalars[5]);
+        const F one_minus_lr_times_weight_decay(scalars[6]);
+        const F minus_lr_over_one_minus_beta1_pow_t(scalars[7]);
+        alignas(64) float exp_avg_kept[TILE];
+        alignas(64) float exp_avg_sq_sqrt_kept[TILE];
+        alignas(64) float exp_avg_value_kept[TILE];
+        alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_half_add_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_base_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_start_add_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_step_2_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
+        I largest_of_block_kept[TILE / BLOCK];
+        I smallest_of_block_kept[TILE / BLOCK];
+        I exp_avg_top_kept[TILE / BLOCK];
+        Words<adamp_nesterov_no_projected_kernel> words(BLOCK * blocks, first, stream_key, step_key);
+
+        // -- blocks
+        for (int b = 0; b < blocks; b += W) {
+            const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
+            const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
+            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
+            const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
+            const I exp_avg_sq_header = to_int(exp_avg_sq_range);
+            const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
+            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
+            const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
+            const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
+            store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
+            store(exp_avg_sq_step_kept + b, exp_avg_sq_step);
+            store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
+        }
+
+        // -- elements: decode, update, encode  (specs/adamp.py)
+        for (int b = 0; b < blocks; b++) {
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch_weight<BLOCK>(weight, b);
+            fetch<BLOCK>(g_at, b);
+            const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
+            const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
+            const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
+            I largest_of_block(INT32_MIN);
+            I smallest_of_block(INT32_MAX);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const auto noise = words.at(i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
+                const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
+                const F exp_avg_bend = abs(exp_avg_code_2);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
+                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
+                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
+                const F g = Grad::load(g_at + i);
+                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+                const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
+                const F g_mul = one_minus_beta1_times_grad_scale * g;
+                // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+                const F exp_avg = fma(exp_avg_scale_mul, exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value, g_mul);
+                // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
+                const F exp_avg_sq_2 = fma(scalar_1 * g, g, beta2 * exp_avg_sq);
+                const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
+                const I exp_avg_sq_pattern = bits(exp_avg_sq_sqrt);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
+                words.keep(noise, i);
+                store(exp_avg_kept + i, exp_avg);
+                store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
+            }
+            largest_of_block_kept[b] = largest_of_block;
+            smallest_of_block_kept[b] = smallest_of_block;
+        }
+
+        // -- blocks
+        for (int b = 0; b < blocks; b += W) {
+            const I largest_of_block = largest(largest_of_block_kept + b);
+            const I smallest_of_block = smallest(smallest_of_block_kept + b);
+            const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
+            const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
+            const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
+            const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
+            const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
+            const I exp_avg_sq_start = exp_avg_sq_first << 22;
+            const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
+            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_start_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
+            const I exp_avg_sq_half = exp_avg_sq_units * 10240;
+            const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
+            const I exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base;
+            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
+            const I exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000;
+            const I exp_avg_sq_header_2 = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells_2;
+            store(exp_avg_sq_half_add_kept + b, exp_avg_sq_half_add);
+            store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
+            store(exp_avg_sq_base_sub_kept + b, exp_avg_sq_base_sub);
+            store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
+            store(exp_avg_sq_start_add_kept + b, exp_avg_sq_start_add);
+            store(exp_avg_sq_step_2_kept + b, exp_avg_sq_step_2);
+            store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
+        }
+
+        // -- elements: decode, update  (specs/adamp.py)
+        for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
+                const F exp_avg = load(exp_avg_kept + i);
+                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
+                const F g = Grad::load(g_at + i);
+                const F p = weight.decode(i);
+                const F g_mul = one_minus_beta1_times_grad_scale * g;
+                // 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
+                const F update = fma(beta1, exp_avg, g_mul) / fma(exp_avg_sq_sqrt, scalar_2, scalar_3);
+                const F p_2 = one_minus_lr_times_weight_decay * p;                    // 31  p = decoupled(p, lr, weight_decay)
+                const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
+                weight.encode(i, p_3, noise);
+            }
+        }
+
+        // -- elements: encode
+        for (int b = 0; b < blocks; b++) {
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
+            const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
+            const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
+            const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
+            const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
+            const I exp_avg_sq_start_add(exp_avg_sq_start_add_kept[b]);
+            const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
+            I exp_avg_top(INT32_MIN);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
+                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
+                const F exp_avg = load(exp_avg_kept + i);
+                const I exp_avg_sq_offset = fraction<0, 24>(noise) + exp_avg_sq_half_add;
+                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
+                const F exp_avg_sq_value_2 = as_float(exp_avg_sq_start_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
+                const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
+                const F exp_avg_value_abs = abs(exp_avg_value);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
+                store(exp_avg_value_kept + i, exp_avg_value);
+                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
+            }
+            exp_avg_top_kept[b] = exp_avg_top;
+        }
+
+        // -- blocks
+        for (int b = 0; b < blocks; b += W) {
+            const I exp_avg_top = largest(exp_avg_top_kept + b);
+            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
+            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
+            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
+            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
+            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
+            store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
+        }
+
+        // -- elements: encode
+        for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
+            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
+                const F exp_avg_value = load(exp_avg_value_kept + i);
+                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul), 3200.0f));
+                store(exp_avg_codes_at + i, exp_avg_pattern + integer<1>(noise) >> 12);
+            }
+        }
+    }
+};
+
+template <class Weight, class Grad>
+struct adamp_nesterov_no_projected_small_kernel {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 8;
+    // bytes per entry, of what, written
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}});
+
+    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
+                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+        Weight weight(at[0], at + 2);
+        // float [n]  read
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
+        float *__restrict exp_avg_at = (float *)at[parts<Weight>() + 1];     // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[parts<Weight>() + 2];  // float32 [n]  read and written
+        const F beta1(scalars[0]);
+        const F beta2(scalars[1]);
+        const F one_minus_beta1_times_grad_scale(scalars[2]);
+        const F scalar_1(scalars[3]);
+        const F scalar_2(scalars[4]);
+        const F scalar_3(scalars[5]);
+        const F one_minus_lr_times_weight_decay(scalars[6]);
+        const F minus_lr_over_one_minus_beta1_pow_t(scalars[7]);
+        Words<adamp_nesterov_no_projected_small_kernel> words(count, first, stream_key, step_key);
+
+        // -- elements: decode, update  (specs/adamp.py)
+        for (int i = 0; i < count; i += W) {
+            const auto noise = words.at(i);
+            const F exp_avg = load(exp_avg_at + i);
+            const F g = Grad::load(g_at + i);
+            const F exp_avg_sq = load(exp_avg_sq_at + i);
+            const F p = weight.decode(i);
+            const F g_mul = one_minus_beta1_times_grad_scale * g;
+            // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(beta1, exp_avg, g_mul);
+            // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
+            const F exp_avg_sq_2 = fma(scalar_1 * g, g, beta2 * exp_avg_sq);
+            // 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
+            const F update = fma(beta1, exp_avg_2, g_mul) / fma(sqrt(exp_avg_sq_2), scalar_2, scalar_3);
+            const F p_2 = one_minus_lr_times_weight_decay * p;                    // 31  p = decoupled(p, lr, weight_decay)
+            const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
+            weight.encode(i, p_3, noise);
+            store(exp_avg_at + i, exp_avg_2);
+            store(exp_avg_sq_at + i, exp_avg_sq_2);
+        }
+    }
+};
+
+template <class Weight, class Grad>
+struct adamp_step {
+    typedef void staged;
+    static constexpr int SCALARS = 14, BLOCK = 64;
+    // bytes per entry, what there is one of
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
+        {1, ELEMENT},  // exp_avg_codes
+        {2, BLOCK_OF},  // exp_avg_scale
+        {1, ELEMENT},  // exp_avg_sq_codes
+        {2, BLOCK_OF},  // exp_avg_sq_range
+        {4, ROW},  // row_sum_for_invariant
+        {4, ROW},  // row_sum_for_invariant_2
+        {4, ROW},  // row_sum_for_invariant_3
+        {4, ROW},  // row_sum_of_p
+        {4, WHOLE},  // tensor_max_for_invariant
+        {4, ROW},  // row_sum_of_p_over_row_mul_3
+        {4, WHOLE},  // tensor_sum_for_invariant
+        {4, WHOLE},  // tensor_sum_for_invariant_2
+        {4, WHOLE},  // tensor_sum_for_invariant_3
+        {4, WHOLE},  // tensor_sum_of_p
+        {4, WHOLE},  // delta_over_sqrt_columns
+        {4, WHOLE},  // delta_over_sqrt_elements
+        {4, WHOLE},  // lt_tensor_div_delta_over_sqrt_elements
+        {4, WHOLE},  // tensor_sum_of_p_over_tensor_mul_3_2
+        {4, WHOLE},  // tensor_lt
+        {4, WHOLE},  // one_minus_lr_times_weight_decay_2
+        {4, ROW},  // row_sum_of_p_over_row_mul_3_2
+        {4, ROW + 8},  // partial results of row_sum_for_invariant
+        {4, ROW + 8},  // partial results of row_sum_for_invariant_2
+        {4, ROW + 8},  // partial results of row_sum_for_invariant_3
+        {4, ROW + 8},  // partial results of row_sum_of_p
+    });
+    static constexpr Stage STAGES[] = {
+        stage<adamp_kernel_1<Weight, Grad>>(),
+        stage<adamp_kernel_2<Weight, Grad>>(),
+        stage<adamp_kernel_3<Weight, Grad>>(),
+        stage<adamp_kernel_4<Weight, Grad>>(),
+        stage<adamp_kernel_5<Weight, Grad>>(),
+        stage<adamp_kernel_6<Weight, Grad>>(),
+        stage<adamp_kernel_7<Weight, Grad>>(),
+    };
+};
+
+template <class Weight, class Grad>
+struct adamp_small_step {
+    typedef void staged;
+    static constexpr int SCALARS = 14, BLOCK = 1;
+    // bytes per entry, what there is one of
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
+        {4, ELEMENT},  // exp_avg
+        {4, ELEMENT},  // exp_avg_sq
+        {4, ROW},  // row_sum_for_invariant
+        {4, ROW},  // row_sum_for_invariant_2
+        {4, ROW},  // row_sum_for_invariant_3
+        {4, ROW},  // row_sum_of_p
+        {4, WHOLE},  // tensor_max_for_invariant
+        {4, ROW},  // row_sum_of_p_over_row_mul_3
+        {4, WHOLE},  // tensor_sum_for_invariant
+        {4, WHOLE},  // tensor_sum_for_invariant_2
+        {4, WHOLE},  // tensor_sum_for_invariant_3
+        {4, WHOLE},  // tensor_sum_of_p
+        {4, WHOLE},  // delta_over_sqrt_columns
+        {4, WHOLE},  // delta_over_sqrt_elements
+        {4, WHOLE},  // lt_tensor_div_delta_over_sqrt_elements
+        {4, WHOLE},  // tensor_sum_of_p_over_tensor_mul_3_2
+        {4, WHOLE},  // tensor_lt
+        {4, WHOLE},  // one_minus_lr_times_weight_decay_2
+        {4, ROW},  // row_sum_of_p_over_row_mul_3_2
+        {4, ROW + 8},  // partial results of row_sum_for_invariant
+        {4, ROW + 8},  // partial results of row_sum_for_invariant_2
+        {4, ROW + 8},  // partial results of row_sum_for_invariant_3
+        {4, ROW + 8},  // partial results of row_sum_of_p
+    });
+    static constexpr Stage STAGES[] = {
+        stage<adamp_small_kernel_1<Weight, Grad>>(),
+        stage<adamp_small_kernel_2<Weight, Grad>>(),
+        stage<adamp_small_kernel_3<Weight, Grad>>(),
+        stage<adamp_small_kernel_4<Weight, Grad>>(),
+        stage<adamp_small_kernel_5<Weight, Grad>>(),
+        stage<adamp_small_kernel_6<Weight, Grad>>(),
+        stage<adamp_small_kernel_7<Weight, Grad>>(),
+    };
+};
+
+template <class Weight, class Grad>
+struct adamp_step_2 {
     typedef void staged;
     static constexpr int SCALARS = 14, BLOCK = 64;
     // bytes per entry, what there is one of
     static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
+        {2, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
+        {1, ELEMENT},  // weight_low
         {1, ELEMENT},  // exp_avg_codes
         {2, BLOCK_OF},  // exp_avg_scale
         {1, ELEMENT},  // exp_avg_sq_codes
@@ -6379,81 +5082,82 @@ struct adamp_float32 {
         {4, ROW},  // row_sum_for_invariant
         {4, ROW},  // row_sum_for_invariant_2
         {4, ROW},  // row_sum_for_invariant_3
-        {4, ROW},  // row_sum_of_p
+        {4, ROW},  // row_sum_of_update
         {4, WHOLE},  // tensor_max_for_invariant
-        {4, ROW},  // row_sum_of_p_over_row_mul_3
+        {4, ROW},  // row_sum_of_update_over_row_mul_3
         {4, WHOLE},  // tensor_sum_for_invariant
         {4, WHOLE},  // tensor_sum_for_invariant_2
         {4, WHOLE},  // tensor_sum_for_invariant_3
-        {4, WHOLE},  // tensor_sum_of_p
+        {4, WHOLE},  // tensor_sum_of_update
         {4, WHOLE},  // delta_over_sqrt_columns
         {4, WHOLE},  // delta_over_sqrt_elements
         {4, WHOLE},  // lt_tensor_div_delta_over_sqrt_elements
-        {4, WHOLE},  // tensor_sum_of_p_over_tensor_mul_3_2
+        {4, WHOLE},  // tensor_sum_of_update_over_tensor_mul_3_2
         {4, WHOLE},  // tensor_lt
         {4, WHOLE},  // one_minus_lr_times_weight_decay_2
-        {4, ROW},  // row_sum_of_p_over_row_mul_3_2
+        {4, ROW},  // row_sum_of_update_over_row_mul_3_2
         {4, ROW + 8},  // partial results of row_sum_for_invariant
         {4, ROW + 8},  // partial results of row_sum_for_invariant_2
         {4, ROW + 8},  // partial results of row_sum_for_invariant_3
-        {4, ROW + 8},  // partial results of row_sum_of_p
+        {4, ROW + 8},  // partial results of row_sum_of_update
     };
     static constexpr Stage STAGES[] = {
-        stage<adamp_float32_1<Grad>>(),
-        stage<adamp_float32_2<Grad>>(),
-        stage<adamp_float32_3<Grad>>(),
-        stage<adamp_float32_4<Grad>>(),
-        stage<adamp_float32_5<Grad>>(),
-        stage<adamp_float32_6<Grad>>(),
-        stage<adamp_float32_7<Grad>>(),
+        stage<adamp_kernel_1_2<Weight, Grad>>(),
+        stage<adamp_kernel_2_2<Weight, Grad>>(),
+        stage<adamp_kernel_3_2<Weight, Grad>>(),
+        stage<adamp_kernel_4_2<Weight, Grad>>(),
+        stage<adamp_kernel_5_2<Weight, Grad>>(),
+        stage<adamp_kernel_6_2<Weight, Grad>>(),
+        stage<adamp_kernel_7_2<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct adamp_float32_small {
+template <class Weight, class Grad>
+struct adamp_small_step_2 {
     typedef void staged;
     static constexpr int SCALARS = 14, BLOCK = 1;
     // bytes per entry, what there is one of
     static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
+        {2, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
+        {1, ELEMENT},  // weight_low
         {4, ELEMENT},  // exp_avg
         {4, ELEMENT},  // exp_avg_sq
         {4, ROW},  // row_sum_for_invariant
         {4, ROW},  // row_sum_for_invariant_2
         {4, ROW},  // row_sum_for_invariant_3
-        {4, ROW},  // row_sum_of_p
+        {4, ROW},  // row_sum_of_update
         {4, WHOLE},  // tensor_max_for_invariant
-        {4, ROW},  // row_sum_of_p_over_row_mul_3
+        {4, ROW},  // row_sum_of_update_over_row_mul_3
         {4, WHOLE},  // tensor_sum_for_invariant
         {4, WHOLE},  // tensor_sum_for_invariant_2
         {4, WHOLE},  // tensor_sum_for_invariant_3
-        {4, WHOLE},  // tensor_sum_of_p
+        {4, WHOLE},  // tensor_sum_of_update
         {4, WHOLE},  // delta_over_sqrt_columns
         {4, WHOLE},  // delta_over_sqrt_elements
         {4, WHOLE},  // lt_tensor_div_delta_over_sqrt_elements
-        {4, WHOLE},  // tensor_sum_of_p_over_tensor_mul_3_2
+        {4, WHOLE},  // tensor_sum_of_update_over_tensor_mul_3_2
         {4, WHOLE},  // tensor_lt
         {4, WHOLE},  // one_minus_lr_times_weight_decay_2
-        {4, ROW},  // row_sum_of_p_over_row_mul_3_2
+        {4, ROW},  // row_sum_of_update_over_row_mul_3_2
         {4, ROW + 8},  // partial results of row_sum_for_invariant
         {4, ROW + 8},  // partial results of row_sum_for_invariant_2
         {4, ROW + 8},  // partial results of row_sum_for_invariant_3
-        {4, ROW + 8},  // partial results of row_sum_of_p
+        {4, ROW + 8},  // partial results of row_sum_of_update
     };
     static constexpr Stage STAGES[] = {
-        stage<adamp_float32_small_1<Grad>>(),
-        stage<adamp_float32_small_2<Grad>>(),
-        stage<adamp_float32_small_3<Grad>>(),
-        stage<adamp_float32_small_4<Grad>>(),
-        stage<adamp_float32_small_5<Grad>>(),
-        stage<adamp_float32_small_6<Grad>>(),
-        stage<adamp_float32_small_7<Grad>>(),
+        stage<adamp_small_kernel_1_2<Weight, Grad>>(),
+        stage<adamp_small_kernel_2_2<Weight, Grad>>(),
+        stage<adamp_small_kernel_3_2<Weight, Grad>>(),
+        stage<adamp_small_kernel_4_2<Weight, Grad>>(),
+        stage<adamp_small_kernel_5_2<Weight, Grad>>(),
+        stage<adamp_small_kernel_6_2<Weight, Grad>>(),
+        stage<adamp_small_kernel_7_2<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct adamp_bfloat16 {
+template <class Weight, class Grad>
+struct adamp_step_3 {
     typedef void staged;
     static constexpr int SCALARS = 14, BLOCK = 64;
     // bytes per entry, what there is one of
@@ -6488,18 +5192,18 @@ struct adamp_bfloat16 {
         {4, ROW + 8},  // partial results of row_sum_of_update
     };
     static constexpr Stage STAGES[] = {
-        stage<adamp_bfloat16_1<Grad>>(),
-        stage<adamp_bfloat16_2<Grad>>(),
-        stage<adamp_bfloat16_3<Grad>>(),
-        stage<adamp_bfloat16_4<Grad>>(),
-        stage<adamp_bfloat16_5<Grad>>(),
-        stage<adamp_bfloat16_6<Grad>>(),
-        stage<adamp_bfloat16_7<Grad>>(),
+        stage<adamp_kernel_1_3<Weight, Grad>>(),
+        stage<adamp_kernel_2_2<Weight, Grad>>(),
+        stage<adamp_kernel_3_2<Weight, Grad>>(),
+        stage<adamp_kernel_4_2<Weight, Grad>>(),
+        stage<adamp_kernel_5_2<Weight, Grad>>(),
+        stage<adamp_kernel_6_2<Weight, Grad>>(),
+        stage<adamp_kernel_7_3<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct adamp_bfloat16_small {
+template <class Weight, class Grad>
+struct adamp_small_step_3 {
     typedef void staged;
     static constexpr int SCALARS = 14, BLOCK = 1;
     // bytes per entry, what there is one of
@@ -6532,114 +5236,22 @@ struct adamp_bfloat16_small {
         {4, ROW + 8},  // partial results of row_sum_of_update
     };
     static constexpr Stage STAGES[] = {
-        stage<adamp_bfloat16_small_1<Grad>>(),
-        stage<adamp_bfloat16_small_2<Grad>>(),
-        stage<adamp_bfloat16_small_3<Grad>>(),
-        stage<adamp_bfloat16_small_4<Grad>>(),
-        stage<adamp_bfloat16_small_5<Grad>>(),
-        stage<adamp_bfloat16_small_6<Grad>>(),
-        stage<adamp_bfloat16_small_7<Grad>>(),
+        stage<adamp_small_kernel_1_3<Weight, Grad>>(),
+        stage<adamp_small_kernel_2_2<Weight, Grad>>(),
+        stage<adamp_small_kernel_3_2<Weight, Grad>>(),
+        stage<adamp_small_kernel_4_2<Weight, Grad>>(),
+        stage<adamp_small_kernel_5_2<Weight, Grad>>(),
+        stage<adamp_small_kernel_6_2<Weight, Grad>>(),
+        stage<adamp_small_kernel_7_3<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct adamp_float16 {
-    typedef void staged;
-    static constexpr int SCALARS = 14, BLOCK = 64;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // exp_avg_codes
-        {2, BLOCK_OF},  // exp_avg_scale
-        {1, ELEMENT},  // exp_avg_sq_codes
-        {2, BLOCK_OF},  // exp_avg_sq_range
-        {4, ROW},  // row_sum_for_invariant
-        {4, ROW},  // row_sum_for_invariant_2
-        {4, ROW},  // row_sum_for_invariant_3
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_max_for_invariant
-        {4, ROW},  // row_sum_of_update_over_row_mul_3
-        {4, WHOLE},  // tensor_sum_for_invariant
-        {4, WHOLE},  // tensor_sum_for_invariant_2
-        {4, WHOLE},  // tensor_sum_for_invariant_3
-        {4, WHOLE},  // tensor_sum_of_update
-        {4, WHOLE},  // delta_over_sqrt_columns
-        {4, WHOLE},  // delta_over_sqrt_elements
-        {4, WHOLE},  // lt_tensor_div_delta_over_sqrt_elements
-        {4, WHOLE},  // tensor_sum_of_update_over_tensor_mul_3_2
-        {4, WHOLE},  // tensor_lt
-        {4, WHOLE},  // one_minus_lr_times_weight_decay_2
-        {4, ROW},  // row_sum_of_update_over_row_mul_3_2
-        {4, ROW + 8},  // partial results of row_sum_for_invariant
-        {4, ROW + 8},  // partial results of row_sum_for_invariant_2
-        {4, ROW + 8},  // partial results of row_sum_for_invariant_3
-        {4, ROW + 8},  // partial results of row_sum_of_update
-    };
-    static constexpr Stage STAGES[] = {
-        stage<adamp_float16_1<Grad>>(),
-        stage<adamp_bfloat16_2<Grad>>(),
-        stage<adamp_bfloat16_3<Grad>>(),
-        stage<adamp_bfloat16_4<Grad>>(),
-        stage<adamp_bfloat16_5<Grad>>(),
-        stage<adamp_bfloat16_6<Grad>>(),
-        stage<adamp_float16_7<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct adamp_float16_small {
-    typedef void staged;
-    static constexpr int SCALARS = 14, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {4, ELEMENT},  // exp_avg
-        {4, ELEMENT},  // exp_avg_sq
-        {4, ROW},  // row_sum_for_invariant
-        {4, ROW},  // row_sum_for_invariant_2
-        {4, ROW},  // row_sum_for_invariant_3
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_max_for_invariant
-        {4, ROW},  // row_sum_of_update_over_row_mul_3
-        {4, WHOLE},  // tensor_sum_for_invariant
-        {4, WHOLE},  // tensor_sum_for_invariant_2
-        {4, WHOLE},  // tensor_sum_for_invariant_3
-        {4, WHOLE},  // tensor_sum_of_update
-        {4, WHOLE},  // delta_over_sqrt_columns
-        {4, WHOLE},  // delta_over_sqrt_elements
-        {4, WHOLE},  // lt_tensor_div_delta_over_sqrt_elements
-        {4, WHOLE},  // tensor_sum_of_update_over_tensor_mul_3_2
-        {4, WHOLE},  // tensor_lt
-        {4, WHOLE},  // one_minus_lr_times_weight_decay_2
-        {4, ROW},  // row_sum_of_update_over_row_mul_3_2
-        {4, ROW + 8},  // partial results of row_sum_for_invariant
-        {4, ROW + 8},  // partial results of row_sum_for_invariant_2
-        {4, ROW + 8},  // partial results of row_sum_for_invariant_3
-        {4, ROW + 8},  // partial results of row_sum_of_update
-    };
-    static constexpr Stage STAGES[] = {
-        stage<adamp_float16_small_1<Grad>>(),
-        stage<adamp_bfloat16_small_2<Grad>>(),
-        stage<adamp_bfloat16_small_3<Grad>>(),
-        stage<adamp_bfloat16_small_4<Grad>>(),
-        stage<adamp_bfloat16_small_5<Grad>>(),
-        stage<adamp_bfloat16_small_6<Grad>>(),
-        stage<adamp_float16_small_7<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct adamp_float32_nesterov {
+template <class Weight, class Grad>
+struct adamp_nesterov_step {
     typedef void staged;
     static constexpr int SCALARS = 16, BLOCK = 64;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {1, ELEMENT},  // exp_avg_codes
         {2, BLOCK_OF},  // exp_avg_scale
         {1, ELEMENT},  // exp_avg_sq_codes
@@ -6665,26 +5277,24 @@ struct adamp_float32_nesterov {
         {4, ROW + 8},  // partial results of row_sum_for_invariant_2
         {4, ROW + 8},  // partial results of row_sum_for_invariant_3
         {4, ROW + 8},  // partial results of row_sum_of_p
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<adamp_float32_nesterov_1<Grad>>(),
-        stage<adamp_float32_nesterov_2<Grad>>(),
-        stage<adamp_float32_nesterov_3<Grad>>(),
-        stage<adamp_float32_nesterov_4<Grad>>(),
-        stage<adamp_float32_nesterov_5<Grad>>(),
-        stage<adamp_float32_6<Grad>>(),
-        stage<adamp_float32_nesterov_7<Grad>>(),
+        stage<adamp_nesterov_kernel_1<Weight, Grad>>(),
+        stage<adamp_nesterov_kernel_2<Weight, Grad>>(),
+        stage<adamp_nesterov_kernel_3<Weight, Grad>>(),
+        stage<adamp_nesterov_kernel_4<Weight, Grad>>(),
+        stage<adamp_nesterov_kernel_5<Weight, Grad>>(),
+        stage<adamp_kernel_6<Weight, Grad>>(),
+        stage<adamp_nesterov_kernel_7<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct adamp_float32_nesterov_small {
+template <class Weight, class Grad>
+struct adamp_nesterov_small_step {
     typedef void staged;
     static constexpr int SCALARS = 16, BLOCK = 1;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {4, ELEMENT},  // exp_avg
         {4, ELEMENT},  // exp_avg_sq
         {4, ROW},  // row_sum_for_invariant
@@ -6708,20 +5318,20 @@ struct adamp_float32_nesterov_small {
         {4, ROW + 8},  // partial results of row_sum_for_invariant_2
         {4, ROW + 8},  // partial results of row_sum_for_invariant_3
         {4, ROW + 8},  // partial results of row_sum_of_p
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<adamp_float32_nesterov_small_1<Grad>>(),
-        stage<adamp_float32_nesterov_small_2<Grad>>(),
-        stage<adamp_float32_nesterov_small_3<Grad>>(),
-        stage<adamp_float32_nesterov_small_4<Grad>>(),
-        stage<adamp_float32_nesterov_small_5<Grad>>(),
-        stage<adamp_float32_small_6<Grad>>(),
-        stage<adamp_float32_nesterov_small_7<Grad>>(),
+        stage<adamp_nesterov_small_kernel_1<Weight, Grad>>(),
+        stage<adamp_nesterov_small_kernel_2<Weight, Grad>>(),
+        stage<adamp_nesterov_small_kernel_3<Weight, Grad>>(),
+        stage<adamp_nesterov_small_kernel_4<Weight, Grad>>(),
+        stage<adamp_nesterov_small_kernel_5<Weight, Grad>>(),
+        stage<adamp_small_kernel_6<Weight, Grad>>(),
+        stage<adamp_nesterov_small_kernel_7<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct adamp_bfloat16_nesterov {
+template <class Weight, class Grad>
+struct adamp_nesterov_step_2 {
     typedef void staged;
     static constexpr int SCALARS = 16, BLOCK = 64;
     // bytes per entry, what there is one of
@@ -6756,18 +5366,18 @@ struct adamp_bfloat16_nesterov {
         {4, ROW + 8},  // partial results of row_sum_of_update
     };
     static constexpr Stage STAGES[] = {
-        stage<adamp_bfloat16_nesterov_1<Grad>>(),
-        stage<adamp_bfloat16_nesterov_2<Grad>>(),
-        stage<adamp_bfloat16_nesterov_3<Grad>>(),
-        stage<adamp_bfloat16_nesterov_4<Grad>>(),
-        stage<adamp_bfloat16_nesterov_5<Grad>>(),
-        stage<adamp_bfloat16_6<Grad>>(),
-        stage<adamp_bfloat16_nesterov_7<Grad>>(),
+        stage<adamp_nesterov_kernel_1_2<Weight, Grad>>(),
+        stage<adamp_nesterov_kernel_2_2<Weight, Grad>>(),
+        stage<adamp_nesterov_kernel_3_2<Weight, Grad>>(),
+        stage<adamp_nesterov_kernel_4_2<Weight, Grad>>(),
+        stage<adamp_nesterov_kernel_5_2<Weight, Grad>>(),
+        stage<adamp_kernel_6_2<Weight, Grad>>(),
+        stage<adamp_nesterov_kernel_7_2<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct adamp_bfloat16_nesterov_small {
+template <class Weight, class Grad>
+struct adamp_nesterov_small_step_2 {
     typedef void staged;
     static constexpr int SCALARS = 16, BLOCK = 1;
     // bytes per entry, what there is one of
@@ -6800,18 +5410,18 @@ struct adamp_bfloat16_nesterov_small {
         {4, ROW + 8},  // partial results of row_sum_of_update
     };
     static constexpr Stage STAGES[] = {
-        stage<adamp_bfloat16_nesterov_small_1<Grad>>(),
-        stage<adamp_bfloat16_nesterov_small_2<Grad>>(),
-        stage<adamp_bfloat16_nesterov_small_3<Grad>>(),
-        stage<adamp_bfloat16_nesterov_small_4<Grad>>(),
-        stage<adamp_bfloat16_nesterov_small_5<Grad>>(),
-        stage<adamp_bfloat16_small_6<Grad>>(),
-        stage<adamp_bfloat16_nesterov_small_7<Grad>>(),
+        stage<adamp_nesterov_small_kernel_1_2<Weight, Grad>>(),
+        stage<adamp_nesterov_small_kernel_2_2<Weight, Grad>>(),
+        stage<adamp_nesterov_small_kernel_3_2<Weight, Grad>>(),
+        stage<adamp_nesterov_small_kernel_4_2<Weight, Grad>>(),
+        stage<adamp_nesterov_small_kernel_5_2<Weight, Grad>>(),
+        stage<adamp_small_kernel_6_2<Weight, Grad>>(),
+        stage<adamp_nesterov_small_kernel_7_2<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct adamp_float16_nesterov {
+template <class Weight, class Grad>
+struct adamp_nesterov_step_3 {
     typedef void staged;
     static constexpr int SCALARS = 16, BLOCK = 64;
     // bytes per entry, what there is one of
@@ -6846,18 +5456,18 @@ struct adamp_float16_nesterov {
         {4, ROW + 8},  // partial results of row_sum_of_update
     };
     static constexpr Stage STAGES[] = {
-        stage<adamp_float16_nesterov_1<Grad>>(),
-        stage<adamp_bfloat16_nesterov_2<Grad>>(),
-        stage<adamp_bfloat16_nesterov_3<Grad>>(),
-        stage<adamp_bfloat16_nesterov_4<Grad>>(),
-        stage<adamp_bfloat16_nesterov_5<Grad>>(),
-        stage<adamp_bfloat16_6<Grad>>(),
-        stage<adamp_float16_nesterov_7<Grad>>(),
+        stage<adamp_nesterov_kernel_1_3<Weight, Grad>>(),
+        stage<adamp_nesterov_kernel_2_2<Weight, Grad>>(),
+        stage<adamp_nesterov_kernel_3_2<Weight, Grad>>(),
+        stage<adamp_nesterov_kernel_4_2<Weight, Grad>>(),
+        stage<adamp_nesterov_kernel_5_2<Weight, Grad>>(),
+        stage<adamp_kernel_6_2<Weight, Grad>>(),
+        stage<adamp_nesterov_kernel_7_3<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct adamp_float16_nesterov_small {
+template <class Weight, class Grad>
+struct adamp_nesterov_small_step_3 {
     typedef void staged;
     static constexpr int SCALARS = 16, BLOCK = 1;
     // bytes per entry, what there is one of
@@ -6890,15 +5500,40 @@ struct adamp_float16_nesterov_small {
         {4, ROW + 8},  // partial results of row_sum_of_update
     };
     static constexpr Stage STAGES[] = {
-        stage<adamp_float16_nesterov_small_1<Grad>>(),
-        stage<adamp_bfloat16_nesterov_small_2<Grad>>(),
-        stage<adamp_bfloat16_nesterov_small_3<Grad>>(),
-        stage<adamp_bfloat16_nesterov_small_4<Grad>>(),
-        stage<adamp_bfloat16_nesterov_small_5<Grad>>(),
-        stage<adamp_bfloat16_small_6<Grad>>(),
-        stage<adamp_float16_nesterov_small_7<Grad>>(),
+        stage<adamp_nesterov_small_kernel_1_3<Weight, Grad>>(),
+        stage<adamp_nesterov_small_kernel_2_2<Weight, Grad>>(),
+        stage<adamp_nesterov_small_kernel_3_2<Weight, Grad>>(),
+        stage<adamp_nesterov_small_kernel_4_2<Weight, Grad>>(),
+        stage<adamp_nesterov_small_kernel_5_2<Weight, Grad>>(),
+        stage<adamp_small_kernel_6_2<Weight, Grad>>(),
+        stage<adamp_nesterov_small_kernel_7_3<Weight, Grad>>(),
     };
 };
+
+template <class Grad> using adamp_float32 = adamp_step<weight_float32, Grad>;
+template <class Grad> using adamp_float32_small = adamp_small_step<weight_float32, Grad>;
+template <class Grad> using adamp_bfloat16 = adamp_step_2<weight_float32, Grad>;
+template <class Grad> using adamp_bfloat16_small = adamp_small_step_2<weight_float32, Grad>;
+template <class Grad> using adamp_float16 = adamp_step_3<weight_float32, Grad>;
+template <class Grad> using adamp_float16_small = adamp_small_step_3<weight_float32, Grad>;
+template <class Grad> using adamp_float32_no_projected = adamp_no_projected_kernel<weight_float32, Grad>;
+template <class Grad> using adamp_float32_no_projected_small = adamp_no_projected_small_kernel<weight_float32, Grad>;
+template <class Grad> using adamp_bfloat16_no_projected = adamp_no_projected_kernel<weight_bfloat16, Grad>;
+template <class Grad> using adamp_bfloat16_no_projected_small = adamp_no_projected_small_kernel<weight_bfloat16, Grad>;
+template <class Grad> using adamp_float16_no_projected = adamp_no_projected_kernel<weight_float16, Grad>;
+template <class Grad> using adamp_float16_no_projected_small = adamp_no_projected_small_kernel<weight_float16, Grad>;
+template <class Grad> using adamp_float32_nesterov = adamp_nesterov_step<weight_float32, Grad>;
+template <class Grad> using adamp_float32_nesterov_small = adamp_nesterov_small_step<weight_float32, Grad>;
+template <class Grad> using adamp_bfloat16_nesterov = adamp_nesterov_step_2<weight_float32, Grad>;
+template <class Grad> using adamp_bfloat16_nesterov_small = adamp_nesterov_small_step_2<weight_float32, Grad>;
+template <class Grad> using adamp_float16_nesterov = adamp_nesterov_step_3<weight_float32, Grad>;
+template <class Grad> using adamp_float16_nesterov_small = adamp_nesterov_small_step_3<weight_float32, Grad>;
+template <class Grad> using adamp_float32_nesterov_no_projected = adamp_nesterov_no_projected_kernel<weight_float32, Grad>;
+template <class Grad> using adamp_float32_nesterov_no_projected_small = adamp_nesterov_no_projected_small_kernel<weight_float32, Grad>;
+template <class Grad> using adamp_bfloat16_nesterov_no_projected = adamp_nesterov_no_projected_kernel<weight_bfloat16, Grad>;
+template <class Grad> using adamp_bfloat16_nesterov_no_projected_small = adamp_nesterov_no_projected_small_kernel<weight_bfloat16, Grad>;
+template <class Grad> using adamp_float16_nesterov_no_projected = adamp_nesterov_no_projected_kernel<weight_float16, Grad>;
+template <class Grad> using adamp_float16_nesterov_no_projected_small = adamp_nesterov_no_projected_small_kernel<weight_float16, Grad>;
 
 }  // namespace
 

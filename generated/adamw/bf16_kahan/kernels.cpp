@@ -18,19 +18,73 @@
 
 namespace {
 
-template <class Grad>
-struct adamw_float32 {
+// bf16 and its rounding error (Kahan)
+struct weight_bfloat16 {
+    static constexpr int NOISE = 0;
+    static constexpr Part PARTS[] = {{2, true}, {2, true}};  // code, compensation
+    uint16_t *__restrict code_at;
+    uint16_t *__restrict compensation_at;
+
+    weight_bfloat16(char *p, char *const *more) : code_at((uint16_t *)p), compensation_at((uint16_t *)more[0]) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        const U16 compensation_stored = raw(compensation_at + i);
+        return widened(code_stored) + widened(compensation_stored);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        const I x_bits = bits(x);
+        const I carry = (x_bits >> 16 & 1) + 32767;
+        const I weight_ = bits_or_nan(as_float(x_bits)) + carry >> 16;
+        const F lost = x - widened(weight_);
+        const F lost_2 = where(abs(lost) <= 3.4028234663852886e+38f, lost, F(0.0f));
+        const I x_bits_2 = bits(lost_2);
+        const I carry_2 = (x_bits_2 >> 16 & 1) + 32767;
+        store_half<2>(code_at + i, bits_or_nan(as_float(x_bits)) + carry);
+        store_half<2>(compensation_at + i, where(lost_2 == lost_2, x_bits_2 + carry_2, I(0x7fc00000)));
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); fetch<N>(compensation_at, b); }
+};
+
+// f16 and its rounding error (Kahan)
+struct weight_float16 {
+    static constexpr int NOISE = 0;
+    static constexpr Part PARTS[] = {{2, true}, {2, true}};  // code, compensation
+    uint16_t *__restrict code_at;
+    uint16_t *__restrict compensation_at;
+
+    weight_float16(char *p, char *const *more) : code_at((uint16_t *)p), compensation_at((uint16_t *)more[0]) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        const U16 compensation_stored = raw(compensation_at + i);
+        return widen_half(code_stored) + widen_half(compensation_stored);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        const I weight_ = narrow_half(x);
+        const F lost = x - widen_half(weight_);
+        const F lost_2 = where(abs(lost) <= 3.4028234663852886e+38f, lost, F(0.0f));
+        store(code_at + i, weight_);
+        store(compensation_at + i, narrow_half(lost_2));
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); fetch<N>(compensation_at, b); }
+};
+
+template <class Weight, class Grad>
+struct adamw_kernel {
+    // random bits of exp_avg, exp_avg_sq, p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{16, false}, {16, false}, {Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({1, 0, P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {2, ELEMENT, true}, {2, ELEMENT, true}};
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{2, ELEMENT, true}, {2, ELEMENT, true}});
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];                 // float32 [n]  read and written
+        Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint16_t *__restrict exp_avg_at = (uint16_t *)at[2];     // bfloat16 [n]  read and written
-        uint16_t *__restrict exp_avg_sq_at = (uint16_t *)at[3];  // bfloat16 [n]  read and written
+        uint16_t *__restrict exp_avg_at = (uint16_t *)at[parts<Weight>() + 1];  // bfloat16 [n]  read and written
+        // bfloat16 [n]  read and written
+        uint16_t *__restrict exp_avg_sq_at = (uint16_t *)at[parts<Weight>() + 2];
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -38,32 +92,17 @@ struct adamw_float32 {
         const F scalar_2(scalars[4]);
         const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000100;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
+        Words<adamw_kernel> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
+            const auto noise = words.at(i);
             const F g = Grad::load(g_at + i);
             const U16 exp_avg_stored = raw(exp_avg_at + i);
             const F exp_avg = widened(exp_avg_stored);                        // bf16, stochastic
             const U16 exp_avg_sq_stored = raw(exp_avg_sq_at + i);
             const F exp_avg_sq = widened(exp_avg_sq_stored);                  // bf16, stochastic
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
@@ -72,31 +111,33 @@ struct adamw_float32 {
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
             const I exp_avg_x_bits = bits(exp_avg_2);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
             const I exp_avg_sq_x_bits = bits(exp_avg_sq_2);
-            store(p_at + i, p_3);
-            store_half<2>(exp_avg_at + i, bits_or_nan(as_float(exp_avg_x_bits)) + lshr(noise, 16));
-            store_half<2>(exp_avg_sq_at + i, bits_or_nan(as_float(exp_avg_sq_x_bits)) + (noise & 0xffff));
+            weight.encode(i, p_3, noise);
+            store_half<2>(exp_avg_at + i, bits_or_nan(as_float(exp_avg_x_bits)) + integer<0>(noise));
+            store_half<2>(exp_avg_sq_at + i, bits_or_nan(as_float(exp_avg_sq_x_bits)) + integer<1>(noise));
         }
     }
 };
 
-template <class Grad>
-struct adamw_bfloat16 {
+template <class Weight, class Grad>
+struct adamw_amsgrad_kernel {
+    // random bits of exp_avg, exp_avg_sq, p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{16, false}, {16, false}, {Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({1, 0, P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {2, ELEMENT, true}, {2, ELEMENT, true}, {2, ELEMENT, true}};
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{2, ELEMENT, true}, {2, ELEMENT, true}, {2, ELEMENT, true}});
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                    // bfloat16 [n]  read and written
+        Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint16_t *__restrict weight_compensation_at = (uint16_t *)at[2];  // bfloat16 [n]  read and written
-        uint16_t *__restrict exp_avg_at = (uint16_t *)at[3];              // bfloat16 [n]  read and written
-        uint16_t *__restrict exp_avg_sq_at = (uint16_t *)at[4];           // bfloat16 [n]  read and written
+        uint16_t *__restrict exp_avg_at = (uint16_t *)at[parts<Weight>() + 1];  // bfloat16 [n]  read and written
+        // bfloat16 [n]  read and written
+        uint16_t *__restrict exp_avg_sq_at = (uint16_t *)at[parts<Weight>() + 2];
+        // bfloat16 [n]  read and written
+        uint16_t *__restrict max_exp_avg_sq_at = (uint16_t *)at[parts<Weight>() + 3];
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -104,177 +145,11 @@ struct adamw_bfloat16 {
         const F scalar_2(scalars[4]);
         const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000100;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
+        Words<adamw_amsgrad_kernel> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const U16 exp_avg_stored = raw(exp_avg_at + i);
-            const F exp_avg = widened(exp_avg_stored);                            // bf16, stochastic
-            const U16 exp_avg_sq_stored = raw(exp_avg_sq_at + i);
-            const F exp_avg_sq = widened(exp_avg_sq_stored);                      // bf16, stochastic
-            const U16 p_stored = raw(p_at + i);
-            const U16 weight_compensation_stored = raw(weight_compensation_at + i);
-            const F p = widened(p_stored) + widened(weight_compensation_stored);  // bf16 and its rounding error (Kahan)
-            const F g_cast = g_stored;
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
-            // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                    // 30  p = decoupled(p, rate, weight_decay)
-            // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
-            const I p_x_bits = bits(p_3);
-            const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            const I p_weight = bits_or_nan(as_float(p_x_bits)) + p_carry >> 16;
-            const F p_lost = p_3 - widened(p_weight);
-            const F p_lost_2 = where(abs(p_lost) <= 3.4028234663852886e+38f, p_lost, F(0.0f));
-            const I p_x_bits_2 = bits(p_lost_2);
-            const I p_carry_2 = (p_x_bits_2 >> 16 & 1) + 32767;
-            const I exp_avg_x_bits = bits(exp_avg_2);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I exp_avg_sq_x_bits = bits(exp_avg_sq_2);
-            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-            store_half<2>(weight_compensation_at + i, where(p_lost_2 == p_lost_2, p_x_bits_2 + p_carry_2, I(0x7fc00000)));
-            store_half<2>(exp_avg_at + i, bits_or_nan(as_float(exp_avg_x_bits)) + lshr(noise, 16));
-            store_half<2>(exp_avg_sq_at + i, bits_or_nan(as_float(exp_avg_sq_x_bits)) + (noise & 0xffff));
-        }
-    }
-};
-
-template <class Grad>
-struct adamw_float16 {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {2, ELEMENT, true}, {2, ELEMENT, true}, {2, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                    // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint16_t *__restrict weight_compensation_at = (uint16_t *)at[2];  // float16 [n]  read and written
-        uint16_t *__restrict exp_avg_at = (uint16_t *)at[3];              // bfloat16 [n]  read and written
-        uint16_t *__restrict exp_avg_sq_at = (uint16_t *)at[4];           // bfloat16 [n]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[2]);
-        const F one_minus_beta1_times_grad_scale(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F scalar_4(scalars[6]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000100;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const U16 exp_avg_stored = raw(exp_avg_at + i);
-            const F exp_avg = widened(exp_avg_stored);          // bf16, stochastic
-            const U16 exp_avg_sq_stored = raw(exp_avg_sq_at + i);
-            const F exp_avg_sq = widened(exp_avg_sq_stored);    // bf16, stochastic
-            const U16 p_stored = raw(p_at + i);
-            const U16 weight_compensation_stored = raw(weight_compensation_at + i);
-            // f16 and its rounding error (Kahan)
-            const F p = widen_half(p_stored) + widen_half(weight_compensation_stored);
-            const F g_cast = g_stored;
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
-            // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
-            const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
-            // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
-            const I p_weight = narrow_half(p_3);
-            const F p_lost = p_3 - widen_half(p_weight);
-            const F p_lost_2 = where(abs(p_lost) <= 3.4028234663852886e+38f, p_lost, F(0.0f));
-            const I exp_avg_x_bits = bits(exp_avg_2);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I exp_avg_sq_x_bits = bits(exp_avg_sq_2);
-            store(p_at + i, p_weight);
-            store(weight_compensation_at + i, narrow_half(p_lost_2));
-            store_half<2>(exp_avg_at + i, bits_or_nan(as_float(exp_avg_x_bits)) + lshr(noise, 16));
-            store_half<2>(exp_avg_sq_at + i, bits_or_nan(as_float(exp_avg_sq_x_bits)) + (noise & 0xffff));
-        }
-    }
-};
-
-template <class Grad>
-struct adamw_float32_amsgrad {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {2, ELEMENT, true}, {2, ELEMENT, true}, {2, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];                     // float32 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint16_t *__restrict exp_avg_at = (uint16_t *)at[2];         // bfloat16 [n]  read and written
-        uint16_t *__restrict exp_avg_sq_at = (uint16_t *)at[3];      // bfloat16 [n]  read and written
-        uint16_t *__restrict max_exp_avg_sq_at = (uint16_t *)at[4];  // bfloat16 [n]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[2]);
-        const F one_minus_beta1_times_grad_scale(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F scalar_4(scalars[6]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000100;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
+            const auto noise = words.at(i);
             const F g = Grad::load(g_at + i);
             const U16 exp_avg_stored = raw(exp_avg_at + i);
             const F exp_avg = widened(exp_avg_stored);                        // bf16, stochastic
@@ -282,7 +157,7 @@ struct adamw_float32_amsgrad {
             const F max_exp_avg_sq = widened(max_exp_avg_sq_stored);          // bf16
             const U16 exp_avg_sq_stored = raw(exp_avg_sq_at + i);
             const F exp_avg_sq = widened(exp_avg_sq_stored);                  // bf16, stochastic
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
@@ -293,186 +168,23 @@ struct adamw_float32_amsgrad {
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
             const I exp_avg_x_bits = bits(exp_avg_2);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
             const I exp_avg_sq_x_bits = bits(exp_avg_sq_2);
             const I max_exp_avg_sq_x_bits = bits(max_exp_avg_sq_2);
             const I max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767;
-            store(p_at + i, p_3);
-            store_half<2>(exp_avg_at + i, bits_or_nan(as_float(exp_avg_x_bits)) + lshr(noise, 16));
-            store_half<2>(exp_avg_sq_at + i, bits_or_nan(as_float(exp_avg_sq_x_bits)) + (noise & 0xffff));
+            weight.encode(i, p_3, noise);
+            store_half<2>(exp_avg_at + i, bits_or_nan(as_float(exp_avg_x_bits)) + integer<0>(noise));
+            store_half<2>(exp_avg_sq_at + i, bits_or_nan(as_float(exp_avg_sq_x_bits)) + integer<1>(noise));
             store_half<2>(max_exp_avg_sq_at + i, where(max_exp_avg_sq_2 == max_exp_avg_sq_2, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, I(0x7fc00000)));
         }
     }
 };
 
-template <class Grad>
-struct adamw_bfloat16_amsgrad {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {2, ELEMENT, true}, {2, ELEMENT, true}, {2, ELEMENT, true}, {2, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                    // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint16_t *__restrict weight_compensation_at = (uint16_t *)at[2];  // bfloat16 [n]  read and written
-        uint16_t *__restrict exp_avg_at = (uint16_t *)at[3];              // bfloat16 [n]  read and written
-        uint16_t *__restrict exp_avg_sq_at = (uint16_t *)at[4];           // bfloat16 [n]  read and written
-        uint16_t *__restrict max_exp_avg_sq_at = (uint16_t *)at[5];       // bfloat16 [n]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[2]);
-        const F one_minus_beta1_times_grad_scale(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F scalar_4(scalars[6]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000100;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const U16 exp_avg_stored = raw(exp_avg_at + i);
-            const F exp_avg = widened(exp_avg_stored);                            // bf16, stochastic
-            const U16 max_exp_avg_sq_stored = raw(max_exp_avg_sq_at + i);
-            const F max_exp_avg_sq = widened(max_exp_avg_sq_stored);              // bf16
-            const U16 exp_avg_sq_stored = raw(exp_avg_sq_at + i);
-            const F exp_avg_sq = widened(exp_avg_sq_stored);                      // bf16, stochastic
-            const U16 p_stored = raw(p_at + i);
-            const U16 weight_compensation_stored = raw(weight_compensation_at + i);
-            const F p = widened(p_stored) + widened(weight_compensation_stored);  // bf16 and its rounding error (Kahan)
-            const F g_cast = g_stored;
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
-            // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
-            // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-            const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                    // 30  p = decoupled(p, rate, weight_decay)
-            // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
-            const I p_x_bits = bits(p_3);
-            const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            const I p_weight = bits_or_nan(as_float(p_x_bits)) + p_carry >> 16;
-            const F p_lost = p_3 - widened(p_weight);
-            const F p_lost_2 = where(abs(p_lost) <= 3.4028234663852886e+38f, p_lost, F(0.0f));
-            const I p_x_bits_2 = bits(p_lost_2);
-            const I p_carry_2 = (p_x_bits_2 >> 16 & 1) + 32767;
-            const I exp_avg_x_bits = bits(exp_avg_2);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I exp_avg_sq_x_bits = bits(exp_avg_sq_2);
-            const I max_exp_avg_sq_x_bits = bits(max_exp_avg_sq_2);
-            const I max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-            store_half<2>(weight_compensation_at + i, where(p_lost_2 == p_lost_2, p_x_bits_2 + p_carry_2, I(0x7fc00000)));
-            store_half<2>(exp_avg_at + i, bits_or_nan(as_float(exp_avg_x_bits)) + lshr(noise, 16));
-            store_half<2>(exp_avg_sq_at + i, bits_or_nan(as_float(exp_avg_sq_x_bits)) + (noise & 0xffff));
-            store_half<2>(max_exp_avg_sq_at + i, where(max_exp_avg_sq_2 == max_exp_avg_sq_2, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, I(0x7fc00000)));
-        }
-    }
-};
-
-template <class Grad>
-struct adamw_float16_amsgrad {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {2, ELEMENT, true}, {2, ELEMENT, true}, {2, ELEMENT, true}, {2, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                    // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint16_t *__restrict weight_compensation_at = (uint16_t *)at[2];  // float16 [n]  read and written
-        uint16_t *__restrict exp_avg_at = (uint16_t *)at[3];              // bfloat16 [n]  read and written
-        uint16_t *__restrict exp_avg_sq_at = (uint16_t *)at[4];           // bfloat16 [n]  read and written
-        uint16_t *__restrict max_exp_avg_sq_at = (uint16_t *)at[5];       // bfloat16 [n]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[2]);
-        const F one_minus_beta1_times_grad_scale(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F scalar_4(scalars[6]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000100;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const U16 exp_avg_stored = raw(exp_avg_at + i);
-            const F exp_avg = widened(exp_avg_stored);                     // bf16, stochastic
-            const U16 max_exp_avg_sq_stored = raw(max_exp_avg_sq_at + i);
-            const F max_exp_avg_sq = widened(max_exp_avg_sq_stored);       // bf16
-            const U16 exp_avg_sq_stored = raw(exp_avg_sq_at + i);
-            const F exp_avg_sq = widened(exp_avg_sq_stored);               // bf16, stochastic
-            const U16 p_stored = raw(p_at + i);
-            const U16 weight_compensation_stored = raw(weight_compensation_at + i);
-            // f16 and its rounding error (Kahan)
-            const F p = widen_half(p_stored) + widen_half(weight_compensation_stored);
-            const F g_cast = g_stored;
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
-            // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
-            // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-            const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
-            const F p_2 = one_minus_lr_times_weight_decay * p;             // 30  p = decoupled(p, rate, weight_decay)
-            // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
-            const I p_weight = narrow_half(p_3);
-            const F p_lost = p_3 - widen_half(p_weight);
-            const F p_lost_2 = where(abs(p_lost) <= 3.4028234663852886e+38f, p_lost, F(0.0f));
-            const I exp_avg_x_bits = bits(exp_avg_2);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I exp_avg_sq_x_bits = bits(exp_avg_sq_2);
-            const I max_exp_avg_sq_x_bits = bits(max_exp_avg_sq_2);
-            const I max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767;
-            store(p_at + i, p_weight);
-            store(weight_compensation_at + i, narrow_half(p_lost_2));
-            store_half<2>(exp_avg_at + i, bits_or_nan(as_float(exp_avg_x_bits)) + lshr(noise, 16));
-            store_half<2>(exp_avg_sq_at + i, bits_or_nan(as_float(exp_avg_sq_x_bits)) + (noise & 0xffff));
-            store_half<2>(max_exp_avg_sq_at + i, where(max_exp_avg_sq_2 == max_exp_avg_sq_2, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, I(0x7fc00000)));
-        }
-    }
-};
+template <class Grad> using adamw_float32 = adamw_kernel<weight_float32, Grad>;
+template <class Grad> using adamw_bfloat16 = adamw_kernel<weight_bfloat16, Grad>;
+template <class Grad> using adamw_float16 = adamw_kernel<weight_float16, Grad>;
+template <class Grad> using adamw_float32_amsgrad = adamw_amsgrad_kernel<weight_float32, Grad>;
+template <class Grad> using adamw_bfloat16_amsgrad = adamw_amsgrad_kernel<weight_bfloat16, Grad>;
+template <class Grad> using adamw_float16_amsgrad = adamw_amsgrad_kernel<weight_float16, Grad>;
 
 }  // namespace
 

@@ -18,19 +18,66 @@
 
 namespace {
 
-template <class Grad>
-struct adamw_float32 {
+// bf16, stochastic
+struct weight_bfloat16 {
+    static constexpr int NOISE = 16;
+    static constexpr Part PARTS[] = {{2, true}};  // code
+    uint16_t *__restrict code_at;
+
+    weight_bfloat16(char *p, char *const *more) : code_at((uint16_t *)p) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        return widened(code_stored);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        const I x_bits = bits(x);
+        store_half<2>(code_at + i, bits_or_nan(as_float(x_bits)) + integer<P>(noise));
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); }
+};
+
+// f16, stochastic
+struct weight_float16 {
+    static constexpr int NOISE = 13;
+    static constexpr Part PARTS[] = {{2, true}};  // code
+    uint16_t *__restrict code_at;
+
+    weight_float16(char *p, char *const *more) : code_at((uint16_t *)p) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        return widen_half(code_stored);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        const I x_bitcast = bits(x);
+        const I sign_ = x_bitcast >> 16 & 0x8000;
+        const I magnitude = x_bitcast & 0x7fffffff;
+        const F magnitude_bitcast = as_float(magnitude);
+        const M is_subnormal = magnitude_bitcast < 6.103515625e-05f;
+        const I subnormal = to_int(274877906944.0f * magnitude_bitcast);
+        const I rebiased = min(I(0xf800000), magnitude - 0x38000000);
+        const I fixed = where(is_subnormal, subnormal, rebiased << 1);
+        store(code_at + i, where(x == x, sign_ | lshr(fixed + middle<P, 14>(noise), 14), I(32256)));
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); }
+};
+
+template <class Weight, class Grad>
+struct adamw_kernel {
+    // random bits of exp_avg, exp_avg_sq, p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{16, false}, {16, false}, {Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({1, 0, P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {2, ELEMENT, true}, {2, ELEMENT, true}};
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{2, ELEMENT, true}, {2, ELEMENT, true}});
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];                 // float32 [n]  read and written
+        Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint16_t *__restrict exp_avg_at = (uint16_t *)at[2];     // bfloat16 [n]  read and written
-        uint16_t *__restrict exp_avg_sq_at = (uint16_t *)at[3];  // bfloat16 [n]  read and written
+        uint16_t *__restrict exp_avg_at = (uint16_t *)at[parts<Weight>() + 1];  // bfloat16 [n]  read and written
+        // bfloat16 [n]  read and written
+        uint16_t *__restrict exp_avg_sq_at = (uint16_t *)at[parts<Weight>() + 2];
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -38,32 +85,17 @@ struct adamw_float32 {
         const F scalar_2(scalars[4]);
         const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000100;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
+        Words<adamw_kernel> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
+            const auto noise = words.at(i);
             const F g = Grad::load(g_at + i);
             const U16 exp_avg_stored = raw(exp_avg_at + i);
             const F exp_avg = widened(exp_avg_stored);                        // bf16, stochastic
             const U16 exp_avg_sq_stored = raw(exp_avg_sq_at + i);
             const F exp_avg_sq = widened(exp_avg_sq_stored);                  // bf16, stochastic
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
@@ -72,30 +104,33 @@ struct adamw_float32 {
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
             const I exp_avg_x_bits = bits(exp_avg_2);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
             const I exp_avg_sq_x_bits = bits(exp_avg_sq_2);
-            store(p_at + i, p_3);
-            store_half<2>(exp_avg_at + i, bits_or_nan(as_float(exp_avg_x_bits)) + lshr(noise, 16));
-            store_half<2>(exp_avg_sq_at + i, bits_or_nan(as_float(exp_avg_sq_x_bits)) + (noise & 0xffff));
+            weight.encode(i, p_3, noise);
+            store_half<2>(exp_avg_at + i, bits_or_nan(as_float(exp_avg_x_bits)) + integer<0>(noise));
+            store_half<2>(exp_avg_sq_at + i, bits_or_nan(as_float(exp_avg_sq_x_bits)) + integer<1>(noise));
         }
     }
 };
 
-template <class Grad>
-struct adamw_bfloat16 {
+template <class Weight, class Grad>
+struct adamw_amsgrad_kernel {
+    // random bits of exp_avg, exp_avg_sq, p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{16, false}, {16, false}, {Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({1, 0, P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {2, ELEMENT, true}, {2, ELEMENT, true}};
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{2, ELEMENT, true}, {2, ELEMENT, true}, {2, ELEMENT, true}});
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];           // bfloat16 [n]  read and written
+        Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint16_t *__restrict exp_avg_at = (uint16_t *)at[2];     // bfloat16 [n]  read and written
-        uint16_t *__restrict exp_avg_sq_at = (uint16_t *)at[3];  // bfloat16 [n]  read and written
+        uint16_t *__restrict exp_avg_at = (uint16_t *)at[parts<Weight>() + 1];  // bfloat16 [n]  read and written
+        // bfloat16 [n]  read and written
+        uint16_t *__restrict exp_avg_sq_at = (uint16_t *)at[parts<Weight>() + 2];
+        // bfloat16 [n]  read and written
+        uint16_t *__restrict max_exp_avg_sq_at = (uint16_t *)at[parts<Weight>() + 3];
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -103,204 +138,11 @@ struct adamw_bfloat16 {
         const F scalar_2(scalars[4]);
         const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) int32_t word_3_kept[TILE / 8];
-        alignas(64) int32_t word_4_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256;
-            const I word_mul = (word_xor ^ 0x3c6ef372) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor_2 = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor_2 ^ lshr(word_xor_2, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor_2 ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            const I word_mul_5 = word_xor * 0x7feb352d;
-            const I word_mul_6 = (word_mul_5 ^ lshr(word_mul_5, 16)) * -2073254261;
-            const I word_xor_3 = word_mul_6 ^ lshr(word_mul_6, 15);
-            const I word_mul_7 = (word_xor_3 ^ lshr(word_xor_3, 16)) * -1640531535;
-            const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 0x7feb352d;
-            const I word_4 = word_xor_3 ^ (step_key & 255) * 0x1000100;
-            const I word_3 = word_mul_8 ^ lshr(word_mul_8, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-            store(word_3_kept + i, word_3);
-            store(word_4_kept + i, word_4);
-        }
+        Words<adamw_amsgrad_kernel> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const I word_4 = spread(word_4_kept, i);
-            const I word_3 = spread(word_3_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const U16 exp_avg_stored = raw(exp_avg_at + i);
-            const F exp_avg = widened(exp_avg_stored);          // bf16, stochastic
-            const U16 exp_avg_sq_stored = raw(exp_avg_sq_at + i);
-            const F exp_avg_sq = widened(exp_avg_sq_stored);    // bf16, stochastic
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);                      // bf16, stochastic
-            const F g_cast = g_stored;
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
-            // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
-            const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
-            // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
-            const I p_x_bits = bits(p_3);
-            const I word_and = lane(i);
-            const I word_add = (word_and * (word_and + 1) >> 1) + 1;
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise_2 = word_2 ^ rotl(word, word_add);
-            const I exp_avg_x_bits = bits(exp_avg_2);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_4 ^ rotl(word_3, word_add);
-            const I exp_avg_sq_x_bits = bits(exp_avg_sq_2);
-            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + lshr(noise_2, 16));
-            store_half<2>(exp_avg_at + i, bits_or_nan(as_float(exp_avg_x_bits)) + lshr(noise, 16));
-            store_half<2>(exp_avg_sq_at + i, bits_or_nan(as_float(exp_avg_sq_x_bits)) + (noise & 0xffff));
-        }
-    }
-};
-
-template <class Grad>
-struct adamw_float16 {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {2, ELEMENT, true}, {2, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];           // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint16_t *__restrict exp_avg_at = (uint16_t *)at[2];     // bfloat16 [n]  read and written
-        uint16_t *__restrict exp_avg_sq_at = (uint16_t *)at[3];  // bfloat16 [n]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[2]);
-        const F one_minus_beta1_times_grad_scale(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F scalar_4(scalars[6]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) int32_t word_3_kept[TILE / 8];
-        alignas(64) int32_t word_4_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256;
-            const I word_mul = (word_xor ^ 0x3c6ef372) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor_2 = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor_2 ^ lshr(word_xor_2, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor_2 ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            const I word_mul_5 = word_xor * 0x7feb352d;
-            const I word_mul_6 = (word_mul_5 ^ lshr(word_mul_5, 16)) * -2073254261;
-            const I word_xor_3 = word_mul_6 ^ lshr(word_mul_6, 15);
-            const I word_mul_7 = (word_xor_3 ^ lshr(word_xor_3, 16)) * -1640531535;
-            const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 0x7feb352d;
-            const I word_4 = word_xor_3 ^ (step_key & 255) * 0x1000100;
-            const I word_3 = word_mul_8 ^ lshr(word_mul_8, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-            store(word_3_kept + i, word_3);
-            store(word_4_kept + i, word_4);
-        }
-
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const I word_4 = spread(word_4_kept, i);
-            const I word_3 = spread(word_3_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const U16 exp_avg_stored = raw(exp_avg_at + i);
-            const F exp_avg = widened(exp_avg_stored);          // bf16, stochastic
-            const U16 exp_avg_sq_stored = raw(exp_avg_sq_at + i);
-            const F exp_avg_sq = widened(exp_avg_sq_stored);    // bf16, stochastic
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);                   // f16, stochastic
-            const F g_cast = g_stored;
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
-            // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
-            const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
-            // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
-            const I p_bitcast = bits(p_3);
-            const I p_sign = p_bitcast >> 16 & 0x8000;
-            const I p_magnitude = p_bitcast & 0x7fffffff;
-            const F p_magnitude_bitcast = as_float(p_magnitude);
-            const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-            const I p_subnormal = to_int(274877906944.0f * p_magnitude_bitcast);
-            const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-            const I p_fixed = where(p_is_subnormal, p_subnormal, p_rebiased << 1);
-            const I word_and = lane(i);
-            const I word_add = (word_and * (word_and + 1) >> 1) + 1;
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise_2 = word_2 ^ rotl(word, word_add);
-            const I exp_avg_x_bits = bits(exp_avg_2);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_4 ^ rotl(word_3, word_add);
-            const I exp_avg_sq_x_bits = bits(exp_avg_sq_2);
-            store(p_at + i, where(p_3 == p_3, p_sign | lshr(p_fixed + (lshr(noise_2, 18) | 1), 14), I(32256)));
-            store_half<2>(exp_avg_at + i, bits_or_nan(as_float(exp_avg_x_bits)) + lshr(noise, 16));
-            store_half<2>(exp_avg_sq_at + i, bits_or_nan(as_float(exp_avg_sq_x_bits)) + (noise & 0xffff));
-        }
-    }
-};
-
-template <class Grad>
-struct adamw_float32_amsgrad {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {2, ELEMENT, true}, {2, ELEMENT, true}, {2, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];                     // float32 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint16_t *__restrict exp_avg_at = (uint16_t *)at[2];         // bfloat16 [n]  read and written
-        uint16_t *__restrict exp_avg_sq_at = (uint16_t *)at[3];      // bfloat16 [n]  read and written
-        uint16_t *__restrict max_exp_avg_sq_at = (uint16_t *)at[4];  // bfloat16 [n]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[2]);
-        const F one_minus_beta1_times_grad_scale(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F scalar_4(scalars[6]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000100;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
+            const auto noise = words.at(i);
             const F g = Grad::load(g_at + i);
             const U16 exp_avg_stored = raw(exp_avg_at + i);
             const F exp_avg = widened(exp_avg_stored);                        // bf16, stochastic
@@ -308,7 +150,7 @@ struct adamw_float32_amsgrad {
             const F max_exp_avg_sq = widened(max_exp_avg_sq_stored);          // bf16
             const U16 exp_avg_sq_stored = raw(exp_avg_sq_at + i);
             const F exp_avg_sq = widened(exp_avg_sq_stored);                  // bf16, stochastic
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
@@ -319,212 +161,23 @@ struct adamw_float32_amsgrad {
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
             const I exp_avg_x_bits = bits(exp_avg_2);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
             const I exp_avg_sq_x_bits = bits(exp_avg_sq_2);
             const I max_exp_avg_sq_x_bits = bits(max_exp_avg_sq_2);
             const I max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767;
-            store(p_at + i, p_3);
-            store_half<2>(exp_avg_at + i, bits_or_nan(as_float(exp_avg_x_bits)) + lshr(noise, 16));
-            store_half<2>(exp_avg_sq_at + i, bits_or_nan(as_float(exp_avg_sq_x_bits)) + (noise & 0xffff));
+            weight.encode(i, p_3, noise);
+            store_half<2>(exp_avg_at + i, bits_or_nan(as_float(exp_avg_x_bits)) + integer<0>(noise));
+            store_half<2>(exp_avg_sq_at + i, bits_or_nan(as_float(exp_avg_sq_x_bits)) + integer<1>(noise));
             store_half<2>(max_exp_avg_sq_at + i, where(max_exp_avg_sq_2 == max_exp_avg_sq_2, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, I(0x7fc00000)));
         }
     }
 };
 
-template <class Grad>
-struct adamw_bfloat16_amsgrad {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {2, ELEMENT, true}, {2, ELEMENT, true}, {2, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];               // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint16_t *__restrict exp_avg_at = (uint16_t *)at[2];         // bfloat16 [n]  read and written
-        uint16_t *__restrict exp_avg_sq_at = (uint16_t *)at[3];      // bfloat16 [n]  read and written
-        uint16_t *__restrict max_exp_avg_sq_at = (uint16_t *)at[4];  // bfloat16 [n]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[2]);
-        const F one_minus_beta1_times_grad_scale(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F scalar_4(scalars[6]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) int32_t word_3_kept[TILE / 8];
-        alignas(64) int32_t word_4_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256;
-            const I word_mul = (word_xor ^ 0x3c6ef372) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor_2 = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor_2 ^ lshr(word_xor_2, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor_2 ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            const I word_mul_5 = word_xor * 0x7feb352d;
-            const I word_mul_6 = (word_mul_5 ^ lshr(word_mul_5, 16)) * -2073254261;
-            const I word_xor_3 = word_mul_6 ^ lshr(word_mul_6, 15);
-            const I word_mul_7 = (word_xor_3 ^ lshr(word_xor_3, 16)) * -1640531535;
-            const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 0x7feb352d;
-            const I word_4 = word_xor_3 ^ (step_key & 255) * 0x1000100;
-            const I word_3 = word_mul_8 ^ lshr(word_mul_8, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-            store(word_3_kept + i, word_3);
-            store(word_4_kept + i, word_4);
-        }
-
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const I word_4 = spread(word_4_kept, i);
-            const I word_3 = spread(word_3_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const U16 exp_avg_stored = raw(exp_avg_at + i);
-            const F exp_avg = widened(exp_avg_stored);                     // bf16, stochastic
-            const U16 max_exp_avg_sq_stored = raw(max_exp_avg_sq_at + i);
-            const F max_exp_avg_sq = widened(max_exp_avg_sq_stored);       // bf16
-            const U16 exp_avg_sq_stored = raw(exp_avg_sq_at + i);
-            const F exp_avg_sq = widened(exp_avg_sq_stored);               // bf16, stochastic
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);                                 // bf16, stochastic
-            const F g_cast = g_stored;
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
-            // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
-            // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-            const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
-            const F p_2 = one_minus_lr_times_weight_decay * p;             // 30  p = decoupled(p, rate, weight_decay)
-            // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
-            const I p_x_bits = bits(p_3);
-            const I word_and = lane(i);
-            const I word_add = (word_and * (word_and + 1) >> 1) + 1;
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise_2 = word_2 ^ rotl(word, word_add);
-            const I exp_avg_x_bits = bits(exp_avg_2);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_4 ^ rotl(word_3, word_add);
-            const I exp_avg_sq_x_bits = bits(exp_avg_sq_2);
-            const I max_exp_avg_sq_x_bits = bits(max_exp_avg_sq_2);
-            const I max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + lshr(noise_2, 16));
-            store_half<2>(exp_avg_at + i, bits_or_nan(as_float(exp_avg_x_bits)) + lshr(noise, 16));
-            store_half<2>(exp_avg_sq_at + i, bits_or_nan(as_float(exp_avg_sq_x_bits)) + (noise & 0xffff));
-            store_half<2>(max_exp_avg_sq_at + i, where(max_exp_avg_sq_2 == max_exp_avg_sq_2, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, I(0x7fc00000)));
-        }
-    }
-};
-
-template <class Grad>
-struct adamw_float16_amsgrad {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {2, ELEMENT, true}, {2, ELEMENT, true}, {2, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];               // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint16_t *__restrict exp_avg_at = (uint16_t *)at[2];         // bfloat16 [n]  read and written
-        uint16_t *__restrict exp_avg_sq_at = (uint16_t *)at[3];      // bfloat16 [n]  read and written
-        uint16_t *__restrict max_exp_avg_sq_at = (uint16_t *)at[4];  // bfloat16 [n]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[2]);
-        const F one_minus_beta1_times_grad_scale(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F scalar_4(scalars[6]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) int32_t word_3_kept[TILE / 8];
-        alignas(64) int32_t word_4_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256;
-            const I word_mul = (word_xor ^ 0x3c6ef372) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor_2 = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor_2 ^ lshr(word_xor_2, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor_2 ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            const I word_mul_5 = word_xor * 0x7feb352d;
-            const I word_mul_6 = (word_mul_5 ^ lshr(word_mul_5, 16)) * -2073254261;
-            const I word_xor_3 = word_mul_6 ^ lshr(word_mul_6, 15);
-            const I word_mul_7 = (word_xor_3 ^ lshr(word_xor_3, 16)) * -1640531535;
-            const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 0x7feb352d;
-            const I word_4 = word_xor_3 ^ (step_key & 255) * 0x1000100;
-            const I word_3 = word_mul_8 ^ lshr(word_mul_8, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-            store(word_3_kept + i, word_3);
-            store(word_4_kept + i, word_4);
-        }
-
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const I word_4 = spread(word_4_kept, i);
-            const I word_3 = spread(word_3_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const U16 exp_avg_stored = raw(exp_avg_at + i);
-            const F exp_avg = widened(exp_avg_stored);                     // bf16, stochastic
-            const U16 max_exp_avg_sq_stored = raw(max_exp_avg_sq_at + i);
-            const F max_exp_avg_sq = widened(max_exp_avg_sq_stored);       // bf16
-            const U16 exp_avg_sq_stored = raw(exp_avg_sq_at + i);
-            const F exp_avg_sq = widened(exp_avg_sq_stored);               // bf16, stochastic
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);                              // f16, stochastic
-            const F g_cast = g_stored;
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
-            // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
-            // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-            const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
-            const F p_2 = one_minus_lr_times_weight_decay * p;             // 30  p = decoupled(p, rate, weight_decay)
-            // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
-            const I p_bitcast = bits(p_3);
-            const I p_sign = p_bitcast >> 16 & 0x8000;
-            const I p_magnitude = p_bitcast & 0x7fffffff;
-            const F p_magnitude_bitcast = as_float(p_magnitude);
-            const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-            const I p_subnormal = to_int(274877906944.0f * p_magnitude_bitcast);
-            const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-            const I p_fixed = where(p_is_subnormal, p_subnormal, p_rebiased << 1);
-            const I word_and = lane(i);
-            const I word_add = (word_and * (word_and + 1) >> 1) + 1;
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise_2 = word_2 ^ rotl(word, word_add);
-            const I exp_avg_x_bits = bits(exp_avg_2);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_4 ^ rotl(word_3, word_add);
-            const I exp_avg_sq_x_bits = bits(exp_avg_sq_2);
-            const I max_exp_avg_sq_x_bits = bits(max_exp_avg_sq_2);
-            const I max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767;
-            store(p_at + i, where(p_3 == p_3, p_sign | lshr(p_fixed + (lshr(noise_2, 18) | 1), 14), I(32256)));
-            store_half<2>(exp_avg_at + i, bits_or_nan(as_float(exp_avg_x_bits)) + lshr(noise, 16));
-            store_half<2>(exp_avg_sq_at + i, bits_or_nan(as_float(exp_avg_sq_x_bits)) + (noise & 0xffff));
-            store_half<2>(max_exp_avg_sq_at + i, where(max_exp_avg_sq_2 == max_exp_avg_sq_2, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, I(0x7fc00000)));
-        }
-    }
-};
+template <class Grad> using adamw_float32 = adamw_kernel<weight_float32, Grad>;
+template <class Grad> using adamw_bfloat16 = adamw_kernel<weight_bfloat16, Grad>;
+template <class Grad> using adamw_float16 = adamw_kernel<weight_float16, Grad>;
+template <class Grad> using adamw_float32_amsgrad = adamw_amsgrad_kernel<weight_float32, Grad>;
+template <class Grad> using adamw_bfloat16_amsgrad = adamw_amsgrad_kernel<weight_bfloat16, Grad>;
+template <class Grad> using adamw_float16_amsgrad = adamw_amsgrad_kernel<weight_float16, Grad>;
 
 }  // namespace
 

@@ -18,11 +18,50 @@
 
 namespace {
 
-template <class Grad>
-struct adamw_float32 {
-    static constexpr int BLOCK = 256, TILE = elements_of_tile(256, 2), SCALARS = 7;
+// bf16, nearest
+struct weight_bfloat16 {
+    static constexpr int NOISE = 0;
+    static constexpr Part PARTS[] = {{2, true}};  // code
+    uint16_t *__restrict code_at;
+
+    weight_bfloat16(char *p, char *const *more) : code_at((uint16_t *)p) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        return widened(code_stored);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        const I x_bits = bits(x);
+        const I carry = (x_bits >> 16 & 1) + 32767;
+        store_half<2>(code_at + i, bits_or_nan(as_float(x_bits)) + carry);
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); }
+};
+
+// f16, nearest
+struct weight_float16 {
+    static constexpr int NOISE = 0;
+    static constexpr Part PARTS[] = {{2, true}};  // code
+    uint16_t *__restrict code_at;
+
+    weight_float16(char *p, char *const *more) : code_at((uint16_t *)p) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        return widen_half(code_stored);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        store(code_at + i, narrow_half(x));
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); }
+};
+
+template <class Weight, class Grad>
+struct adamw_kernel {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = NOISE.mask({P});
+    static constexpr int BLOCK = 256, TILE = elements_of_tile(256, 2 + count(KEPT)), SCALARS = 7;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, BLOCK_OF, true}, {1, ELEMENT, true}, {4, BLOCK_OF, true}};
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{1, ELEMENT, true}, {4, BLOCK_OF, true}, {1, ELEMENT, true}, {4, BLOCK_OF, true}});
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
                      const float *scalars, int32_t step_key, int32_t stream_key) {
@@ -32,13 +71,16 @@ struct adamw_float32 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];                     // float32 [n]  read and written
+        Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[2];     // uint8 [n]  read and written
-        float *__restrict exp_avg_scale_at = (float *)at[3];         // float32 [blocks of 256]  read and written
-        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[4];  // uint8 [n]  read and written
-        float *__restrict exp_avg_sq_scale_at = (float *)at[5];      // float32 [blocks of 256]  read and written
+        // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[parts<Weight>() + 1];
+        float *__restrict exp_avg_scale_at = (float *)at[parts<Weight>() + 2];  // float32 [blocks of 256]  read and written
+        // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[parts<Weight>() + 3];
+        // float32 [blocks of 256]  read and written
+        float *__restrict exp_avg_sq_scale_at = (float *)at[parts<Weight>() + 4];
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -54,6 +96,7 @@ struct adamw_float32 {
         alignas(64) float exp_avg_sq_scale_rcp_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I exp_avg_sq_top_kept[TILE / BLOCK];
+        Words<adamw_kernel> words(BLOCK * blocks, first, stream_key, step_key);
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
@@ -68,13 +111,14 @@ struct adamw_float32 {
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
+            fetch_weight<BLOCK>(weight, b);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             I exp_avg_sq_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const auto noise = words.at(i);
                 const F g = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
@@ -89,6 +133,7 @@ struct adamw_float32 {
                 const F exp_avg_sq = fma(scalar_2 * g, g, exp_avg_sq_scale_mul * min(F(1.0f), max(F(0.0f), max(max(max(fma(0.007031250279396772f, exp_avg_sq_piece_sub, -0.7894531488418579f), fma(0.0014062499394640326f, exp_avg_sq_piece_sub, -0.07789061963558197f)), max(fma(0.00028124998789280653f, exp_avg_sq_piece_sub, -0.007578124757856131f), fma(5.6250002671731636e-05f, exp_avg_sq_piece_sub, -0.0007156250649131835f))), max(max(fma(1.1250000170548446e-05f, exp_avg_sq_piece_sub, -6.312500045169145e-05f), fma(2.249999852210749e-06f, exp_avg_sq_piece_sub, -4.624999746738467e-06f)), fma(4.49999959073466e-07f, exp_avg_sq_piece_sub, -1.2499992863013176e-07f))))));
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
                 exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(abs(exp_avg_sq)), i, end);
+                words.keep(noise, i);
                 store(exp_avg_kept + i, exp_avg);
                 store(exp_avg_sq_kept + i, exp_avg_sq);
             }
@@ -115,13 +160,14 @@ struct adamw_float32 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
-                const F p = load(p_at + i);
+                const F p = weight.decode(i);
                 const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(exp_avg_sq), scalar_3, scalar_4), p_2);
-                store(p_at + i, p_3);
+                weight.encode(i, p_3, noise);
             }
         }
 
@@ -149,19 +195,22 @@ struct adamw_float32 {
     }
 };
 
-template <class Grad>
-struct adamw_float32_small {
+template <class Weight, class Grad>
+struct adamw_small_kernel {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}});
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];           // float32 [n]  read and written
+        Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];     // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
+        float *__restrict exp_avg_at = (float *)at[parts<Weight>() + 1];     // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[parts<Weight>() + 2];  // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -169,13 +218,15 @@ struct adamw_float32_small {
         const F scalar_2(scalars[4]);
         const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
+        Words<adamw_small_kernel> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int i = 0; i < count; i += W) {
+            const auto noise = words.at(i);
             const F g = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
@@ -183,18 +234,21 @@ struct adamw_float32_small {
             const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
-            store(p_at + i, p_3);
+            weight.encode(i, p_3, noise);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
         }
     }
 };
 
-template <class Grad>
-struct adamw_bfloat16 {
-    static constexpr int BLOCK = 256, TILE = elements_of_tile(256, 2), SCALARS = 7;
+template <class Weight, class Grad>
+struct adamw_amsgrad_kernel {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = NOISE.mask({P});
+    static constexpr int BLOCK = 256, TILE = elements_of_tile(256, 3 + count(KEPT)), SCALARS = 7;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, BLOCK_OF, true}, {1, ELEMENT, true}, {4, BLOCK_OF, true}};
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{1, ELEMENT, true}, {4, BLOCK_OF, true}, {1, ELEMENT, true}, {4, BLOCK_OF, true}, {1, ELEMENT, true}, {4, BLOCK_OF, true}});
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
                      const float *scalars, int32_t step_key, int32_t stream_key) {
@@ -204,371 +258,20 @@ struct adamw_bfloat16 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];               // bfloat16 [n]  read and written
+        Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[2];     // uint8 [n]  read and written
-        float *__restrict exp_avg_scale_at = (float *)at[3];         // float32 [blocks of 256]  read and written
-        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[4];  // uint8 [n]  read and written
-        float *__restrict exp_avg_sq_scale_at = (float *)at[5];      // float32 [blocks of 256]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[2]);
-        const F one_minus_beta1_times_grad_scale(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F scalar_4(scalars[6]);
-        alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float exp_avg_sq_kept[TILE];
-        alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_sq_scale_rcp_kept[TILE / BLOCK];
-        I exp_avg_top_kept[TILE / BLOCK];
-        I exp_avg_sq_top_kept[TILE / BLOCK];
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const F exp_avg_scale = load(exp_avg_scale_at + b);
-            const F exp_avg_sq_scale = load(exp_avg_sq_scale_at + b);
-            const F exp_avg_scale_mul = beta1 * exp_avg_scale;
-            const F exp_avg_sq_scale_mul = beta2 * exp_avg_sq_scale;
-            store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
-            store(exp_avg_sq_scale_mul_kept + b, exp_avg_sq_scale_mul);
-        }
-
-        // -- elements: decode, update  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
-            const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
-            const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
-            I exp_avg_top(INT32_MIN);
-            I exp_avg_sq_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
-                const I exp_avg_piece = to_int(exp_avg_code);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
-                const F g_cast = g_stored;
-                const F exp_avg_piece_cast = to_float(exp_avg_piece - 127);
-                const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
-                const F exp_avg_piece_min = min(F(1.0f), max(F(0.0f), max(max(max(fma(0.01406249962747097f, exp_avg_piece_abs, -0.79296875f), fma(0.0028124998789280653f, exp_avg_piece_abs, -0.07859374582767487f)), max(fma(0.0005624999757856131f, exp_avg_piece_abs, -0.007718749810010195f), fma(0.00011250001261942089f, exp_avg_piece_abs, -0.0007437500753439963f))), max(max(fma(2.2500000341096893e-05f, exp_avg_piece_abs, -6.874999962747097e-05f), fma(4.499999704421498e-06f, exp_avg_piece_abs, -5.749999218096491e-06f)), fma(2.7000000955013093e-06f, exp_avg_piece_abs, -2.1500000002561137e-06f)))));
-                // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
-                const F exp_avg_sq_piece_sub = counter(exp_avg_sq_code) - 8388608.0f;
-                // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul * min(F(1.0f), max(F(0.0f), max(max(max(fma(0.007031250279396772f, exp_avg_sq_piece_sub, -0.7894531488418579f), fma(0.0014062499394640326f, exp_avg_sq_piece_sub, -0.07789061963558197f)), max(fma(0.00028124998789280653f, exp_avg_sq_piece_sub, -0.007578124757856131f), fma(5.6250002671731636e-05f, exp_avg_sq_piece_sub, -0.0007156250649131835f))), max(max(fma(1.1250000170548446e-05f, exp_avg_sq_piece_sub, -6.312500045169145e-05f), fma(2.249999852210749e-06f, exp_avg_sq_piece_sub, -4.624999746738467e-06f)), fma(4.49999959073466e-07f, exp_avg_sq_piece_sub, -1.2499992863013176e-07f))))));
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
-                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(abs(exp_avg_sq)), i, end);
-                store(exp_avg_kept + i, exp_avg);
-                store(exp_avg_sq_kept + i, exp_avg_sq);
-            }
-            exp_avg_top_kept[b] = exp_avg_top;
-            exp_avg_sq_top_kept[b] = exp_avg_sq_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
-            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
-            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
-            const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_top < 0x7f800000, max(I(0x4800000), exp_avg_sq_top), I(0x7fc00000)));
-            const F exp_avg_sq_scale_rcp = 1.0f / exp_avg_sq_scale_2;
-            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
-            store(exp_avg_sq_scale_rcp_kept + b, exp_avg_sq_scale_rcp);
-            store(exp_avg_scale_at + b, exp_avg_scale_2);
-            store(exp_avg_sq_scale_at + b, exp_avg_sq_scale_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq = load(exp_avg_sq_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const F p = widened(p_stored);                      // bf16, nearest
-                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(exp_avg_sq), scalar_3, scalar_4), p_2);
-                const I p_x_bits = bits(p_3);
-                const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-                store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-            }
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
-            const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
-            const F exp_avg_sq_scale_rcp(exp_avg_sq_scale_rcp_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq = load(exp_avg_sq_kept + i);
-                const F exp_avg_number = exp_avg_scale_rcp * exp_avg;
-                const F exp_avg_number_abs = abs(exp_avg_number);
-                const F exp_avg_number_rint = rint(min(F(127.0f), min(min(min(min(fma(615384.5625f, exp_avg_number_abs, 0.33076921105384827f), fma(111111.125f, exp_avg_number_abs, 1.8888887166976929f)), min(fma(44444.4375f, exp_avg_number_abs, 3.055555820465088f), fma(22222.21875f, exp_avg_number_abs, 4.777777671813965f))), min(min(fma(8888.888671875f, exp_avg_number_abs, 6.611110687255859f), fma(4444.44384765625f, exp_avg_number_abs, 10.55555534362793f)), min(fma(1777.7777099609375f, exp_avg_number_abs, 13.722222328186035f), fma(888.8885498046875f, exp_avg_number_abs, 22.111114501953125f)))), min(min(fma(355.5555114746094f, exp_avg_number_abs, 27.94444465637207f), fma(177.7779541015625f, exp_avg_number_abs, 45.22220230102539f)), fma(71.1111068725586f, exp_avg_number_abs, 56.38888931274414f)))));
-                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9964843988418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(128.0f)) + 127.0f);
-                const F exp_avg_sq_number = exp_avg_sq_scale_rcp * exp_avg_sq;
-                const F exp_avg_sq_number_max = max(F(0.0f), exp_avg_sq_number);
-                const I exp_avg_sq_code_2 = to_int(where(exp_avg_sq_number < 0.9982422590255737f, rint(min(F(254.0f), min(min(min(min(fma(2580645.0f, exp_avg_sq_number_max, 0.0806451141834259f), fma(1111111.125f, exp_avg_sq_number_max, 0.8888888359069824f)), min(fma(444444.4375f, exp_avg_sq_number_max, 2.055555582046509f), fma(222222.234375f, exp_avg_sq_number_max, 3.777777671813965f))), min(min(fma(88888.890625f, exp_avg_sq_number_max, 5.611110687255859f), fma(44444.4375f, exp_avg_sq_number_max, 9.555556297302246f)), min(fma(17777.775390625f, exp_avg_sq_number_max, 12.722222328186035f), fma(8888.890625f, exp_avg_sq_number_max, 21.111108779907227f)))), min(min(min(fma(3555.555419921875f, exp_avg_sq_number_max, 26.94444465637207f), fma(1777.777099609375f, exp_avg_sq_number_max, 44.22222900390625f)), min(fma(711.111083984375f, exp_avg_sq_number_max, 55.38888931274414f), fma(355.555908203125f, exp_avg_sq_number_max, 90.44440460205078f))), fma(142.2222137451172f, exp_avg_sq_number_max, 112.27777862548828f))))), F(255.0f)) + 0.0f);
-                store(exp_avg_codes_at + i, exp_avg_code_2);
-                store(exp_avg_sq_codes_at + i, exp_avg_sq_code_2);
-            }
-        }
-    }
-};
-
-template <class Grad>
-struct adamw_bfloat16_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];     // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];     // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[2]);
-        const F one_minus_beta1_times_grad_scale(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F scalar_4(scalars[6]);
-
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F exp_avg = load(exp_avg_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);                      // bf16, nearest
-            const F g_cast = g_stored;
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
-            // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
-            const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
-            // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
-            const I p_x_bits = bits(p_3);
-            const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-        }
-    }
-};
-
-template <class Grad>
-struct adamw_float16 {
-    static constexpr int BLOCK = 256, TILE = elements_of_tile(256, 2), SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, BLOCK_OF, true}, {1, ELEMENT, true}, {4, BLOCK_OF, true}};
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];               // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[2];     // uint8 [n]  read and written
-        float *__restrict exp_avg_scale_at = (float *)at[3];         // float32 [blocks of 256]  read and written
-        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[4];  // uint8 [n]  read and written
-        float *__restrict exp_avg_sq_scale_at = (float *)at[5];      // float32 [blocks of 256]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[2]);
-        const F one_minus_beta1_times_grad_scale(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F scalar_4(scalars[6]);
-        alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float exp_avg_sq_kept[TILE];
-        alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_sq_scale_rcp_kept[TILE / BLOCK];
-        I exp_avg_top_kept[TILE / BLOCK];
-        I exp_avg_sq_top_kept[TILE / BLOCK];
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const F exp_avg_scale = load(exp_avg_scale_at + b);
-            const F exp_avg_sq_scale = load(exp_avg_sq_scale_at + b);
-            const F exp_avg_scale_mul = beta1 * exp_avg_scale;
-            const F exp_avg_sq_scale_mul = beta2 * exp_avg_sq_scale;
-            store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
-            store(exp_avg_sq_scale_mul_kept + b, exp_avg_sq_scale_mul);
-        }
-
-        // -- elements: decode, update  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
-            const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
-            const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
-            I exp_avg_top(INT32_MIN);
-            I exp_avg_sq_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
-                const I exp_avg_piece = to_int(exp_avg_code);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
-                const F g_cast = g_stored;
-                const F exp_avg_piece_cast = to_float(exp_avg_piece - 127);
-                const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
-                const F exp_avg_piece_min = min(F(1.0f), max(F(0.0f), max(max(max(fma(0.01406249962747097f, exp_avg_piece_abs, -0.79296875f), fma(0.0028124998789280653f, exp_avg_piece_abs, -0.07859374582767487f)), max(fma(0.0005624999757856131f, exp_avg_piece_abs, -0.007718749810010195f), fma(0.00011250001261942089f, exp_avg_piece_abs, -0.0007437500753439963f))), max(max(fma(2.2500000341096893e-05f, exp_avg_piece_abs, -6.874999962747097e-05f), fma(4.499999704421498e-06f, exp_avg_piece_abs, -5.749999218096491e-06f)), fma(2.7000000955013093e-06f, exp_avg_piece_abs, -2.1500000002561137e-06f)))));
-                // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
-                const F exp_avg_sq_piece_sub = counter(exp_avg_sq_code) - 8388608.0f;
-                // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul * min(F(1.0f), max(F(0.0f), max(max(max(fma(0.007031250279396772f, exp_avg_sq_piece_sub, -0.7894531488418579f), fma(0.0014062499394640326f, exp_avg_sq_piece_sub, -0.07789061963558197f)), max(fma(0.00028124998789280653f, exp_avg_sq_piece_sub, -0.007578124757856131f), fma(5.6250002671731636e-05f, exp_avg_sq_piece_sub, -0.0007156250649131835f))), max(max(fma(1.1250000170548446e-05f, exp_avg_sq_piece_sub, -6.312500045169145e-05f), fma(2.249999852210749e-06f, exp_avg_sq_piece_sub, -4.624999746738467e-06f)), fma(4.49999959073466e-07f, exp_avg_sq_piece_sub, -1.2499992863013176e-07f))))));
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
-                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(abs(exp_avg_sq)), i, end);
-                store(exp_avg_kept + i, exp_avg);
-                store(exp_avg_sq_kept + i, exp_avg_sq);
-            }
-            exp_avg_top_kept[b] = exp_avg_top;
-            exp_avg_sq_top_kept[b] = exp_avg_sq_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
-            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
-            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
-            const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_top < 0x7f800000, max(I(0x4800000), exp_avg_sq_top), I(0x7fc00000)));
-            const F exp_avg_sq_scale_rcp = 1.0f / exp_avg_sq_scale_2;
-            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
-            store(exp_avg_sq_scale_rcp_kept + b, exp_avg_sq_scale_rcp);
-            store(exp_avg_scale_at + b, exp_avg_scale_2);
-            store(exp_avg_sq_scale_at + b, exp_avg_sq_scale_2);
-        }
-
-        // -- elements: decode, update  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq = load(exp_avg_sq_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const F p = widen_half(p_stored);                   // f16, nearest
-                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(exp_avg_sq), scalar_3, scalar_4), p_2);
-                store(p_at + i, narrow_half(p_3));
-            }
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
-            const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
-            const F exp_avg_sq_scale_rcp(exp_avg_sq_scale_rcp_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq = load(exp_avg_sq_kept + i);
-                const F exp_avg_number = exp_avg_scale_rcp * exp_avg;
-                const F exp_avg_number_abs = abs(exp_avg_number);
-                const F exp_avg_number_rint = rint(min(F(127.0f), min(min(min(min(fma(615384.5625f, exp_avg_number_abs, 0.33076921105384827f), fma(111111.125f, exp_avg_number_abs, 1.8888887166976929f)), min(fma(44444.4375f, exp_avg_number_abs, 3.055555820465088f), fma(22222.21875f, exp_avg_number_abs, 4.777777671813965f))), min(min(fma(8888.888671875f, exp_avg_number_abs, 6.611110687255859f), fma(4444.44384765625f, exp_avg_number_abs, 10.55555534362793f)), min(fma(1777.7777099609375f, exp_avg_number_abs, 13.722222328186035f), fma(888.8885498046875f, exp_avg_number_abs, 22.111114501953125f)))), min(min(fma(355.5555114746094f, exp_avg_number_abs, 27.94444465637207f), fma(177.7779541015625f, exp_avg_number_abs, 45.22220230102539f)), fma(71.1111068725586f, exp_avg_number_abs, 56.38888931274414f)))));
-                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9964843988418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(128.0f)) + 127.0f);
-                const F exp_avg_sq_number = exp_avg_sq_scale_rcp * exp_avg_sq;
-                const F exp_avg_sq_number_max = max(F(0.0f), exp_avg_sq_number);
-                const I exp_avg_sq_code_2 = to_int(where(exp_avg_sq_number < 0.9982422590255737f, rint(min(F(254.0f), min(min(min(min(fma(2580645.0f, exp_avg_sq_number_max, 0.0806451141834259f), fma(1111111.125f, exp_avg_sq_number_max, 0.8888888359069824f)), min(fma(444444.4375f, exp_avg_sq_number_max, 2.055555582046509f), fma(222222.234375f, exp_avg_sq_number_max, 3.777777671813965f))), min(min(fma(88888.890625f, exp_avg_sq_number_max, 5.611110687255859f), fma(44444.4375f, exp_avg_sq_number_max, 9.555556297302246f)), min(fma(17777.775390625f, exp_avg_sq_number_max, 12.722222328186035f), fma(8888.890625f, exp_avg_sq_number_max, 21.111108779907227f)))), min(min(min(fma(3555.555419921875f, exp_avg_sq_number_max, 26.94444465637207f), fma(1777.777099609375f, exp_avg_sq_number_max, 44.22222900390625f)), min(fma(711.111083984375f, exp_avg_sq_number_max, 55.38888931274414f), fma(355.555908203125f, exp_avg_sq_number_max, 90.44440460205078f))), fma(142.2222137451172f, exp_avg_sq_number_max, 112.27777862548828f))))), F(255.0f)) + 0.0f);
-                store(exp_avg_codes_at + i, exp_avg_code_2);
-                store(exp_avg_sq_codes_at + i, exp_avg_sq_code_2);
-            }
-        }
-    }
-};
-
-template <class Grad>
-struct adamw_float16_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];     // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];     // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[2]);
-        const F one_minus_beta1_times_grad_scale(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F scalar_4(scalars[6]);
-
-        // -- elements: decode, update  (specs/adamw.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F exp_avg = load(exp_avg_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);                   // f16, nearest
-            const F g_cast = g_stored;
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
-            // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
-            const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
-            // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
-            store(p_at + i, narrow_half(p_3));
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-        }
-    }
-};
-
-template <class Grad>
-struct adamw_float32_amsgrad {
-    static constexpr int BLOCK = 256, TILE = elements_of_tile(256, 3), SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, BLOCK_OF, true}, {1, ELEMENT, true}, {4, BLOCK_OF, true}, {1, ELEMENT, true}, {4, BLOCK_OF, true}};
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];                         // float32 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[2];         // uint8 [n]  read and written
-        float *__restrict exp_avg_scale_at = (float *)at[3];             // float32 [blocks of 256]  read and written
-        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[4];      // uint8 [n]  read and written
-        float *__restrict exp_avg_sq_scale_at = (float *)at[5];          // float32 [blocks of 256]  read and written
-        uint8_t *__restrict max_exp_avg_sq_codes_at = (uint8_t *)at[6];  // uint8 [n]  read and written
-        float *__restrict max_exp_avg_sq_scale_at = (float *)at[7];      // float32 [blocks of 256]  read and written
+        // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[parts<Weight>() + 1];
+        float *__restrict exp_avg_scale_at = (float *)at[parts<Weight>() + 2];  // float32 [blocks of 256]  read and written
+        // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[parts<Weight>() + 3];
+        // float32 [blocks of 256]  read and written
+        float *__restrict exp_avg_sq_scale_at = (float *)at[parts<Weight>() + 4];
+        // uint8 [n]  read and written
+        uint8_t *__restrict max_exp_avg_sq_codes_at = (uint8_t *)at[parts<Weight>() + 5];
+        // float32 [blocks of 256]  read and written
+        float *__restrict max_exp_avg_sq_scale_at = (float *)at[parts<Weight>() + 6];
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -588,6 +291,7 @@ struct adamw_float32_amsgrad {
         I exp_avg_top_kept[TILE / BLOCK];
         I exp_avg_sq_top_kept[TILE / BLOCK];
         I max_exp_avg_sq_top_kept[TILE / BLOCK];
+        Words<adamw_amsgrad_kernel> words(BLOCK * blocks, first, stream_key, step_key);
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
@@ -604,7 +308,7 @@ struct adamw_float32_amsgrad {
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
+            fetch_weight<BLOCK>(weight, b);
             const F max_exp_avg_sq_scale(max_exp_avg_sq_scale_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
@@ -613,6 +317,7 @@ struct adamw_float32_amsgrad {
             I max_exp_avg_sq_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const auto noise = words.at(i);
                 const F g = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
@@ -633,6 +338,7 @@ struct adamw_float32_amsgrad {
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
                 exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(abs(exp_avg_sq)), i, end);
                 max_exp_avg_sq_top = larger<RAGGED>(max_exp_avg_sq_top, bits(abs(max_exp_avg_sq)), i, end);
+                words.keep(noise, i);
                 store(exp_avg_kept + i, exp_avg);
                 store(max_exp_avg_sq_kept + i, max_exp_avg_sq);
                 store(exp_avg_sq_kept + i, exp_avg_sq);
@@ -667,13 +373,14 @@ struct adamw_float32_amsgrad {
             fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
-                const F p = load(p_at + i);
+                const F p = weight.decode(i);
                 const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(max_exp_avg_sq), scalar_3, scalar_4), p_2);
-                store(p_at + i, p_3);
+                weight.encode(i, p_3, noise);
             }
         }
 
@@ -707,20 +414,23 @@ struct adamw_float32_amsgrad {
     }
 };
 
-template <class Grad>
-struct adamw_float32_amsgrad_small {
+template <class Weight, class Grad>
+struct adamw_amsgrad_small_kernel {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}});
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];               // float32 [n]  read and written
+        Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];         // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];      // float32 [n]  read and written
-        float *__restrict max_exp_avg_sq_at = (float *)at[4];  // float32 [n]  read and written
+        float *__restrict exp_avg_at = (float *)at[parts<Weight>() + 1];         // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[parts<Weight>() + 2];      // float32 [n]  read and written
+        float *__restrict max_exp_avg_sq_at = (float *)at[parts<Weight>() + 3];  // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -728,14 +438,16 @@ struct adamw_float32_amsgrad_small {
         const F scalar_2(scalars[4]);
         const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
+        Words<adamw_amsgrad_small_kernel> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int i = 0; i < count; i += W) {
+            const auto noise = words.at(i);
             const F g = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F max_exp_avg_sq = load(max_exp_avg_sq_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
@@ -745,7 +457,7 @@ struct adamw_float32_amsgrad_small {
             const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
-            store(p_at + i, p_3);
+            weight.encode(i, p_3, noise);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
             store(max_exp_avg_sq_at + i, max_exp_avg_sq_2);
@@ -753,431 +465,18 @@ struct adamw_float32_amsgrad_small {
     }
 };
 
-template <class Grad>
-struct adamw_bfloat16_amsgrad {
-    static constexpr int BLOCK = 256, TILE = elements_of_tile(256, 3), SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, BLOCK_OF, true}, {1, ELEMENT, true}, {4, BLOCK_OF, true}, {1, ELEMENT, true}, {4, BLOCK_OF, true}};
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                   // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[2];         // uint8 [n]  read and written
-        float *__restrict exp_avg_scale_at = (float *)at[3];             // float32 [blocks of 256]  read and written
-        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[4];      // uint8 [n]  read and written
-        float *__restrict exp_avg_sq_scale_at = (float *)at[5];          // float32 [blocks of 256]  read and written
-        uint8_t *__restrict max_exp_avg_sq_codes_at = (uint8_t *)at[6];  // uint8 [n]  read and written
-        float *__restrict max_exp_avg_sq_scale_at = (float *)at[7];      // float32 [blocks of 256]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[2]);
-        const F one_minus_beta1_times_grad_scale(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F scalar_4(scalars[6]);
-        alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float max_exp_avg_sq_kept[TILE];
-        alignas(64) float exp_avg_sq_kept[TILE];
-        alignas(64) float max_exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_sq_scale_rcp_kept[TILE / BLOCK];
-        alignas(64) float max_exp_avg_sq_scale_rcp_kept[TILE / BLOCK];
-        I exp_avg_top_kept[TILE / BLOCK];
-        I exp_avg_sq_top_kept[TILE / BLOCK];
-        I max_exp_avg_sq_top_kept[TILE / BLOCK];
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const F exp_avg_scale = load(exp_avg_scale_at + b);
-            const F max_exp_avg_sq_scale = load(max_exp_avg_sq_scale_at + b);
-            const F exp_avg_sq_scale = load(exp_avg_sq_scale_at + b);
-            const F exp_avg_scale_mul = beta1 * exp_avg_scale;
-            const F exp_avg_sq_scale_mul = beta2 * exp_avg_sq_scale;
-            store(max_exp_avg_sq_scale_kept + b, max_exp_avg_sq_scale);
-            store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
-            store(exp_avg_sq_scale_mul_kept + b, exp_avg_sq_scale_mul);
-        }
-
-        // -- elements: decode, update  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
-            const F max_exp_avg_sq_scale(max_exp_avg_sq_scale_kept[b]);
-            const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
-            const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
-            I exp_avg_top(INT32_MIN);
-            I exp_avg_sq_top(INT32_MIN);
-            I max_exp_avg_sq_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
-                const I exp_avg_piece = to_int(exp_avg_code);
-                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_codes_at + i);
-                const F max_exp_avg_sq_piece_sub = counter(max_exp_avg_sq_code) - 8388608.0f;
-                const F max_exp_avg_sq_value = max_exp_avg_sq_scale * min(F(1.0f), max(F(0.0f), max(max(max(fma(0.007031250279396772f, max_exp_avg_sq_piece_sub, -0.7894531488418579f), fma(0.0014062499394640326f, max_exp_avg_sq_piece_sub, -0.07789061963558197f)), max(fma(0.00028124998789280653f, max_exp_avg_sq_piece_sub, -0.007578124757856131f), fma(5.6250002671731636e-05f, max_exp_avg_sq_piece_sub, -0.0007156250649131835f))), max(max(fma(1.1250000170548446e-05f, max_exp_avg_sq_piece_sub, -6.312500045169145e-05f), fma(2.249999852210749e-06f, max_exp_avg_sq_piece_sub, -4.624999746738467e-06f)), fma(4.49999959073466e-07f, max_exp_avg_sq_piece_sub, -1.2499992863013176e-07f)))));
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
-                const F g_cast = g_stored;
-                const F exp_avg_piece_cast = to_float(exp_avg_piece - 127);
-                const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
-                const F exp_avg_piece_min = min(F(1.0f), max(F(0.0f), max(max(max(fma(0.01406249962747097f, exp_avg_piece_abs, -0.79296875f), fma(0.0028124998789280653f, exp_avg_piece_abs, -0.07859374582767487f)), max(fma(0.0005624999757856131f, exp_avg_piece_abs, -0.007718749810010195f), fma(0.00011250001261942089f, exp_avg_piece_abs, -0.0007437500753439963f))), max(max(fma(2.2500000341096893e-05f, exp_avg_piece_abs, -6.874999962747097e-05f), fma(4.499999704421498e-06f, exp_avg_piece_abs, -5.749999218096491e-06f)), fma(2.7000000955013093e-06f, exp_avg_piece_abs, -2.1500000002561137e-06f)))));
-                // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
-                const F exp_avg_sq_piece_sub = counter(exp_avg_sq_code) - 8388608.0f;
-                // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul * min(F(1.0f), max(F(0.0f), max(max(max(fma(0.007031250279396772f, exp_avg_sq_piece_sub, -0.7894531488418579f), fma(0.0014062499394640326f, exp_avg_sq_piece_sub, -0.07789061963558197f)), max(fma(0.00028124998789280653f, exp_avg_sq_piece_sub, -0.007578124757856131f), fma(5.6250002671731636e-05f, exp_avg_sq_piece_sub, -0.0007156250649131835f))), max(max(fma(1.1250000170548446e-05f, exp_avg_sq_piece_sub, -6.312500045169145e-05f), fma(2.249999852210749e-06f, exp_avg_sq_piece_sub, -4.624999746738467e-06f)), fma(4.49999959073466e-07f, exp_avg_sq_piece_sub, -1.2499992863013176e-07f))))));
-                // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-                const F max_exp_avg_sq = max(max_exp_avg_sq_value, exp_avg_sq);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
-                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(abs(exp_avg_sq)), i, end);
-                max_exp_avg_sq_top = larger<RAGGED>(max_exp_avg_sq_top, bits(abs(max_exp_avg_sq)), i, end);
-                store(exp_avg_kept + i, exp_avg);
-                store(max_exp_avg_sq_kept + i, max_exp_avg_sq);
-                store(exp_avg_sq_kept + i, exp_avg_sq);
-            }
-            exp_avg_top_kept[b] = exp_avg_top;
-            exp_avg_sq_top_kept[b] = exp_avg_sq_top;
-            max_exp_avg_sq_top_kept[b] = max_exp_avg_sq_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
-            const I max_exp_avg_sq_top = largest(max_exp_avg_sq_top_kept + b);
-            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
-            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
-            const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_top < 0x7f800000, max(I(0x4800000), exp_avg_sq_top), I(0x7fc00000)));
-            const F exp_avg_sq_scale_rcp = 1.0f / exp_avg_sq_scale_2;
-            const F max_exp_avg_sq_scale_2 = as_float(where(max_exp_avg_sq_top < 0x7f800000, max(I(0x4800000), max_exp_avg_sq_top), I(0x7fc00000)));
-            const F max_exp_avg_sq_scale_rcp = 1.0f / max_exp_avg_sq_scale_2;
-            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
-            store(exp_avg_sq_scale_rcp_kept + b, exp_avg_sq_scale_rcp);
-            store(max_exp_avg_sq_scale_rcp_kept + b, max_exp_avg_sq_scale_rcp);
-            store(exp_avg_scale_at + b, exp_avg_scale_2);
-            store(exp_avg_sq_scale_at + b, exp_avg_sq_scale_2);
-            store(max_exp_avg_sq_scale_at + b, max_exp_avg_sq_scale_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const F p = widened(p_stored);                      // bf16, nearest
-                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(max_exp_avg_sq), scalar_3, scalar_4), p_2);
-                const I p_x_bits = bits(p_3);
-                const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-                store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-            }
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
-            fetch<BLOCK>(max_exp_avg_sq_codes_at, b + TILE / BLOCK);
-            const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
-            const F exp_avg_sq_scale_rcp(exp_avg_sq_scale_rcp_kept[b]);
-            const F max_exp_avg_sq_scale_rcp(max_exp_avg_sq_scale_rcp_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq = load(exp_avg_sq_kept + i);
-                const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
-                const F exp_avg_number = exp_avg_scale_rcp * exp_avg;
-                const F exp_avg_number_abs = abs(exp_avg_number);
-                const F exp_avg_number_rint = rint(min(F(127.0f), min(min(min(min(fma(615384.5625f, exp_avg_number_abs, 0.33076921105384827f), fma(111111.125f, exp_avg_number_abs, 1.8888887166976929f)), min(fma(44444.4375f, exp_avg_number_abs, 3.055555820465088f), fma(22222.21875f, exp_avg_number_abs, 4.777777671813965f))), min(min(fma(8888.888671875f, exp_avg_number_abs, 6.611110687255859f), fma(4444.44384765625f, exp_avg_number_abs, 10.55555534362793f)), min(fma(1777.7777099609375f, exp_avg_number_abs, 13.722222328186035f), fma(888.8885498046875f, exp_avg_number_abs, 22.111114501953125f)))), min(min(fma(355.5555114746094f, exp_avg_number_abs, 27.94444465637207f), fma(177.7779541015625f, exp_avg_number_abs, 45.22220230102539f)), fma(71.1111068725586f, exp_avg_number_abs, 56.38888931274414f)))));
-                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9964843988418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(128.0f)) + 127.0f);
-                const F exp_avg_sq_number = exp_avg_sq_scale_rcp * exp_avg_sq;
-                const F exp_avg_sq_number_max = max(F(0.0f), exp_avg_sq_number);
-                const I exp_avg_sq_code_2 = to_int(where(exp_avg_sq_number < 0.9982422590255737f, rint(min(F(254.0f), min(min(min(min(fma(2580645.0f, exp_avg_sq_number_max, 0.0806451141834259f), fma(1111111.125f, exp_avg_sq_number_max, 0.8888888359069824f)), min(fma(444444.4375f, exp_avg_sq_number_max, 2.055555582046509f), fma(222222.234375f, exp_avg_sq_number_max, 3.777777671813965f))), min(min(fma(88888.890625f, exp_avg_sq_number_max, 5.611110687255859f), fma(44444.4375f, exp_avg_sq_number_max, 9.555556297302246f)), min(fma(17777.775390625f, exp_avg_sq_number_max, 12.722222328186035f), fma(8888.890625f, exp_avg_sq_number_max, 21.111108779907227f)))), min(min(min(fma(3555.555419921875f, exp_avg_sq_number_max, 26.94444465637207f), fma(1777.777099609375f, exp_avg_sq_number_max, 44.22222900390625f)), min(fma(711.111083984375f, exp_avg_sq_number_max, 55.38888931274414f), fma(355.555908203125f, exp_avg_sq_number_max, 90.44440460205078f))), fma(142.2222137451172f, exp_avg_sq_number_max, 112.27777862548828f))))), F(255.0f)) + 0.0f);
-                const F max_exp_avg_sq_number = max_exp_avg_sq_scale_rcp * max_exp_avg_sq;
-                const F max_exp_avg_sq_number_max = max(F(0.0f), max_exp_avg_sq_number);
-                const I max_exp_avg_sq_code_2 = to_int(where(max_exp_avg_sq_number < 0.9982422590255737f, rint(min(F(254.0f), min(min(min(min(fma(2580645.0f, max_exp_avg_sq_number_max, 0.0806451141834259f), fma(1111111.125f, max_exp_avg_sq_number_max, 0.8888888359069824f)), min(fma(444444.4375f, max_exp_avg_sq_number_max, 2.055555582046509f), fma(222222.234375f, max_exp_avg_sq_number_max, 3.777777671813965f))), min(min(fma(88888.890625f, max_exp_avg_sq_number_max, 5.611110687255859f), fma(44444.4375f, max_exp_avg_sq_number_max, 9.555556297302246f)), min(fma(17777.775390625f, max_exp_avg_sq_number_max, 12.722222328186035f), fma(8888.890625f, max_exp_avg_sq_number_max, 21.111108779907227f)))), min(min(min(fma(3555.555419921875f, max_exp_avg_sq_number_max, 26.94444465637207f), fma(1777.777099609375f, max_exp_avg_sq_number_max, 44.22222900390625f)), min(fma(711.111083984375f, max_exp_avg_sq_number_max, 55.38888931274414f), fma(355.555908203125f, max_exp_avg_sq_number_max, 90.44440460205078f))), fma(142.2222137451172f, max_exp_avg_sq_number_max, 112.27777862548828f))))), F(255.0f)) + 0.0f);
-                store(exp_avg_codes_at + i, exp_avg_code_2);
-                store(exp_avg_sq_codes_at + i, exp_avg_sq_code_2);
-                store(max_exp_avg_sq_codes_at + i, max_exp_avg_sq_code_2);
-            }
-        }
-    }
-};
-
-template <class Grad>
-struct adamw_bfloat16_amsgrad_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];         // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];         // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];      // float32 [n]  read and written
-        float *__restrict max_exp_avg_sq_at = (float *)at[4];  // float32 [n]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[2]);
-        const F one_minus_beta1_times_grad_scale(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F scalar_4(scalars[6]);
-
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F exp_avg = load(exp_avg_at + i);
-            const F max_exp_avg_sq = load(max_exp_avg_sq_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);                                 // bf16, nearest
-            const F g_cast = g_stored;
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
-            // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
-            // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-            const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
-            const F p_2 = one_minus_lr_times_weight_decay * p;             // 30  p = decoupled(p, rate, weight_decay)
-            // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
-            const I p_x_bits = bits(p_3);
-            const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-            store(max_exp_avg_sq_at + i, max_exp_avg_sq_2);
-        }
-    }
-};
-
-template <class Grad>
-struct adamw_float16_amsgrad {
-    static constexpr int BLOCK = 256, TILE = elements_of_tile(256, 3), SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, BLOCK_OF, true}, {1, ELEMENT, true}, {4, BLOCK_OF, true}, {1, ELEMENT, true}, {4, BLOCK_OF, true}};
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                   // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[2];         // uint8 [n]  read and written
-        float *__restrict exp_avg_scale_at = (float *)at[3];             // float32 [blocks of 256]  read and written
-        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[4];      // uint8 [n]  read and written
-        float *__restrict exp_avg_sq_scale_at = (float *)at[5];          // float32 [blocks of 256]  read and written
-        uint8_t *__restrict max_exp_avg_sq_codes_at = (uint8_t *)at[6];  // uint8 [n]  read and written
-        float *__restrict max_exp_avg_sq_scale_at = (float *)at[7];      // float32 [blocks of 256]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[2]);
-        const F one_minus_beta1_times_grad_scale(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F scalar_4(scalars[6]);
-        alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float max_exp_avg_sq_kept[TILE];
-        alignas(64) float exp_avg_sq_kept[TILE];
-        alignas(64) float max_exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_sq_scale_rcp_kept[TILE / BLOCK];
-        alignas(64) float max_exp_avg_sq_scale_rcp_kept[TILE / BLOCK];
-        I exp_avg_top_kept[TILE / BLOCK];
-        I exp_avg_sq_top_kept[TILE / BLOCK];
-        I max_exp_avg_sq_top_kept[TILE / BLOCK];
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const F exp_avg_scale = load(exp_avg_scale_at + b);
-            const F max_exp_avg_sq_scale = load(max_exp_avg_sq_scale_at + b);
-            const F exp_avg_sq_scale = load(exp_avg_sq_scale_at + b);
-            const F exp_avg_scale_mul = beta1 * exp_avg_scale;
-            const F exp_avg_sq_scale_mul = beta2 * exp_avg_sq_scale;
-            store(max_exp_avg_sq_scale_kept + b, max_exp_avg_sq_scale);
-            store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
-            store(exp_avg_sq_scale_mul_kept + b, exp_avg_sq_scale_mul);
-        }
-
-        // -- elements: decode, update  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
-            const F max_exp_avg_sq_scale(max_exp_avg_sq_scale_kept[b]);
-            const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
-            const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
-            I exp_avg_top(INT32_MIN);
-            I exp_avg_sq_top(INT32_MIN);
-            I max_exp_avg_sq_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
-                const I exp_avg_piece = to_int(exp_avg_code);
-                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_codes_at + i);
-                const F max_exp_avg_sq_piece_sub = counter(max_exp_avg_sq_code) - 8388608.0f;
-                const F max_exp_avg_sq_value = max_exp_avg_sq_scale * min(F(1.0f), max(F(0.0f), max(max(max(fma(0.007031250279396772f, max_exp_avg_sq_piece_sub, -0.7894531488418579f), fma(0.0014062499394640326f, max_exp_avg_sq_piece_sub, -0.07789061963558197f)), max(fma(0.00028124998789280653f, max_exp_avg_sq_piece_sub, -0.007578124757856131f), fma(5.6250002671731636e-05f, max_exp_avg_sq_piece_sub, -0.0007156250649131835f))), max(max(fma(1.1250000170548446e-05f, max_exp_avg_sq_piece_sub, -6.312500045169145e-05f), fma(2.249999852210749e-06f, max_exp_avg_sq_piece_sub, -4.624999746738467e-06f)), fma(4.49999959073466e-07f, max_exp_avg_sq_piece_sub, -1.2499992863013176e-07f)))));
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
-                const F g_cast = g_stored;
-                const F exp_avg_piece_cast = to_float(exp_avg_piece - 127);
-                const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
-                const F exp_avg_piece_min = min(F(1.0f), max(F(0.0f), max(max(max(fma(0.01406249962747097f, exp_avg_piece_abs, -0.79296875f), fma(0.0028124998789280653f, exp_avg_piece_abs, -0.07859374582767487f)), max(fma(0.0005624999757856131f, exp_avg_piece_abs, -0.007718749810010195f), fma(0.00011250001261942089f, exp_avg_piece_abs, -0.0007437500753439963f))), max(max(fma(2.2500000341096893e-05f, exp_avg_piece_abs, -6.874999962747097e-05f), fma(4.499999704421498e-06f, exp_avg_piece_abs, -5.749999218096491e-06f)), fma(2.7000000955013093e-06f, exp_avg_piece_abs, -2.1500000002561137e-06f)))));
-                // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
-                const F exp_avg_sq_piece_sub = counter(exp_avg_sq_code) - 8388608.0f;
-                // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul * min(F(1.0f), max(F(0.0f), max(max(max(fma(0.007031250279396772f, exp_avg_sq_piece_sub, -0.7894531488418579f), fma(0.0014062499394640326f, exp_avg_sq_piece_sub, -0.07789061963558197f)), max(fma(0.00028124998789280653f, exp_avg_sq_piece_sub, -0.007578124757856131f), fma(5.6250002671731636e-05f, exp_avg_sq_piece_sub, -0.0007156250649131835f))), max(max(fma(1.1250000170548446e-05f, exp_avg_sq_piece_sub, -6.312500045169145e-05f), fma(2.249999852210749e-06f, exp_avg_sq_piece_sub, -4.624999746738467e-06f)), fma(4.49999959073466e-07f, exp_avg_sq_piece_sub, -1.2499992863013176e-07f))))));
-                // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-                const F max_exp_avg_sq = max(max_exp_avg_sq_value, exp_avg_sq);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
-                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(abs(exp_avg_sq)), i, end);
-                max_exp_avg_sq_top = larger<RAGGED>(max_exp_avg_sq_top, bits(abs(max_exp_avg_sq)), i, end);
-                store(exp_avg_kept + i, exp_avg);
-                store(max_exp_avg_sq_kept + i, max_exp_avg_sq);
-                store(exp_avg_sq_kept + i, exp_avg_sq);
-            }
-            exp_avg_top_kept[b] = exp_avg_top;
-            exp_avg_sq_top_kept[b] = exp_avg_sq_top;
-            max_exp_avg_sq_top_kept[b] = max_exp_avg_sq_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
-            const I max_exp_avg_sq_top = largest(max_exp_avg_sq_top_kept + b);
-            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
-            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
-            const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_top < 0x7f800000, max(I(0x4800000), exp_avg_sq_top), I(0x7fc00000)));
-            const F exp_avg_sq_scale_rcp = 1.0f / exp_avg_sq_scale_2;
-            const F max_exp_avg_sq_scale_2 = as_float(where(max_exp_avg_sq_top < 0x7f800000, max(I(0x4800000), max_exp_avg_sq_top), I(0x7fc00000)));
-            const F max_exp_avg_sq_scale_rcp = 1.0f / max_exp_avg_sq_scale_2;
-            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
-            store(exp_avg_sq_scale_rcp_kept + b, exp_avg_sq_scale_rcp);
-            store(max_exp_avg_sq_scale_rcp_kept + b, max_exp_avg_sq_scale_rcp);
-            store(exp_avg_scale_at + b, exp_avg_scale_2);
-            store(exp_avg_sq_scale_at + b, exp_avg_sq_scale_2);
-            store(max_exp_avg_sq_scale_at + b, max_exp_avg_sq_scale_2);
-        }
-
-        // -- elements: decode, update  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const F p = widen_half(p_stored);                   // f16, nearest
-                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(max_exp_avg_sq), scalar_3, scalar_4), p_2);
-                store(p_at + i, narrow_half(p_3));
-            }
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
-            fetch<BLOCK>(max_exp_avg_sq_codes_at, b + TILE / BLOCK);
-            const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
-            const F exp_avg_sq_scale_rcp(exp_avg_sq_scale_rcp_kept[b]);
-            const F max_exp_avg_sq_scale_rcp(max_exp_avg_sq_scale_rcp_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq = load(exp_avg_sq_kept + i);
-                const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
-                const F exp_avg_number = exp_avg_scale_rcp * exp_avg;
-                const F exp_avg_number_abs = abs(exp_avg_number);
-                const F exp_avg_number_rint = rint(min(F(127.0f), min(min(min(min(fma(615384.5625f, exp_avg_number_abs, 0.33076921105384827f), fma(111111.125f, exp_avg_number_abs, 1.8888887166976929f)), min(fma(44444.4375f, exp_avg_number_abs, 3.055555820465088f), fma(22222.21875f, exp_avg_number_abs, 4.777777671813965f))), min(min(fma(8888.888671875f, exp_avg_number_abs, 6.611110687255859f), fma(4444.44384765625f, exp_avg_number_abs, 10.55555534362793f)), min(fma(1777.7777099609375f, exp_avg_number_abs, 13.722222328186035f), fma(888.8885498046875f, exp_avg_number_abs, 22.111114501953125f)))), min(min(fma(355.5555114746094f, exp_avg_number_abs, 27.94444465637207f), fma(177.7779541015625f, exp_avg_number_abs, 45.22220230102539f)), fma(71.1111068725586f, exp_avg_number_abs, 56.38888931274414f)))));
-                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9964843988418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(128.0f)) + 127.0f);
-                const F exp_avg_sq_number = exp_avg_sq_scale_rcp * exp_avg_sq;
-                const F exp_avg_sq_number_max = max(F(0.0f), exp_avg_sq_number);
-                const I exp_avg_sq_code_2 = to_int(where(exp_avg_sq_number < 0.9982422590255737f, rint(min(F(254.0f), min(min(min(min(fma(2580645.0f, exp_avg_sq_number_max, 0.0806451141834259f), fma(1111111.125f, exp_avg_sq_number_max, 0.8888888359069824f)), min(fma(444444.4375f, exp_avg_sq_number_max, 2.055555582046509f), fma(222222.234375f, exp_avg_sq_number_max, 3.777777671813965f))), min(min(fma(88888.890625f, exp_avg_sq_number_max, 5.611110687255859f), fma(44444.4375f, exp_avg_sq_number_max, 9.555556297302246f)), min(fma(17777.775390625f, exp_avg_sq_number_max, 12.722222328186035f), fma(8888.890625f, exp_avg_sq_number_max, 21.111108779907227f)))), min(min(min(fma(3555.555419921875f, exp_avg_sq_number_max, 26.94444465637207f), fma(1777.777099609375f, exp_avg_sq_number_max, 44.22222900390625f)), min(fma(711.111083984375f, exp_avg_sq_number_max, 55.38888931274414f), fma(355.555908203125f, exp_avg_sq_number_max, 90.44440460205078f))), fma(142.2222137451172f, exp_avg_sq_number_max, 112.27777862548828f))))), F(255.0f)) + 0.0f);
-                const F max_exp_avg_sq_number = max_exp_avg_sq_scale_rcp * max_exp_avg_sq;
-                const F max_exp_avg_sq_number_max = max(F(0.0f), max_exp_avg_sq_number);
-                const I max_exp_avg_sq_code_2 = to_int(where(max_exp_avg_sq_number < 0.9982422590255737f, rint(min(F(254.0f), min(min(min(min(fma(2580645.0f, max_exp_avg_sq_number_max, 0.0806451141834259f), fma(1111111.125f, max_exp_avg_sq_number_max, 0.8888888359069824f)), min(fma(444444.4375f, max_exp_avg_sq_number_max, 2.055555582046509f), fma(222222.234375f, max_exp_avg_sq_number_max, 3.777777671813965f))), min(min(fma(88888.890625f, max_exp_avg_sq_number_max, 5.611110687255859f), fma(44444.4375f, max_exp_avg_sq_number_max, 9.555556297302246f)), min(fma(17777.775390625f, max_exp_avg_sq_number_max, 12.722222328186035f), fma(8888.890625f, max_exp_avg_sq_number_max, 21.111108779907227f)))), min(min(min(fma(3555.555419921875f, max_exp_avg_sq_number_max, 26.94444465637207f), fma(1777.777099609375f, max_exp_avg_sq_number_max, 44.22222900390625f)), min(fma(711.111083984375f, max_exp_avg_sq_number_max, 55.38888931274414f), fma(355.555908203125f, max_exp_avg_sq_number_max, 90.44440460205078f))), fma(142.2222137451172f, max_exp_avg_sq_number_max, 112.27777862548828f))))), F(255.0f)) + 0.0f);
-                store(exp_avg_codes_at + i, exp_avg_code_2);
-                store(exp_avg_sq_codes_at + i, exp_avg_sq_code_2);
-                store(max_exp_avg_sq_codes_at + i, max_exp_avg_sq_code_2);
-            }
-        }
-    }
-};
-
-template <class Grad>
-struct adamw_float16_amsgrad_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];         // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];         // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];      // float32 [n]  read and written
-        float *__restrict max_exp_avg_sq_at = (float *)at[4];  // float32 [n]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[2]);
-        const F one_minus_beta1_times_grad_scale(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F scalar_4(scalars[6]);
-
-        // -- elements: decode, update  (specs/adamw.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F exp_avg = load(exp_avg_at + i);
-            const F max_exp_avg_sq = load(max_exp_avg_sq_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);                              // f16, nearest
-            const F g_cast = g_stored;
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
-            // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
-            // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-            const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
-            const F p_2 = one_minus_lr_times_weight_decay * p;             // 30  p = decoupled(p, rate, weight_decay)
-            // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
-            store(p_at + i, narrow_half(p_3));
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-            store(max_exp_avg_sq_at + i, max_exp_avg_sq_2);
-        }
-    }
-};
+template <class Grad> using adamw_float32 = adamw_kernel<weight_float32, Grad>;
+template <class Grad> using adamw_float32_small = adamw_small_kernel<weight_float32, Grad>;
+template <class Grad> using adamw_bfloat16 = adamw_kernel<weight_bfloat16, Grad>;
+template <class Grad> using adamw_bfloat16_small = adamw_small_kernel<weight_bfloat16, Grad>;
+template <class Grad> using adamw_float16 = adamw_kernel<weight_float16, Grad>;
+template <class Grad> using adamw_float16_small = adamw_small_kernel<weight_float16, Grad>;
+template <class Grad> using adamw_float32_amsgrad = adamw_amsgrad_kernel<weight_float32, Grad>;
+template <class Grad> using adamw_float32_amsgrad_small = adamw_amsgrad_small_kernel<weight_float32, Grad>;
+template <class Grad> using adamw_bfloat16_amsgrad = adamw_amsgrad_kernel<weight_bfloat16, Grad>;
+template <class Grad> using adamw_bfloat16_amsgrad_small = adamw_amsgrad_small_kernel<weight_bfloat16, Grad>;
+template <class Grad> using adamw_float16_amsgrad = adamw_amsgrad_kernel<weight_float16, Grad>;
+template <class Grad> using adamw_float16_amsgrad_small = adamw_amsgrad_small_kernel<weight_float16, Grad>;
 
 }  // namespace
 

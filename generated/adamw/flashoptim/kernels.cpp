@@ -19,11 +19,88 @@
 
 namespace {
 
-template <class Grad>
-struct adamw_float32 {
-    static constexpr int BLOCK = 32, TILE = elements_of_tile(32, 2), SCALARS = 8;
+// bf16 and its rounding error in 1/254 ulp (FlashOptim)
+struct weight_bfloat16 {
+    static constexpr int NOISE = 0;
+    static constexpr Part PARTS[] = {{2, true}, {1, true}};  // code, low
+    uint16_t *__restrict code_at;
+    uint8_t *__restrict low_at;
+
+    weight_bfloat16(char *p, char *const *more) : code_at((uint16_t *)p), low_at((uint8_t *)more[0]) {}
+    F decode(int i) const {
+        const F one_over_127(0.007874015718698502f);
+        const U8 low_code = raw(low_at + i);
+        const F code = counter(low_code) - 8388736.0f;
+        const U16 code_stored = raw(code_at + i);
+        const F weight_ = widened(code_stored);
+        const I biased = max(I(1), bits(weight_) >> 23 & 255);
+        const I biased_add = biased - 135;
+        const I part = biased_add >> 1;
+        return fma(one_over_127, code * as_float(part + 127 << 23) * as_float(biased_add - part + 127 << 23), weight_);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        const I x_bits = bits(x);
+        const I carry = (x_bits >> 16 & 1) + 32767;
+        const I kept_ = bits_or_nan(as_float(x_bits)) + carry >> 16;
+        const F weight_ = widened(kept_);
+        const F error = x - weight_;
+        const F error_2 = where(error == error, error, F(0.0f));
+        const I biased = max(I(1), bits(weight_) >> 23 & 255);
+        const I biased_sub = 0 - (biased - 135);
+        const I part = biased_sub >> 1;
+        const F units = 127.0f * min(F(1.0f), max(F(-1.0f), error_2 * as_float(part + 127 << 23) * as_float(biased_sub - part + 127 << 23)));
+        const F size = floor(abs(units) + 0.5f);
+        const I code = to_int(where(units < 0.0f, -1.0f * size, size));
+        store_half<2>(code_at + i, bits_or_nan(as_float(x_bits)) + carry);
+        store(low_at + i, code + 128);
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); fetch<N>(low_at, b); }
+};
+
+// f16 and its rounding error in 1/254 ulp (FlashOptim)
+struct weight_float16 {
+    static constexpr int NOISE = 0;
+    static constexpr Part PARTS[] = {{2, true}, {1, true}};  // code, low
+    uint16_t *__restrict code_at;
+    uint8_t *__restrict low_at;
+
+    weight_float16(char *p, char *const *more) : code_at((uint16_t *)p), low_at((uint8_t *)more[0]) {}
+    F decode(int i) const {
+        const F one_over_127(0.007874015718698502f);
+        const U8 low_code = raw(low_at + i);
+        const F code = counter(low_code) - 8388736.0f;
+        const U16 code_stored = raw(code_at + i);
+        const F weight_ = widen_half(code_stored);
+        const I biased = max(I(113), bits(weight_) >> 23 & 255);
+        const I biased_add = biased - 138;
+        const I part = biased_add >> 1;
+        return fma(one_over_127, code * as_float(part + 127 << 23) * as_float(biased_add - part + 127 << 23), weight_);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        const I kept_ = narrow_half(x);
+        const F weight_ = widen_half(kept_);
+        const F error = x - weight_;
+        const F error_2 = where(error == error, error, F(0.0f));
+        const I biased = max(I(113), bits(weight_) >> 23 & 255);
+        const I biased_sub = 0 - (biased - 138);
+        const I part = biased_sub >> 1;
+        const F units = 127.0f * min(F(1.0f), max(F(-1.0f), error_2 * as_float(part + 127 << 23) * as_float(biased_sub - part + 127 << 23)));
+        const F size = floor(abs(units) + 0.5f);
+        const I code = to_int(where(units < 0.0f, -1.0f * size, size));
+        store(code_at + i, kept_);
+        store(low_at + i, code + 128);
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); fetch<N>(low_at, b); }
+};
+
+template <class Weight, class Grad>
+struct adamw_kernel {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = NOISE.mask({P});
+    static constexpr int BLOCK = 32, TILE = elements_of_tile(32, 2 + count(KEPT)), SCALARS = 8;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}});
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
                      const float *scalars, int32_t step_key, int32_t stream_key) {
@@ -33,13 +110,17 @@ struct adamw_float32 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];                       // float32 [n]  read and written
+        Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[2];       // uint8 [n]  read and written
-        uint16_t *__restrict exp_avg_scale_at = (uint16_t *)at[3];     // float16 [blocks of 32]  read and written
-        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[4];    // uint8 [n]  read and written
-        uint16_t *__restrict exp_avg_sq_scale_at = (uint16_t *)at[5];  // float16 [blocks of 32]  read and written
+        // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[parts<Weight>() + 1];
+        // float16 [blocks of 32]  read and written
+        uint16_t *__restrict exp_avg_scale_at = (uint16_t *)at[parts<Weight>() + 2];
+        // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[parts<Weight>() + 3];
+        // float16 [blocks of 32]  read and written
+        uint16_t *__restrict exp_avg_sq_scale_at = (uint16_t *)at[parts<Weight>() + 4];
         const F one_minus_lr_times_weight_decay(scalars[0]);
         const F beta1_times_one_over_127(scalars[1]);
         const F one_over_127(scalars[2]);
@@ -57,6 +138,7 @@ struct adamw_float32 {
         alignas(64) float exp_avg_sq_scale_mul_2_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I exp_avg_sq_top_kept[TILE / BLOCK];
+        Words<adamw_kernel> words(BLOCK * blocks, first, stream_key, step_key);
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
@@ -70,37 +152,43 @@ struct adamw_float32 {
             store(exp_avg_sq_scale_mul_kept + b, exp_avg_sq_scale_mul);
         }
 
+        const auto update_weight = [&](int i, F exp_avg, F exp_avg_sq_value, const auto &noise) {
+            const F p = weight.decode(i);
+            const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
+            // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+            const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_value, scalar_6, scalar_7), p_2);
+            weight.encode(i, p_3, noise);
+        };
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch_weight<BLOCK>(weight, b);
+            if constexpr (!apart<Weight>()) { fetch<BLOCK>(g_at, b + TILE / BLOCK); }
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             I exp_avg_sq_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const auto noise = words.at(i);
                 const F g = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const F exp_avg_sq_code_2 = counter(exp_avg_sq_code) - 8388608.0f;
-                const F p = load(p_at + i);
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 / (2.0f - abs(one_over_127 * exp_avg_code_2))));
                 const F exp_avg_sq_code_mul = exp_avg_sq_scale_mul * exp_avg_sq_code_2;
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq = fma(scalar_4 * g, g, exp_avg_sq_code_mul * exp_avg_sq_code_mul);
                 const F exp_avg_sq_value = sqrt(exp_avg_sq);
-                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_value, scalar_6, scalar_7), p_2);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
                 exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(abs(exp_avg_sq_value)), i, end);
+                words.keep(noise, i);
                 store(exp_avg_kept + i, exp_avg);
                 store(exp_avg_sq_value_kept + i, exp_avg_sq_value);
-                store(p_at + i, p_3);
+                if constexpr (!apart<Weight>())
+                    update_weight(i, exp_avg, exp_avg_sq_value, noise);
             }
             exp_avg_top_kept[b] = exp_avg_top;
             exp_avg_sq_top_kept[b] = exp_avg_sq_top;
@@ -122,6 +210,18 @@ struct adamw_float32 {
             store(exp_avg_sq_scale_at + b, narrow_half(exp_avg_sq_scale_3));
         }
 
+        // -- elements: decode, update  (specs/adamw.py)
+        if constexpr (apart<Weight>()) for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
+                const F exp_avg = load(exp_avg_kept + i);
+                const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
+                update_weight(i, exp_avg, exp_avg_sq_value, noise);
+            }
+        }
+
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
@@ -140,11 +240,14 @@ struct adamw_float32 {
     }
 };
 
-template <class Grad>
-struct adamw_bfloat16 {
-    static constexpr int BLOCK = 32, TILE = elements_of_tile(32, 2), SCALARS = 8;
+template <class Weight, class Grad>
+struct adamw_kernel_2 {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = NOISE.mask({P});
+    static constexpr int BLOCK = 32, TILE = elements_of_tile(32, 2 + count(KEPT)), SCALARS = 8;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}});
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
                      const float *scalars, int32_t step_key, int32_t stream_key) {
@@ -154,17 +257,20 @@ struct adamw_bfloat16 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                 // bfloat16 [n]  read and written
+        Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];          // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[3];       // uint8 [n]  read and written
-        uint16_t *__restrict exp_avg_scale_at = (uint16_t *)at[4];     // float16 [blocks of 32]  read and written
-        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[5];    // uint8 [n]  read and written
-        uint16_t *__restrict exp_avg_sq_scale_at = (uint16_t *)at[6];  // float16 [blocks of 32]  read and written
-        const F one_over_127(scalars[0]);
+        // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[parts<Weight>() + 1];
+        // float16 [blocks of 32]  read and written
+        uint16_t *__restrict exp_avg_scale_at = (uint16_t *)at[parts<Weight>() + 2];
+        // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[parts<Weight>() + 3];
+        // float16 [blocks of 32]  read and written
+        uint16_t *__restrict exp_avg_sq_scale_at = (uint16_t *)at[parts<Weight>() + 4];
         const F one_minus_lr_times_weight_decay(scalars[1]);
         const F beta1_times_one_over_127(scalars[2]);
+        const F one_over_127(scalars[0]);
         const F one_minus_beta1_times_grad_scale(scalars[3]);
         const F scalar_4(scalars[4]);
         const F scalar_5(scalars[5]);
@@ -179,6 +285,7 @@ struct adamw_bfloat16 {
         alignas(64) float exp_avg_sq_scale_mul_2_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I exp_avg_sq_top_kept[TILE / BLOCK];
+        Words<adamw_kernel_2> words(BLOCK * blocks, first, stream_key, step_key);
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
@@ -192,33 +299,43 @@ struct adamw_bfloat16 {
             store(exp_avg_sq_scale_mul_kept + b, exp_avg_sq_scale_mul);
         }
 
+        const auto update_weight = [&](int i, F exp_avg, F exp_avg_sq_value, const auto &noise) {
+            const F p = weight.decode(i);
+            const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
+            // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+            const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_value, scalar_6, scalar_7), p_2);
+            weight.encode(i, p_3, noise);
+        };
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
-            fetch<BLOCK>(weight_low_at, b);
+            fetch_weight<BLOCK>(weight, b);
+            if constexpr (!apart<Weight>()) { fetch<BLOCK>(g_at, b + TILE / BLOCK); }
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             I exp_avg_sq_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const F g_stored = Grad::load(g_at + i);
+                const auto noise = words.at(i);
+                const F g = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const F exp_avg_sq_code_2 = counter(exp_avg_sq_code) - 8388608.0f;
-                const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (2.0f - abs(one_over_127 * exp_avg_code_2))));
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 / (2.0f - abs(one_over_127 * exp_avg_code_2))));
                 const F exp_avg_sq_code_mul = exp_avg_sq_scale_mul * exp_avg_sq_code_2;
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_4 * g_cast, g_cast, exp_avg_sq_code_mul * exp_avg_sq_code_mul);
+                const F exp_avg_sq = fma(scalar_4 * g, g, exp_avg_sq_code_mul * exp_avg_sq_code_mul);
                 const F exp_avg_sq_value = sqrt(exp_avg_sq);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
                 exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(abs(exp_avg_sq_value)), i, end);
+                words.keep(noise, i);
                 store(exp_avg_kept + i, exp_avg);
                 store(exp_avg_sq_value_kept + i, exp_avg_sq_value);
+                if constexpr (!apart<Weight>())
+                    update_weight(i, exp_avg, exp_avg_sq_value, noise);
             }
             exp_avg_top_kept[b] = exp_avg_top;
             exp_avg_sq_top_kept[b] = exp_avg_sq_top;
@@ -240,191 +357,15 @@ struct adamw_bfloat16 {
             store(exp_avg_sq_scale_at + b, narrow_half(exp_avg_sq_scale_3));
         }
 
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p_code = counter(weight_low_code) - 8388736.0f;
-                const U16 p_stored = raw(p_at + i);
-                const F p_weight = widened(p_stored);
-                const I p_biased = max(I(1), bits(p_weight) >> 23 & 255);
-                const I p_biased_add = p_biased - 135;
-                const I part = p_biased_add >> 1;
-                // bf16 and its rounding error in 1/254 ulp (FlashOptim)
-                const F p = fma(one_over_127, p_code * as_float(part + 127 << 23) * as_float(p_biased_add - part + 127 << 23), p_weight);
-                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_value, scalar_6, scalar_7), p_2);
-                const I p_x_bits = bits(p_3);
-                const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-                const I p_kept_ = bits_or_nan(as_float(p_x_bits)) + p_carry >> 16;
-                const F p_weight_2 = widened(p_kept_);
-                const F p_error = p_3 - p_weight_2;
-                const F p_error_2 = where(p_error == p_error, p_error, F(0.0f));
-                const I p_biased_2 = max(I(1), bits(p_weight_2) >> 23 & 255);
-                const I p_biased_sub = 0 - (p_biased_2 - 135);
-                const I part_2 = p_biased_sub >> 1;
-                const F p_units = 127.0f * min(F(1.0f), max(F(-1.0f), p_error_2 * as_float(part_2 + 127 << 23) * as_float(p_biased_sub - part_2 + 127 << 23)));
-                const F p_size = floor(abs(p_units) + 0.5f);
-                const I p_code_2 = to_int(where(p_units < 0.0f, -1.0f * p_size, p_size));
-                store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-                store(weight_low_at + i, p_code_2 + 128);
-            }
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
-            const F exp_avg_scale_mul_2(exp_avg_scale_mul_2_kept[b]);
-            const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
-            const F exp_avg_sq_scale_mul_2(exp_avg_sq_scale_mul_2_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
-                store(exp_avg_codes_at + i, to_int(floor(fma(exp_avg_scale_mul_2, exp_avg / (1.0f + abs(exp_avg_scale_rcp * exp_avg)), 0.5f))) + 128);
-                store(exp_avg_sq_codes_at + i, to_int(fma(exp_avg_sq_scale_mul_2, exp_avg_sq_value, 0.5f)));
-            }
-        }
-    }
-};
-
-template <class Grad>
-struct adamw_float16 {
-    static constexpr int BLOCK = 32, TILE = elements_of_tile(32, 2), SCALARS = 8;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                 // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];          // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[3];       // uint8 [n]  read and written
-        uint16_t *__restrict exp_avg_scale_at = (uint16_t *)at[4];     // float16 [blocks of 32]  read and written
-        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[5];    // uint8 [n]  read and written
-        uint16_t *__restrict exp_avg_sq_scale_at = (uint16_t *)at[6];  // float16 [blocks of 32]  read and written
-        const F one_over_127(scalars[0]);
-        const F one_minus_lr_times_weight_decay(scalars[1]);
-        const F beta1_times_one_over_127(scalars[2]);
-        const F one_minus_beta1_times_grad_scale(scalars[3]);
-        const F scalar_4(scalars[4]);
-        const F scalar_5(scalars[5]);
-        const F scalar_6(scalars[6]);
-        const F scalar_7(scalars[7]);
-        alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float exp_avg_sq_value_kept[TILE];
-        alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_scale_mul_2_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_sq_scale_mul_2_kept[TILE / BLOCK];
-        I exp_avg_top_kept[TILE / BLOCK];
-        I exp_avg_sq_top_kept[TILE / BLOCK];
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const U16 exp_avg_scale = raw(exp_avg_scale_at + b);
-            const F exp_avg_scale_2 = widen_half(exp_avg_scale);
-            const U16 exp_avg_sq_scale = raw(exp_avg_sq_scale_at + b);
-            const F exp_avg_sq_scale_2 = widen_half(exp_avg_sq_scale);
-            const F exp_avg_scale_mul = beta1_times_one_over_127 * exp_avg_scale_2;
-            const F exp_avg_sq_scale_mul = scalar_5 * exp_avg_sq_scale_2;
-            store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
-            store(exp_avg_sq_scale_mul_kept + b, exp_avg_sq_scale_mul);
-        }
-
         // -- elements: decode, update  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
-            fetch<BLOCK>(weight_low_at, b);
-            const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
-            const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
-            I exp_avg_top(INT32_MIN);
-            I exp_avg_sq_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
-                const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
-                const F exp_avg_sq_code_2 = counter(exp_avg_sq_code) - 8388608.0f;
-                const F g_cast = g_stored;
-                // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (2.0f - abs(one_over_127 * exp_avg_code_2))));
-                const F exp_avg_sq_code_mul = exp_avg_sq_scale_mul * exp_avg_sq_code_2;
-                // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_4 * g_cast, g_cast, exp_avg_sq_code_mul * exp_avg_sq_code_mul);
-                const F exp_avg_sq_value = sqrt(exp_avg_sq);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
-                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(abs(exp_avg_sq_value)), i, end);
-                store(exp_avg_kept + i, exp_avg);
-                store(exp_avg_sq_value_kept + i, exp_avg_sq_value);
-            }
-            exp_avg_top_kept[b] = exp_avg_top;
-            exp_avg_sq_top_kept[b] = exp_avg_sq_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
-            const F exp_avg_scale_3 = max(F(9.999999960041972e-13f), as_float(exp_avg_top));
-            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_3;
-            const F exp_avg_scale_mul_2 = 254.0f * exp_avg_scale_rcp;
-            const F exp_avg_sq_scale_3 = max(F(9.999999960041972e-13f), as_float(exp_avg_sq_top));
-            const F exp_avg_sq_scale_mul_2 = 255.0f / exp_avg_sq_scale_3;
-            store(exp_avg_scale_mul_2_kept + b, exp_avg_scale_mul_2);
-            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
-            store(exp_avg_sq_scale_mul_2_kept + b, exp_avg_sq_scale_mul_2);
-            store(exp_avg_scale_at + b, narrow_half(exp_avg_scale_3));
-            store(exp_avg_sq_scale_at + b, narrow_half(exp_avg_sq_scale_3));
-        }
-
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
+        if constexpr (apart<Weight>()) for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p_code = counter(weight_low_code) - 8388736.0f;
-                const U16 p_stored = raw(p_at + i);
-                const F p_weight = widen_half(p_stored);
-                const I p_biased = max(I(113), bits(p_weight) >> 23 & 255);
-                const I p_biased_add = p_biased - 138;
-                const I part = p_biased_add >> 1;
-                // f16 and its rounding error in 1/254 ulp (FlashOptim)
-                const F p = fma(one_over_127, p_code * as_float(part + 127 << 23) * as_float(p_biased_add - part + 127 << 23), p_weight);
-                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_value, scalar_6, scalar_7), p_2);
-                const I p_kept_ = narrow_half(p_3);
-                const F p_weight_2 = widen_half(p_kept_);
-                const F p_error = p_3 - p_weight_2;
-                const F p_error_2 = where(p_error == p_error, p_error, F(0.0f));
-                const I p_biased_2 = max(I(113), bits(p_weight_2) >> 23 & 255);
-                const I p_biased_sub = 0 - (p_biased_2 - 138);
-                const I part_2 = p_biased_sub >> 1;
-                const F p_units = 127.0f * min(F(1.0f), max(F(-1.0f), p_error_2 * as_float(part_2 + 127 << 23) * as_float(p_biased_sub - part_2 + 127 << 23)));
-                const F p_size = floor(abs(p_units) + 0.5f);
-                const I p_code_2 = to_int(where(p_units < 0.0f, -1.0f * p_size, p_size));
-                store(p_at + i, p_kept_);
-                store(weight_low_at + i, p_code_2 + 128);
+                update_weight(i, exp_avg, exp_avg_sq_value, noise);
             }
         }
 
@@ -446,11 +387,14 @@ struct adamw_float16 {
     }
 };
 
-template <class Grad>
-struct adamw_float32_amsgrad {
-    static constexpr int BLOCK = 32, TILE = elements_of_tile(32, 3), SCALARS = 9;
+template <class Weight, class Grad>
+struct adamw_amsgrad_kernel {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = NOISE.mask({P});
+    static constexpr int BLOCK = 32, TILE = elements_of_tile(32, 3 + count(KEPT)), SCALARS = 9;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}});
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
                      const float *scalars, int32_t step_key, int32_t stream_key) {
@@ -460,15 +404,21 @@ struct adamw_float32_amsgrad {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];                           // float32 [n]  read and written
+        Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[2];           // uint8 [n]  read and written
-        uint16_t *__restrict exp_avg_scale_at = (uint16_t *)at[3];         // float16 [blocks of 32]  read and written
-        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[4];        // uint8 [n]  read and written
-        uint16_t *__restrict exp_avg_sq_scale_at = (uint16_t *)at[5];      // float16 [blocks of 32]  read and written
-        uint8_t *__restrict max_exp_avg_sq_codes_at = (uint8_t *)at[6];    // uint8 [n]  read and written
-        uint16_t *__restrict max_exp_avg_sq_scale_at = (uint16_t *)at[7];  // float16 [blocks of 32]  read and written
+        // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[parts<Weight>() + 1];
+        // float16 [blocks of 32]  read and written
+        uint16_t *__restrict exp_avg_scale_at = (uint16_t *)at[parts<Weight>() + 2];
+        // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[parts<Weight>() + 3];
+        // float16 [blocks of 32]  read and written
+        uint16_t *__restrict exp_avg_sq_scale_at = (uint16_t *)at[parts<Weight>() + 4];
+        // uint8 [n]  read and written
+        uint8_t *__restrict max_exp_avg_sq_codes_at = (uint8_t *)at[parts<Weight>() + 5];
+        // float16 [blocks of 32]  read and written
+        uint16_t *__restrict max_exp_avg_sq_scale_at = (uint16_t *)at[parts<Weight>() + 6];
         const F sqrt_one_over_255_times_one_over_255(scalars[0]);
         const F one_minus_lr_times_weight_decay(scalars[1]);
         const F beta1_times_one_over_127(scalars[2]);
@@ -479,8 +429,8 @@ struct adamw_float32_amsgrad {
         const F scalar_7(scalars[7]);
         const F scalar_8(scalars[8]);
         alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float exp_avg_sq_value_kept[TILE];
         alignas(64) float max_exp_avg_sq_value_kept[TILE];
+        alignas(64) float exp_avg_sq_value_kept[TILE];
         alignas(64) float max_exp_avg_sq_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
@@ -491,6 +441,7 @@ struct adamw_float32_amsgrad {
         I exp_avg_top_kept[TILE / BLOCK];
         I exp_avg_sq_top_kept[TILE / BLOCK];
         I max_exp_avg_sq_top_kept[TILE / BLOCK];
+        Words<adamw_amsgrad_kernel> words(BLOCK * blocks, first, stream_key, step_key);
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
@@ -508,11 +459,18 @@ struct adamw_float32_amsgrad {
             store(exp_avg_sq_scale_mul_kept + b, exp_avg_sq_scale_mul);
         }
 
+        const auto update_weight = [&](int i, F exp_avg, F max_exp_avg_sq_value, const auto &noise) {
+            const F p = weight.decode(i);
+            const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
+            // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+            const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_value, scalar_7, scalar_8), p_2);
+            weight.encode(i, p_3, noise);
+        };
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch_weight<BLOCK>(weight, b);
+            if constexpr (!apart<Weight>()) { fetch<BLOCK>(g_at, b + TILE / BLOCK); fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK); }
             const F max_exp_avg_sq_scale_mul(max_exp_avg_sq_scale_mul_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
@@ -521,6 +479,7 @@ struct adamw_float32_amsgrad {
             I max_exp_avg_sq_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const auto noise = words.at(i);
                 const F g = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
@@ -531,7 +490,6 @@ struct adamw_float32_amsgrad {
                 const F max_exp_avg_sq = max_exp_avg_sq_code_mul * max_exp_avg_sq_code_mul;
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const F exp_avg_sq_code_2 = counter(exp_avg_sq_code) - 8388608.0f;
-                const F p = load(p_at + i);
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 / (2.0f - abs(one_over_127 * exp_avg_code_2))));
                 const F exp_avg_sq_code_mul = exp_avg_sq_scale_mul * exp_avg_sq_code_2;
@@ -540,17 +498,16 @@ struct adamw_float32_amsgrad {
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq);
                 const F max_exp_avg_sq_value = sqrt(max_exp_avg_sq_2);
-                const F p_2 = one_minus_lr_times_weight_decay * p;           // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_value, scalar_7, scalar_8), p_2);
                 const F exp_avg_sq_value = sqrt(exp_avg_sq);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
                 exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(abs(exp_avg_sq_value)), i, end);
                 max_exp_avg_sq_top = larger<RAGGED>(max_exp_avg_sq_top, bits(abs(max_exp_avg_sq_value)), i, end);
+                words.keep(noise, i);
                 store(exp_avg_kept + i, exp_avg);
-                store(exp_avg_sq_value_kept + i, exp_avg_sq_value);
                 store(max_exp_avg_sq_value_kept + i, max_exp_avg_sq_value);
-                store(p_at + i, p_3);
+                store(exp_avg_sq_value_kept + i, exp_avg_sq_value);
+                if constexpr (!apart<Weight>())
+                    update_weight(i, exp_avg, max_exp_avg_sq_value, noise);
             }
             exp_avg_top_kept[b] = exp_avg_top;
             exp_avg_sq_top_kept[b] = exp_avg_sq_top;
@@ -578,9 +535,21 @@ struct adamw_float32_amsgrad {
             store(max_exp_avg_sq_scale_at + b, narrow_half(max_exp_avg_sq_scale_3));
         }
 
+        // -- elements: decode, update  (specs/adamw.py)
+        if constexpr (apart<Weight>()) for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
+                const F exp_avg = load(exp_avg_kept + i);
+                const F max_exp_avg_sq_value = load(max_exp_avg_sq_value_kept + i);
+                update_weight(i, exp_avg, max_exp_avg_sq_value, noise);
+            }
+        }
+
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             fetch<BLOCK>(max_exp_avg_sq_codes_at, b + TILE / BLOCK);
             const F exp_avg_scale_mul_2(exp_avg_scale_mul_2_kept[b]);
@@ -600,11 +569,14 @@ struct adamw_float32_amsgrad {
     }
 };
 
-template <class Grad>
-struct adamw_bfloat16_amsgrad {
-    static constexpr int BLOCK = 32, TILE = elements_of_tile(32, 3), SCALARS = 9;
+template <class Weight, class Grad>
+struct adamw_amsgrad_kernel_2 {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = NOISE.mask({P});
+    static constexpr int BLOCK = 32, TILE = elements_of_tile(32, 3 + count(KEPT)), SCALARS = 9;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}});
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
                      const float *scalars, int32_t step_key, int32_t stream_key) {
@@ -614,20 +586,25 @@ struct adamw_bfloat16_amsgrad {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                     // bfloat16 [n]  read and written
+        Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];              // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[3];           // uint8 [n]  read and written
-        uint16_t *__restrict exp_avg_scale_at = (uint16_t *)at[4];         // float16 [blocks of 32]  read and written
-        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[5];        // uint8 [n]  read and written
-        uint16_t *__restrict exp_avg_sq_scale_at = (uint16_t *)at[6];      // float16 [blocks of 32]  read and written
-        uint8_t *__restrict max_exp_avg_sq_codes_at = (uint8_t *)at[7];    // uint8 [n]  read and written
-        uint16_t *__restrict max_exp_avg_sq_scale_at = (uint16_t *)at[8];  // float16 [blocks of 32]  read and written
-        const F one_over_127(scalars[0]);
+        // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[parts<Weight>() + 1];
+        // float16 [blocks of 32]  read and written
+        uint16_t *__restrict exp_avg_scale_at = (uint16_t *)at[parts<Weight>() + 2];
+        // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[parts<Weight>() + 3];
+        // float16 [blocks of 32]  read and written
+        uint16_t *__restrict exp_avg_sq_scale_at = (uint16_t *)at[parts<Weight>() + 4];
+        // uint8 [n]  read and written
+        uint8_t *__restrict max_exp_avg_sq_codes_at = (uint8_t *)at[parts<Weight>() + 5];
+        // float16 [blocks of 32]  read and written
+        uint16_t *__restrict max_exp_avg_sq_scale_at = (uint16_t *)at[parts<Weight>() + 6];
         const F sqrt_one_over_255_times_one_over_255(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
         const F beta1_times_one_over_127(scalars[3]);
+        const F one_over_127(scalars[0]);
         const F one_minus_beta1_times_grad_scale(scalars[4]);
         const F scalar_5(scalars[5]);
         const F scalar_6(scalars[6]);
@@ -646,6 +623,7 @@ struct adamw_bfloat16_amsgrad {
         I exp_avg_top_kept[TILE / BLOCK];
         I exp_avg_sq_top_kept[TILE / BLOCK];
         I max_exp_avg_sq_top_kept[TILE / BLOCK];
+        Words<adamw_amsgrad_kernel_2> words(BLOCK * blocks, first, stream_key, step_key);
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
@@ -663,11 +641,18 @@ struct adamw_bfloat16_amsgrad {
             store(exp_avg_sq_scale_mul_kept + b, exp_avg_sq_scale_mul);
         }
 
+        const auto update_weight = [&](int i, F exp_avg, F max_exp_avg_sq_value, const auto &noise) {
+            const F p = weight.decode(i);
+            const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
+            // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+            const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_value, scalar_7, scalar_8), p_2);
+            weight.encode(i, p_3, noise);
+        };
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
-            fetch<BLOCK>(weight_low_at, b);
+            fetch_weight<BLOCK>(weight, b);
+            if constexpr (!apart<Weight>()) { fetch<BLOCK>(g_at, b + TILE / BLOCK); fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK); }
             const F max_exp_avg_sq_scale_mul(max_exp_avg_sq_scale_mul_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
@@ -676,7 +661,8 @@ struct adamw_bfloat16_amsgrad {
             I max_exp_avg_sq_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const F g_stored = Grad::load(g_at + i);
+                const auto noise = words.at(i);
+                const F g = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_codes_at + i);
@@ -686,12 +672,11 @@ struct adamw_bfloat16_amsgrad {
                 const F max_exp_avg_sq = max_exp_avg_sq_code_mul * max_exp_avg_sq_code_mul;
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const F exp_avg_sq_code_2 = counter(exp_avg_sq_code) - 8388608.0f;
-                const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (2.0f - abs(one_over_127 * exp_avg_code_2))));
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 / (2.0f - abs(one_over_127 * exp_avg_code_2))));
                 const F exp_avg_sq_code_mul = exp_avg_sq_scale_mul * exp_avg_sq_code_2;
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_5 * g_cast, g_cast, exp_avg_sq_code_mul * exp_avg_sq_code_mul);
+                const F exp_avg_sq = fma(scalar_5 * g, g, exp_avg_sq_code_mul * exp_avg_sq_code_mul);
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq);
                 const F max_exp_avg_sq_value = sqrt(max_exp_avg_sq_2);
@@ -699,9 +684,12 @@ struct adamw_bfloat16_amsgrad {
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
                 exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(abs(exp_avg_sq_value)), i, end);
                 max_exp_avg_sq_top = larger<RAGGED>(max_exp_avg_sq_top, bits(abs(max_exp_avg_sq_value)), i, end);
+                words.keep(noise, i);
                 store(exp_avg_kept + i, exp_avg);
                 store(max_exp_avg_sq_value_kept + i, max_exp_avg_sq_value);
                 store(exp_avg_sq_value_kept + i, exp_avg_sq_value);
+                if constexpr (!apart<Weight>())
+                    update_weight(i, exp_avg, max_exp_avg_sq_value, noise);
             }
             exp_avg_top_kept[b] = exp_avg_top;
             exp_avg_sq_top_kept[b] = exp_avg_sq_top;
@@ -729,40 +717,16 @@ struct adamw_bfloat16_amsgrad {
             store(max_exp_avg_sq_scale_at + b, narrow_half(max_exp_avg_sq_scale_3));
         }
 
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
+        // -- elements: decode, update  (specs/adamw.py)
+        if constexpr (apart<Weight>()) for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq_value = load(max_exp_avg_sq_value_kept + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p_code = counter(weight_low_code) - 8388736.0f;
-                const U16 p_stored = raw(p_at + i);
-                const F p_weight = widened(p_stored);
-                const I p_biased = max(I(1), bits(p_weight) >> 23 & 255);
-                const I p_biased_add = p_biased - 135;
-                const I part = p_biased_add >> 1;
-                // bf16 and its rounding error in 1/254 ulp (FlashOptim)
-                const F p = fma(one_over_127, p_code * as_float(part + 127 << 23) * as_float(p_biased_add - part + 127 << 23), p_weight);
-                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_value, scalar_7, scalar_8), p_2);
-                const I p_x_bits = bits(p_3);
-                const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-                const I p_kept_ = bits_or_nan(as_float(p_x_bits)) + p_carry >> 16;
-                const F p_weight_2 = widened(p_kept_);
-                const F p_error = p_3 - p_weight_2;
-                const F p_error_2 = where(p_error == p_error, p_error, F(0.0f));
-                const I p_biased_2 = max(I(1), bits(p_weight_2) >> 23 & 255);
-                const I p_biased_sub = 0 - (p_biased_2 - 135);
-                const I part_2 = p_biased_sub >> 1;
-                const F p_units = 127.0f * min(F(1.0f), max(F(-1.0f), p_error_2 * as_float(part_2 + 127 << 23) * as_float(p_biased_sub - part_2 + 127 << 23)));
-                const F p_size = floor(abs(p_units) + 0.5f);
-                const I p_code_2 = to_int(where(p_units < 0.0f, -1.0f * p_size, p_size));
-                store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-                store(weight_low_at + i, p_code_2 + 128);
+                update_weight(i, exp_avg, max_exp_avg_sq_value, noise);
             }
         }
 
@@ -787,190 +751,12 @@ struct adamw_bfloat16_amsgrad {
     }
 };
 
-template <class Grad>
-struct adamw_float16_amsgrad {
-    static constexpr int BLOCK = 32, TILE = elements_of_tile(32, 3), SCALARS = 9;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                     // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];              // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[3];           // uint8 [n]  read and written
-        uint16_t *__restrict exp_avg_scale_at = (uint16_t *)at[4];         // float16 [blocks of 32]  read and written
-        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[5];        // uint8 [n]  read and written
-        uint16_t *__restrict exp_avg_sq_scale_at = (uint16_t *)at[6];      // float16 [blocks of 32]  read and written
-        uint8_t *__restrict max_exp_avg_sq_codes_at = (uint8_t *)at[7];    // uint8 [n]  read and written
-        uint16_t *__restrict max_exp_avg_sq_scale_at = (uint16_t *)at[8];  // float16 [blocks of 32]  read and written
-        const F one_over_127(scalars[0]);
-        const F sqrt_one_over_255_times_one_over_255(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[2]);
-        const F beta1_times_one_over_127(scalars[3]);
-        const F one_minus_beta1_times_grad_scale(scalars[4]);
-        const F scalar_5(scalars[5]);
-        const F scalar_6(scalars[6]);
-        const F scalar_7(scalars[7]);
-        const F scalar_8(scalars[8]);
-        alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float max_exp_avg_sq_value_kept[TILE];
-        alignas(64) float exp_avg_sq_value_kept[TILE];
-        alignas(64) float max_exp_avg_sq_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_scale_mul_2_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_sq_scale_mul_2_kept[TILE / BLOCK];
-        alignas(64) float max_exp_avg_sq_scale_mul_2_kept[TILE / BLOCK];
-        I exp_avg_top_kept[TILE / BLOCK];
-        I exp_avg_sq_top_kept[TILE / BLOCK];
-        I max_exp_avg_sq_top_kept[TILE / BLOCK];
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const U16 exp_avg_scale = raw(exp_avg_scale_at + b);
-            const F exp_avg_scale_2 = widen_half(exp_avg_scale);
-            const U16 max_exp_avg_sq_scale = raw(max_exp_avg_sq_scale_at + b);
-            const F max_exp_avg_sq_scale_2 = widen_half(max_exp_avg_sq_scale);
-            const F max_exp_avg_sq_scale_mul = sqrt_one_over_255_times_one_over_255 * max_exp_avg_sq_scale_2;
-            const U16 exp_avg_sq_scale = raw(exp_avg_sq_scale_at + b);
-            const F exp_avg_sq_scale_2 = widen_half(exp_avg_sq_scale);
-            const F exp_avg_scale_mul = beta1_times_one_over_127 * exp_avg_scale_2;
-            const F exp_avg_sq_scale_mul = scalar_6 * exp_avg_sq_scale_2;
-            store(max_exp_avg_sq_scale_mul_kept + b, max_exp_avg_sq_scale_mul);
-            store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
-            store(exp_avg_sq_scale_mul_kept + b, exp_avg_sq_scale_mul);
-        }
-
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
-            fetch<BLOCK>(weight_low_at, b);
-            const F max_exp_avg_sq_scale_mul(max_exp_avg_sq_scale_mul_kept[b]);
-            const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
-            const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
-            I exp_avg_top(INT32_MIN);
-            I exp_avg_sq_top(INT32_MIN);
-            I max_exp_avg_sq_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
-                const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
-                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_codes_at + i);
-                const F max_exp_avg_sq_code_2 = counter(max_exp_avg_sq_code) - 8388608.0f;
-                const F max_exp_avg_sq_code_mul = max_exp_avg_sq_scale_mul * max_exp_avg_sq_code_2;
-                // 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
-                const F max_exp_avg_sq = max_exp_avg_sq_code_mul * max_exp_avg_sq_code_mul;
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
-                const F exp_avg_sq_code_2 = counter(exp_avg_sq_code) - 8388608.0f;
-                const F g_cast = g_stored;
-                // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (2.0f - abs(one_over_127 * exp_avg_code_2))));
-                const F exp_avg_sq_code_mul = exp_avg_sq_scale_mul * exp_avg_sq_code_2;
-                // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_5 * g_cast, g_cast, exp_avg_sq_code_mul * exp_avg_sq_code_mul);
-                // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-                const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq);
-                const F max_exp_avg_sq_value = sqrt(max_exp_avg_sq_2);
-                const F exp_avg_sq_value = sqrt(exp_avg_sq);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
-                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(abs(exp_avg_sq_value)), i, end);
-                max_exp_avg_sq_top = larger<RAGGED>(max_exp_avg_sq_top, bits(abs(max_exp_avg_sq_value)), i, end);
-                store(exp_avg_kept + i, exp_avg);
-                store(max_exp_avg_sq_value_kept + i, max_exp_avg_sq_value);
-                store(exp_avg_sq_value_kept + i, exp_avg_sq_value);
-            }
-            exp_avg_top_kept[b] = exp_avg_top;
-            exp_avg_sq_top_kept[b] = exp_avg_sq_top;
-            max_exp_avg_sq_top_kept[b] = max_exp_avg_sq_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
-            const I max_exp_avg_sq_top = largest(max_exp_avg_sq_top_kept + b);
-            const F exp_avg_scale_3 = max(F(9.999999960041972e-13f), as_float(exp_avg_top));
-            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_3;
-            const F exp_avg_scale_mul_2 = 254.0f * exp_avg_scale_rcp;
-            const F exp_avg_sq_scale_3 = max(F(9.999999960041972e-13f), as_float(exp_avg_sq_top));
-            const F exp_avg_sq_scale_mul_2 = 255.0f / exp_avg_sq_scale_3;
-            const F max_exp_avg_sq_scale_3 = max(F(9.999999960041972e-13f), as_float(max_exp_avg_sq_top));
-            const F max_exp_avg_sq_scale_mul_2 = 255.0f / max_exp_avg_sq_scale_3;
-            store(exp_avg_scale_mul_2_kept + b, exp_avg_scale_mul_2);
-            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
-            store(exp_avg_sq_scale_mul_2_kept + b, exp_avg_sq_scale_mul_2);
-            store(max_exp_avg_sq_scale_mul_2_kept + b, max_exp_avg_sq_scale_mul_2);
-            store(exp_avg_scale_at + b, narrow_half(exp_avg_scale_3));
-            store(exp_avg_sq_scale_at + b, narrow_half(exp_avg_sq_scale_3));
-            store(max_exp_avg_sq_scale_at + b, narrow_half(max_exp_avg_sq_scale_3));
-        }
-
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F max_exp_avg_sq_value = load(max_exp_avg_sq_value_kept + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p_code = counter(weight_low_code) - 8388736.0f;
-                const U16 p_stored = raw(p_at + i);
-                const F p_weight = widen_half(p_stored);
-                const I p_biased = max(I(113), bits(p_weight) >> 23 & 255);
-                const I p_biased_add = p_biased - 138;
-                const I part = p_biased_add >> 1;
-                // f16 and its rounding error in 1/254 ulp (FlashOptim)
-                const F p = fma(one_over_127, p_code * as_float(part + 127 << 23) * as_float(p_biased_add - part + 127 << 23), p_weight);
-                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_value, scalar_7, scalar_8), p_2);
-                const I p_kept_ = narrow_half(p_3);
-                const F p_weight_2 = widen_half(p_kept_);
-                const F p_error = p_3 - p_weight_2;
-                const F p_error_2 = where(p_error == p_error, p_error, F(0.0f));
-                const I p_biased_2 = max(I(113), bits(p_weight_2) >> 23 & 255);
-                const I p_biased_sub = 0 - (p_biased_2 - 138);
-                const I part_2 = p_biased_sub >> 1;
-                const F p_units = 127.0f * min(F(1.0f), max(F(-1.0f), p_error_2 * as_float(part_2 + 127 << 23) * as_float(p_biased_sub - part_2 + 127 << 23)));
-                const F p_size = floor(abs(p_units) + 0.5f);
-                const I p_code_2 = to_int(where(p_units < 0.0f, -1.0f * p_size, p_size));
-                store(p_at + i, p_kept_);
-                store(weight_low_at + i, p_code_2 + 128);
-            }
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
-            fetch<BLOCK>(max_exp_avg_sq_codes_at, b + TILE / BLOCK);
-            const F exp_avg_scale_mul_2(exp_avg_scale_mul_2_kept[b]);
-            const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
-            const F exp_avg_sq_scale_mul_2(exp_avg_sq_scale_mul_2_kept[b]);
-            const F max_exp_avg_sq_scale_mul_2(max_exp_avg_sq_scale_mul_2_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
-                const F max_exp_avg_sq_value = load(max_exp_avg_sq_value_kept + i);
-                store(exp_avg_codes_at + i, to_int(floor(fma(exp_avg_scale_mul_2, exp_avg / (1.0f + abs(exp_avg_scale_rcp * exp_avg)), 0.5f))) + 128);
-                store(exp_avg_sq_codes_at + i, to_int(fma(exp_avg_sq_scale_mul_2, exp_avg_sq_value, 0.5f)));
-                store(max_exp_avg_sq_codes_at + i, to_int(fma(max_exp_avg_sq_scale_mul_2, max_exp_avg_sq_value, 0.5f)));
-            }
-        }
-    }
-};
+template <class Grad> using adamw_float32 = adamw_kernel<weight_float32, Grad>;
+template <class Grad> using adamw_bfloat16 = adamw_kernel_2<weight_bfloat16, Grad>;
+template <class Grad> using adamw_float16 = adamw_kernel_2<weight_float16, Grad>;
+template <class Grad> using adamw_float32_amsgrad = adamw_amsgrad_kernel<weight_float32, Grad>;
+template <class Grad> using adamw_bfloat16_amsgrad = adamw_amsgrad_kernel_2<weight_bfloat16, Grad>;
+template <class Grad> using adamw_float16_amsgrad = adamw_amsgrad_kernel_2<weight_float16, Grad>;
 
 }  // namespace
 

@@ -19,2055 +19,76 @@
 
 namespace {
 
-template <class Grad>
-struct adamw_float32_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
+// bf16 and 8 more bits, stochastic
+struct weight_bfloat16 {
+    static constexpr int NOISE = 8;
+    static constexpr Part PARTS[] = {{2, true}, {1, true}};  // code, low
+    uint16_t *__restrict code_at;
+    uint8_t *__restrict low_at;
 
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];           // float32 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];     // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[2]);
-        const F one_minus_beta1_times_grad_scale(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F scalar_4(scalars[6]);
-
-        // -- elements: decode, update  (specs/adamw.py)
-        for (int i = 0; i < count; i += W) {
-            const F g = Grad::load(g_at + i);
-            const F exp_avg = load(exp_avg_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F p = load(p_at + i);
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
-            // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
-            // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
-            store(p_at + i, p_3);
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-        }
+    weight_bfloat16(char *p, char *const *more) : code_at((uint16_t *)p), low_at((uint8_t *)more[0]) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        const U8 low_code = raw(low_at + i);
+        return as_float(joined(code_stored, low_code) - 32768);
     }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        const I word = bits_or_nan(x) + (integer<P>(noise) | 0x8000);
+        store_half<2>(code_at + i, word);
+        store_byte<1>(low_at + i, word);
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); fetch<N>(low_at, b); }
 };
 
-template <class Grad>
-struct adamw_float32_vector {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 4), SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {2, BLOCK_OF, true}};
+// f16 and 8 more bits, stochastic
+struct weight_float16 {
+    static constexpr int NOISE = 8;
+    static constexpr Part PARTS[] = {{2, true}, {1, true}};  // code, low
+    uint16_t *__restrict code_at;
+    uint8_t *__restrict low_at;
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    weight_float16(char *p, char *const *more) : code_at((uint16_t *)p), low_at((uint8_t *)more[0]) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        const I high = extend16(extend16(to_int(code_stored)));
+        const U8 low_code = raw(low_at + i);
+        const I low = to_int(low_code);
+        const I offset = low - 128;
+        const I wide = ((high & 32767) << 8) + offset;
+        const I subnormal = bits(2.3283064365386963e-10f * to_float(wide));
+        const I normal = (wide << 5) + 0x38000000;
+        const I finite = where(wide < 0x40000, subnormal, normal);
+        return as_float(bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000))) | (high & 0x8000) << 16);
     }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];                         // float32 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[2];     // 4-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[3];         // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[4];  // 4-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];      // int16 [blocks of 64]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[2]);
-        const F one_minus_beta1_times_grad_scale(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F scalar_4(scalars[6]);
-        alignas(64) uint8_t exp_avg_codes_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
-        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
-        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float exp_avg_sq_sqrt_kept[TILE];
-        alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float exp_avg_value_kept[TILE];
-        alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_step_2_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_half_add_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_base_sub_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_start_add_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_step_5_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
-        I largest_of_block_kept[TILE / BLOCK];
-        I exp_avg_sq_pattern_block_min_kept[TILE / BLOCK];
-        I exp_avg_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000010;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
-            const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
-            const I exp_avg_sq_header = to_int(exp_avg_sq_range);
-            const I exp_avg_sq_cells = max(I(1), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(2097152.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
-            const I exp_avg_sq_step_2 = exp_avg_sq_step << 1;
-            const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step_2 >> 1);
-            const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
-            const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
-            store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
-            store(exp_avg_sq_step_2_kept + b, exp_avg_sq_step_2);
-            store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
-        }
-
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
-            const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
-            const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
-            I largest_of_block(INT32_MIN);
-            I exp_avg_sq_pattern_block_min(INT32_MAX);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const F g = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
-                const I exp_avg_piece = to_int(exp_avg_code);
-                const F exp_avg_code_2 = as_float(exp_avg_piece | 0x4b000000) - 8388616.0f;
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
-                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step_2);
-                // 4-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                const F p = load(p_at + i);
-                // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 / fma(-0.5f, abs(exp_avg_code_2), 10.5f) * exp_avg_sq_value));
-                // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
-                const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
-                const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_sqrt, scalar_3, scalar_4), p_2);
-                const I exp_avg_sq_pattern = bits(exp_avg_sq_sqrt);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
-                exp_avg_sq_pattern_block_min = smaller<RAGGED>(exp_avg_sq_pattern_block_min, exp_avg_sq_pattern, i, end);
-                store(noise_kept + i, noise);
-                store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
-                store(exp_avg_kept + i, exp_avg);
-                store(p_at + i, p_3);
-            }
-            largest_of_block_kept[b] = largest_of_block;
-            exp_avg_sq_pattern_block_min_kept[b] = exp_avg_sq_pattern_block_min;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const I exp_avg_sq_pattern_block_min = smallest(exp_avg_sq_pattern_block_min_kept + b);
-            const I exp_avg_sq_largest = min(I(0x5f5ffffe), max(I(0x20000000), largest_of_block));
-            const I exp_avg_sq_units = max(I(0), (exp_avg_sq_largest >> 22) - max(I(128), exp_avg_sq_pattern_block_min >> 22)) + 3;
-            const I exp_avg_sq_step_3 = bits(fma(2097152.0f, 1.0f / to_float(to_int(16.5f / to_float(min(I(16), exp_avg_sq_units)))), 12582912.0f)) - 0x4b400000;
-            const I exp_avg_sq_margin = (exp_avg_sq_step_3 << 1 >> 1) + 1;
-            const I exp_avg_sq_above = (exp_avg_sq_largest + exp_avg_sq_margin >> 22) + 1;
-            const I exp_avg_sq_below = exp_avg_sq_pattern_block_min - exp_avg_sq_margin >> 22;
-            const I exp_avg_sq_units_2 = min(I(16), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
-            const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units_2;
-            const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_cells_2 = to_int(16.5f / to_float(exp_avg_sq_units_2));
-            const I exp_avg_sq_step_4 = bits(fma(2097152.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) - 0x4b400000;
-            const I exp_avg_sq_step_5 = exp_avg_sq_step_4 << 1;
-            const I exp_avg_sq_step_shr = exp_avg_sq_step_5 >> 1;
-            const I exp_avg_sq_start_add = exp_avg_sq_start + exp_avg_sq_step_shr;
-            const I exp_avg_sq_half = exp_avg_sq_step_shr + 1;
-            const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I exp_avg_sq_base_sub = 0x5f5ffffe - exp_avg_sq_base;
-            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000;
-            const I exp_avg_sq_header_2 = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells_2;
-            store(exp_avg_sq_half_add_kept + b, exp_avg_sq_half_add);
-            store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(exp_avg_sq_base_sub_kept + b, exp_avg_sq_base_sub);
-            store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(exp_avg_sq_start_add_kept + b, exp_avg_sq_start_add);
-            store(exp_avg_sq_step_5_kept + b, exp_avg_sq_step_5);
-            store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
-            const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
-            const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const I exp_avg_sq_start_add(exp_avg_sq_start_add_kept[b]);
-            const I exp_avg_sq_step_5(exp_avg_sq_step_5_kept[b]);
-            I exp_avg_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I noise = load(noise_kept + i);
-                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
-                const F exp_avg = load(exp_avg_kept + i);
-                const I exp_avg_sq_offset = lshr(noise, 8) + exp_avg_sq_half_add;
-                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
-                const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
-                const F exp_avg_sq_value_2 = as_float(exp_avg_sq_start_add + exp_avg_sq_code_2 * exp_avg_sq_step_5);
-                const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
-                const F exp_avg_value_abs = abs(exp_avg_value);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
-                store(exp_avg_value_kept + i, exp_avg_value);
-                store(exp_avg_sq_codes_at + i, exp_avg_sq_position >> 24);
-            }
-            exp_avg_top_kept[b] = exp_avg_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
-            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
-            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.095238097012043f;
-            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
-            store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
-            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg_value = load(exp_avg_value_kept + i);
-                const I noise = load(noise_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.0476190485060215f, abs(exp_avg_value), exp_avg_divisor_mul), 3080.0f));
-                store(exp_avg_codes_at + i, exp_avg_pattern + (noise & 4095) >> 12);
-            }
-        }
-
-        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
-        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
-        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
-        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        const I x_bitcast = bits(x);
+        const I sign_ = x_bitcast >> 16 & 0x8000;
+        const I magnitude = x_bitcast & 0x7fffffff;
+        const F magnitude_bitcast = as_float(magnitude);
+        const M is_subnormal = magnitude_bitcast < 6.103515625e-05f;
+        const I subnormal = to_int(2199023255552.0f * magnitude_bitcast);
+        const I rebiased = min(I(0xf800000), magnitude - 0x38000000);
+        const I fixed = where(is_subnormal, subnormal, rebiased << 4);
+        const I wide = lshr(fixed + middle<P, 9>(noise), 9);
+        const I word = where(x == x, wide, I(0x7e0000)) + 128;
+        const I kept_ = word;
+        store(code_at + i, sign_ | word >> 8);
+        store(low_at + i, kept_);
     }
-};
-
-template <class Grad>
-struct adamw_bfloat16_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];         // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];  // uint8 [n]  read and written
-        float *__restrict exp_avg_at = (float *)at[3];         // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[4];      // float32 [n]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[2]);
-        const F one_minus_beta1_times_grad_scale(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F scalar_4(scalars[6]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const F exp_avg = load(exp_avg_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-            const F g_cast = g_stored;
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
-            // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
-            // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 0x8000);
-            store_half<2>(p_at + i, p_word);
-            store_byte<1>(weight_low_at + i, p_word);
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-        }
-    }
-};
-
-template <class Grad>
-struct adamw_bfloat16_vector {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 4), SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {2, BLOCK_OF, true}};
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                   // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];            // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[3];     // 4-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];         // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[5];  // 4-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];      // int16 [blocks of 64]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[2]);
-        const F one_minus_beta1_times_grad_scale(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F scalar_4(scalars[6]);
-        alignas(64) uint8_t exp_avg_codes_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
-        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
-        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float exp_avg_sq_sqrt_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float exp_avg_value_kept[TILE];
-        alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_step_2_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_half_add_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_base_sub_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_start_add_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_step_5_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
-        I largest_of_block_kept[TILE / BLOCK];
-        I exp_avg_sq_pattern_block_min_kept[TILE / BLOCK];
-        I exp_avg_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1001001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
-            const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
-            const I exp_avg_sq_header = to_int(exp_avg_sq_range);
-            const I exp_avg_sq_cells = max(I(1), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(2097152.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
-            const I exp_avg_sq_step_2 = exp_avg_sq_step << 1;
-            const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step_2 >> 1);
-            const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
-            const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
-            store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
-            store(exp_avg_sq_step_2_kept + b, exp_avg_sq_step_2);
-            store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
-        }
-
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
-            fetch<BLOCK>(weight_low_at, b);
-            const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
-            const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
-            const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
-            I largest_of_block(INT32_MIN);
-            I exp_avg_sq_pattern_block_min(INT32_MAX);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
-                const I exp_avg_piece = to_int(exp_avg_code);
-                const F exp_avg_code_2 = as_float(exp_avg_piece | 0x4b000000) - 8388616.0f;
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
-                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step_2);
-                // 4-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                const F g_cast = g_stored;
-                // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / fma(-0.5f, abs(exp_avg_code_2), 10.5f) * exp_avg_sq_value));
-                // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
-                const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I exp_avg_sq_pattern = bits(exp_avg_sq_sqrt);
-                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
-                exp_avg_sq_pattern_block_min = smaller<RAGGED>(exp_avg_sq_pattern_block_min, exp_avg_sq_pattern, i, end);
-                store(exp_avg_kept + i, exp_avg);
-                store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
-                store(noise_kept + i, noise);
-            }
-            largest_of_block_kept[b] = largest_of_block;
-            exp_avg_sq_pattern_block_min_kept[b] = exp_avg_sq_pattern_block_min;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const I exp_avg_sq_pattern_block_min = smallest(exp_avg_sq_pattern_block_min_kept + b);
-            const I exp_avg_sq_largest = min(I(0x5f5ffffe), max(I(0x20000000), largest_of_block));
-            const I exp_avg_sq_units = max(I(0), (exp_avg_sq_largest >> 22) - max(I(128), exp_avg_sq_pattern_block_min >> 22)) + 3;
-            const I exp_avg_sq_step_3 = bits(fma(2097152.0f, 1.0f / to_float(to_int(16.5f / to_float(min(I(16), exp_avg_sq_units)))), 12582912.0f)) - 0x4b400000;
-            const I exp_avg_sq_margin = (exp_avg_sq_step_3 << 1 >> 1) + 1;
-            const I exp_avg_sq_above = (exp_avg_sq_largest + exp_avg_sq_margin >> 22) + 1;
-            const I exp_avg_sq_below = exp_avg_sq_pattern_block_min - exp_avg_sq_margin >> 22;
-            const I exp_avg_sq_units_2 = min(I(16), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
-            const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units_2;
-            const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_cells_2 = to_int(16.5f / to_float(exp_avg_sq_units_2));
-            const I exp_avg_sq_step_4 = bits(fma(2097152.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) - 0x4b400000;
-            const I exp_avg_sq_step_5 = exp_avg_sq_step_4 << 1;
-            const I exp_avg_sq_step_shr = exp_avg_sq_step_5 >> 1;
-            const I exp_avg_sq_start_add = exp_avg_sq_start + exp_avg_sq_step_shr;
-            const I exp_avg_sq_half = exp_avg_sq_step_shr + 1;
-            const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I exp_avg_sq_base_sub = 0x5f5ffffe - exp_avg_sq_base;
-            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000;
-            const I exp_avg_sq_header_2 = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells_2;
-            store(exp_avg_sq_half_add_kept + b, exp_avg_sq_half_add);
-            store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(exp_avg_sq_base_sub_kept + b, exp_avg_sq_base_sub);
-            store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(exp_avg_sq_start_add_kept + b, exp_avg_sq_start_add);
-            store(exp_avg_sq_step_5_kept + b, exp_avg_sq_step_5);
-            store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
-                const I noise = load(noise_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-                const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_sqrt, scalar_3, scalar_4), p_2);
-                const I p_word = bits_or_nan(p_3) + (noise & 255 | 0x8000);
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
-            }
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
-            const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
-            const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
-            const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const I exp_avg_sq_start_add(exp_avg_sq_start_add_kept[b]);
-            const I exp_avg_sq_step_5(exp_avg_sq_step_5_kept[b]);
-            I exp_avg_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I noise = load(noise_kept + i);
-                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
-                const F exp_avg = load(exp_avg_kept + i);
-                const I exp_avg_sq_offset = lshr(noise, 8) + exp_avg_sq_half_add;
-                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
-                const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
-                const F exp_avg_sq_value_2 = as_float(exp_avg_sq_start_add + exp_avg_sq_code_2 * exp_avg_sq_step_5);
-                const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
-                const F exp_avg_value_abs = abs(exp_avg_value);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
-                store(exp_avg_value_kept + i, exp_avg_value);
-                store(exp_avg_sq_codes_at + i, exp_avg_sq_position >> 24);
-            }
-            exp_avg_top_kept[b] = exp_avg_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
-            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
-            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.095238097012043f;
-            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
-            store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
-            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg_value = load(exp_avg_value_kept + i);
-                const I noise = load(noise_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.0476190485060215f, abs(exp_avg_value), exp_avg_divisor_mul), 3080.0f));
-                store(exp_avg_codes_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
-            }
-        }
-
-        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
-        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
-        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
-        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
-    }
-};
-
-template <class Grad>
-struct adamw_float16_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];         // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];  // uint8 [n]  read and written
-        float *__restrict exp_avg_at = (float *)at[3];         // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[4];      // float32 [n]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[2]);
-        const F one_minus_beta1_times_grad_scale(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F scalar_4(scalars[6]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const F exp_avg = load(exp_avg_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const I p_high = extend16(extend16(to_int(p_stored)));
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low - 128;
-            const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 0x38000000;
-            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-            // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-            const F g_cast = g_stored;
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
-            // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
-            const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
-            // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
-            const I p_bitcast = bits(p_3);
-            const I p_sign = p_bitcast >> 16 & 0x8000;
-            const I p_magnitude = p_bitcast & 0x7fffffff;
-            const F p_magnitude_bitcast = as_float(p_magnitude);
-            const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-            const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-            const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-            const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_wide_2 = lshr(p_fixed + (lshr(noise, 23) | 1), 9);
-            const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
-            const I p_kept_ = p_word;
-            store(p_at + i, p_sign | p_word >> 8);
-            store(weight_low_at + i, p_kept_);
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-        }
-    }
-};
-
-template <class Grad>
-struct adamw_float16_vector {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 4), SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {2, BLOCK_OF, true}};
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                   // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];            // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[3];     // 4-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];         // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[5];  // 4-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];      // int16 [blocks of 64]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[2]);
-        const F one_minus_beta1_times_grad_scale(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F scalar_4(scalars[6]);
-        alignas(64) uint8_t exp_avg_codes_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
-        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
-        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float exp_avg_sq_sqrt_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float exp_avg_value_kept[TILE];
-        alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_step_2_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_half_add_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_base_sub_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_start_add_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_step_5_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
-        I largest_of_block_kept[TILE / BLOCK];
-        I exp_avg_sq_pattern_block_min_kept[TILE / BLOCK];
-        I exp_avg_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1001001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
-            const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
-            const I exp_avg_sq_header = to_int(exp_avg_sq_range);
-            const I exp_avg_sq_cells = max(I(1), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(2097152.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
-            const I exp_avg_sq_step_2 = exp_avg_sq_step << 1;
-            const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step_2 >> 1);
-            const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
-            const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
-            store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
-            store(exp_avg_sq_step_2_kept + b, exp_avg_sq_step_2);
-            store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
-        }
-
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
-            fetch<BLOCK>(weight_low_at, b);
-            const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
-            const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
-            const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
-            I largest_of_block(INT32_MIN);
-            I exp_avg_sq_pattern_block_min(INT32_MAX);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
-                const I exp_avg_piece = to_int(exp_avg_code);
-                const F exp_avg_code_2 = as_float(exp_avg_piece | 0x4b000000) - 8388616.0f;
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
-                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step_2);
-                // 4-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                const F g_cast = g_stored;
-                // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / fma(-0.5f, abs(exp_avg_code_2), 10.5f) * exp_avg_sq_value));
-                // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
-                const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I exp_avg_sq_pattern = bits(exp_avg_sq_sqrt);
-                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
-                exp_avg_sq_pattern_block_min = smaller<RAGGED>(exp_avg_sq_pattern_block_min, exp_avg_sq_pattern, i, end);
-                store(exp_avg_kept + i, exp_avg);
-                store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
-                store(noise_kept + i, noise);
-            }
-            largest_of_block_kept[b] = largest_of_block;
-            exp_avg_sq_pattern_block_min_kept[b] = exp_avg_sq_pattern_block_min;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const I exp_avg_sq_pattern_block_min = smallest(exp_avg_sq_pattern_block_min_kept + b);
-            const I exp_avg_sq_largest = min(I(0x5f5ffffe), max(I(0x20000000), largest_of_block));
-            const I exp_avg_sq_units = max(I(0), (exp_avg_sq_largest >> 22) - max(I(128), exp_avg_sq_pattern_block_min >> 22)) + 3;
-            const I exp_avg_sq_step_3 = bits(fma(2097152.0f, 1.0f / to_float(to_int(16.5f / to_float(min(I(16), exp_avg_sq_units)))), 12582912.0f)) - 0x4b400000;
-            const I exp_avg_sq_margin = (exp_avg_sq_step_3 << 1 >> 1) + 1;
-            const I exp_avg_sq_above = (exp_avg_sq_largest + exp_avg_sq_margin >> 22) + 1;
-            const I exp_avg_sq_below = exp_avg_sq_pattern_block_min - exp_avg_sq_margin >> 22;
-            const I exp_avg_sq_units_2 = min(I(16), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
-            const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units_2;
-            const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_cells_2 = to_int(16.5f / to_float(exp_avg_sq_units_2));
-            const I exp_avg_sq_step_4 = bits(fma(2097152.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) - 0x4b400000;
-            const I exp_avg_sq_step_5 = exp_avg_sq_step_4 << 1;
-            const I exp_avg_sq_step_shr = exp_avg_sq_step_5 >> 1;
-            const I exp_avg_sq_start_add = exp_avg_sq_start + exp_avg_sq_step_shr;
-            const I exp_avg_sq_half = exp_avg_sq_step_shr + 1;
-            const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I exp_avg_sq_base_sub = 0x5f5ffffe - exp_avg_sq_base;
-            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000;
-            const I exp_avg_sq_header_2 = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells_2;
-            store(exp_avg_sq_half_add_kept + b, exp_avg_sq_half_add);
-            store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(exp_avg_sq_base_sub_kept + b, exp_avg_sq_base_sub);
-            store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(exp_avg_sq_start_add_kept + b, exp_avg_sq_start_add);
-            store(exp_avg_sq_step_5_kept + b, exp_avg_sq_step_5);
-            store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
-                const I noise = load(noise_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const I p_high = extend16(extend16(to_int(p_stored)));
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low - 128;
-                const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 0x38000000;
-                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-                // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_sqrt, scalar_3, scalar_4), p_2);
-                const I p_bitcast = bits(p_3);
-                const I p_sign = p_bitcast >> 16 & 0x8000;
-                const I p_magnitude = p_bitcast & 0x7fffffff;
-                const F p_magnitude_bitcast = as_float(p_magnitude);
-                const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-                const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-                const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-                const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-                const I p_wide_2 = lshr(p_fixed + ((noise & 255) << 1 | 1), 9);
-                const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
-                const I p_kept_ = p_word;
-                store(p_at + i, p_sign | p_word >> 8);
-                store(weight_low_at + i, p_kept_);
-            }
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
-            const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
-            const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
-            const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const I exp_avg_sq_start_add(exp_avg_sq_start_add_kept[b]);
-            const I exp_avg_sq_step_5(exp_avg_sq_step_5_kept[b]);
-            I exp_avg_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I noise = load(noise_kept + i);
-                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
-                const F exp_avg = load(exp_avg_kept + i);
-                const I exp_avg_sq_offset = lshr(noise, 8) + exp_avg_sq_half_add;
-                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
-                const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
-                const F exp_avg_sq_value_2 = as_float(exp_avg_sq_start_add + exp_avg_sq_code_2 * exp_avg_sq_step_5);
-                const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
-                const F exp_avg_value_abs = abs(exp_avg_value);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
-                store(exp_avg_value_kept + i, exp_avg_value);
-                store(exp_avg_sq_codes_at + i, exp_avg_sq_position >> 24);
-            }
-            exp_avg_top_kept[b] = exp_avg_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
-            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
-            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.095238097012043f;
-            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
-            store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
-            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg_value = load(exp_avg_value_kept + i);
-                const I noise = load(noise_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.0476190485060215f, abs(exp_avg_value), exp_avg_divisor_mul), 3080.0f));
-                store(exp_avg_codes_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
-            }
-        }
-
-        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
-        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
-        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
-        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
-    }
-};
-
-template <class Grad>
-struct adamw_float32_amsgrad_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];               // float32 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];         // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];      // float32 [n]  read and written
-        float *__restrict max_exp_avg_sq_at = (float *)at[4];  // float32 [n]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[2]);
-        const F one_minus_beta1_times_grad_scale(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F scalar_4(scalars[6]);
-
-        // -- elements: decode, update  (specs/adamw.py)
-        for (int i = 0; i < count; i += W) {
-            const F g = Grad::load(g_at + i);
-            const F exp_avg = load(exp_avg_at + i);
-            const F max_exp_avg_sq = load(max_exp_avg_sq_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F p = load(p_at + i);
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
-            // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
-            // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-            const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
-            // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
-            store(p_at + i, p_3);
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-            store(max_exp_avg_sq_at + i, max_exp_avg_sq_2);
-        }
-    }
-};
-
-template <class Grad>
-struct adamw_float32_amsgrad_vector {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 5), SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {2, BLOCK_OF, true}};
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];                             // float32 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[2];         // 4-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[3];             // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[4];      // 4-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];          // int16 [blocks of 64]  read and written
-        uint8_t *__restrict max_exp_avg_sq_codes_packed = (uint8_t *)at[6];  // 4-bit codes [n]  read and written
-        int16_t *__restrict max_exp_avg_sq_range_at = (int16_t *)at[7];      // int16 [blocks of 64]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[2]);
-        const F one_minus_beta1_times_grad_scale(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F scalar_4(scalars[6]);
-        alignas(64) uint8_t exp_avg_codes_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
-        alignas(64) uint8_t max_exp_avg_sq_codes_at[TILE];
-        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
-        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
-        unpack<4>(max_exp_avg_sq_codes_at, max_exp_avg_sq_codes_packed, BLOCK * blocks);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) int32_t exp_avg_sq_pattern_kept[TILE];
-        alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float max_exp_avg_sq_sqrt_kept[TILE];
-        alignas(64) float exp_avg_value_kept[TILE];
-        alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_step_2_kept[TILE / BLOCK];
-        alignas(64) int32_t max_exp_avg_sq_middle_2_kept[TILE / BLOCK];
-        alignas(64) int32_t max_exp_avg_sq_step_2_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_half_add_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_base_sub_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_start_add_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_step_5_kept[TILE / BLOCK];
-        alignas(64) int32_t max_exp_avg_sq_start_kept[TILE / BLOCK];
-        alignas(64) int32_t max_exp_avg_sq_start_sub_kept[TILE / BLOCK];
-        alignas(64) int32_t max_exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
-        I largest_of_block_kept[TILE / BLOCK];
-        I exp_avg_sq_pattern_block_min_kept[TILE / BLOCK];
-        I largest_of_block_2_kept[TILE / BLOCK];
-        I smallest_of_block_kept[TILE / BLOCK];
-        I exp_avg_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000010;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
-            const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
-            const I exp_avg_sq_header = to_int(exp_avg_sq_range);
-            const I exp_avg_sq_cells = max(I(1), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(2097152.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
-            const I exp_avg_sq_step_2 = exp_avg_sq_step << 1;
-            const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step_2 >> 1);
-            const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
-            const I16 max_exp_avg_sq_range = raw(max_exp_avg_sq_range_at + b);
-            const I max_exp_avg_sq_header = to_int(max_exp_avg_sq_range);
-            const I max_exp_avg_sq_cells = max(I(1), max_exp_avg_sq_header & 255);
-            const I max_exp_avg_sq_step = bits(fma(2097152.0f, 1.0f / to_float(max_exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
-            const I max_exp_avg_sq_step_2 = max_exp_avg_sq_step << 1;
-            const I max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (max_exp_avg_sq_step_2 >> 1);
-            const I max_exp_avg_sq_middle_2 = where(max_exp_avg_sq_header == 0, I(0), max_exp_avg_sq_middle);
-            const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
-            store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
-            store(exp_avg_sq_step_2_kept + b, exp_avg_sq_step_2);
-            store(max_exp_avg_sq_middle_2_kept + b, max_exp_avg_sq_middle_2);
-            store(max_exp_avg_sq_step_2_kept + b, max_exp_avg_sq_step_2);
-            store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
-        }
-
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
-            const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
-            const I max_exp_avg_sq_middle_2(max_exp_avg_sq_middle_2_kept[b]);
-            const I max_exp_avg_sq_step_2(max_exp_avg_sq_step_2_kept[b]);
-            const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
-            I largest_of_block(INT32_MIN);
-            I exp_avg_sq_pattern_block_min(INT32_MAX);
-            I largest_of_block_2(INT32_MIN);
-            I smallest_of_block(INT32_MAX);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const F g = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
-                const I exp_avg_piece = to_int(exp_avg_code);
-                const F exp_avg_code_2 = as_float(exp_avg_piece | 0x4b000000) - 8388616.0f;
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
-                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step_2);
-                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_codes_at + i);
-                const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_code);
-                const F max_exp_avg_sq_value = as_float(max_exp_avg_sq_middle_2 + max_exp_avg_sq_piece * max_exp_avg_sq_step_2);
-                // 4-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
-                const F max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value;
-                // 4-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                const F p = load(p_at + i);
-                // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 / fma(-0.5f, abs(exp_avg_code_2), 10.5f) * exp_avg_sq_value));
-                // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
-                // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-                const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
-                const F max_exp_avg_sq_sqrt = sqrt(max_exp_avg_sq_2);
-                const F p_2 = one_minus_lr_times_weight_decay * p;                     // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_sqrt, scalar_3, scalar_4), p_2);
-                const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I max_exp_avg_sq_pattern = bits(max_exp_avg_sq_sqrt);
-                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
-                exp_avg_sq_pattern_block_min = smaller<RAGGED>(exp_avg_sq_pattern_block_min, exp_avg_sq_pattern, i, end);
-                largest_of_block_2 = larger<RAGGED>(largest_of_block_2, max_exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller<RAGGED>(smallest_of_block, max_exp_avg_sq_pattern, i, end);
-                store(noise_kept + i, noise);
-                store(exp_avg_sq_pattern_kept + i, exp_avg_sq_pattern);
-                store(exp_avg_kept + i, exp_avg);
-                store(max_exp_avg_sq_sqrt_kept + i, max_exp_avg_sq_sqrt);
-                store(p_at + i, p_3);
-            }
-            largest_of_block_kept[b] = largest_of_block;
-            exp_avg_sq_pattern_block_min_kept[b] = exp_avg_sq_pattern_block_min;
-            largest_of_block_2_kept[b] = largest_of_block_2;
-            smallest_of_block_kept[b] = smallest_of_block;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const I exp_avg_sq_pattern_block_min = smallest(exp_avg_sq_pattern_block_min_kept + b);
-            const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
-            const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I exp_avg_sq_largest = min(I(0x5f5ffffe), max(I(0x20000000), largest_of_block));
-            const I exp_avg_sq_units = max(I(0), (exp_avg_sq_largest >> 22) - max(I(128), exp_avg_sq_pattern_block_min >> 22)) + 3;
-            const I exp_avg_sq_step_3 = bits(fma(2097152.0f, 1.0f / to_float(to_int(16.5f / to_float(min(I(16), exp_avg_sq_units)))), 12582912.0f)) - 0x4b400000;
-            const I exp_avg_sq_margin = (exp_avg_sq_step_3 << 1 >> 1) + 1;
-            const I exp_avg_sq_above = (exp_avg_sq_largest + exp_avg_sq_margin >> 22) + 1;
-            const I exp_avg_sq_below = exp_avg_sq_pattern_block_min - exp_avg_sq_margin >> 22;
-            const I exp_avg_sq_units_2 = min(I(16), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
-            const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units_2;
-            const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_cells_2 = to_int(16.5f / to_float(exp_avg_sq_units_2));
-            const I exp_avg_sq_step_4 = bits(fma(2097152.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) - 0x4b400000;
-            const I exp_avg_sq_step_5 = exp_avg_sq_step_4 << 1;
-            const I exp_avg_sq_step_shr = exp_avg_sq_step_5 >> 1;
-            const I exp_avg_sq_start_add = exp_avg_sq_start + exp_avg_sq_step_shr;
-            const I exp_avg_sq_half = exp_avg_sq_step_shr + 1;
-            const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I exp_avg_sq_base_sub = 0x5f5ffffe - exp_avg_sq_base;
-            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000;
-            const I exp_avg_sq_header_2 = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells_2;
-            const I max_exp_avg_sq_largest = min(I(0x5f5ffffe), max(I(0x20000000), largest_of_block_2));
-            const I max_exp_avg_sq_above = (max_exp_avg_sq_largest >> 22) + 1;
-            const I max_exp_avg_sq_below = smallest_of_block >> 22;
-            const I max_exp_avg_sq_units = min(I(16), max(I(1), max_exp_avg_sq_above - max(I(128), max_exp_avg_sq_below)));
-            const I max_exp_avg_sq_first = max_exp_avg_sq_above - max_exp_avg_sq_units;
-            const I max_exp_avg_sq_start = max_exp_avg_sq_first << 22;
-            const I max_exp_avg_sq_start_sub = 0x5f5ffffe - max_exp_avg_sq_start;
-            const I max_exp_avg_sq_cells_2 = to_int(16.5f / to_float(max_exp_avg_sq_units));
-            const I max_exp_avg_sq_scale = max_exp_avg_sq_cells_2 << 2;
-            const I max_exp_avg_sq_header_2 = max_exp_avg_sq_first - 128 << 8 | max_exp_avg_sq_cells_2;
-            store(exp_avg_sq_half_add_kept + b, exp_avg_sq_half_add);
-            store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(exp_avg_sq_base_sub_kept + b, exp_avg_sq_base_sub);
-            store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(exp_avg_sq_start_add_kept + b, exp_avg_sq_start_add);
-            store(exp_avg_sq_step_5_kept + b, exp_avg_sq_step_5);
-            store(max_exp_avg_sq_start_kept + b, max_exp_avg_sq_start);
-            store(max_exp_avg_sq_start_sub_kept + b, max_exp_avg_sq_start_sub);
-            store(max_exp_avg_sq_scale_kept + b, max_exp_avg_sq_scale);
-            store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
-            store(max_exp_avg_sq_range_at + b, max_exp_avg_sq_header_2);
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
-            const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
-            const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
-            const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const I exp_avg_sq_start_add(exp_avg_sq_start_add_kept[b]);
-            const I exp_avg_sq_step_5(exp_avg_sq_step_5_kept[b]);
-            const I max_exp_avg_sq_start(max_exp_avg_sq_start_kept[b]);
-            const I max_exp_avg_sq_start_sub(max_exp_avg_sq_start_sub_kept[b]);
-            const I max_exp_avg_sq_scale(max_exp_avg_sq_scale_kept[b]);
-            I exp_avg_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I noise = load(noise_kept + i);
-                const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
-                const F exp_avg = load(exp_avg_kept + i);
-                const F max_exp_avg_sq_sqrt = load(max_exp_avg_sq_sqrt_kept + i);
-                const I exp_avg_sq_offset = lshr(noise, 8) + exp_avg_sq_half_add;
-                const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
-                const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
-                const F exp_avg_sq_value_2 = as_float(exp_avg_sq_start_add + exp_avg_sq_code_2 * exp_avg_sq_step_5);
-                const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
-                const F exp_avg_value_abs = abs(exp_avg_value);
-                const I max_exp_avg_sq_position = max(I(0), min(bits(max_exp_avg_sq_sqrt) - max_exp_avg_sq_start, max_exp_avg_sq_start_sub)) * max_exp_avg_sq_scale;
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
-                store(exp_avg_value_kept + i, exp_avg_value);
-                store(exp_avg_sq_codes_at + i, exp_avg_sq_position >> 24);
-                store(max_exp_avg_sq_codes_at + i, max_exp_avg_sq_position >> 24);
-            }
-            exp_avg_top_kept[b] = exp_avg_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
-            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
-            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.095238097012043f;
-            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
-            store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_codes_packed, b + TILE / BLOCK);
-            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg_value = load(exp_avg_value_kept + i);
-                const I noise = load(noise_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.0476190485060215f, abs(exp_avg_value), exp_avg_divisor_mul), 3080.0f));
-                store(exp_avg_codes_at + i, exp_avg_pattern + (noise & 4095) >> 12);
-            }
-        }
-
-        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
-        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
-        no_codes<BLOCK>(max_exp_avg_sq_codes_at, blocks, live);
-        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
-        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
-        pack<4>(max_exp_avg_sq_codes_packed, max_exp_avg_sq_codes_at, BLOCK * blocks);
-    }
-};
-
-template <class Grad>
-struct adamw_bfloat16_amsgrad_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];         // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];  // uint8 [n]  read and written
-        float *__restrict exp_avg_at = (float *)at[3];         // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[4];      // float32 [n]  read and written
-        float *__restrict max_exp_avg_sq_at = (float *)at[5];  // float32 [n]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[2]);
-        const F one_minus_beta1_times_grad_scale(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F scalar_4(scalars[6]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const F exp_avg = load(exp_avg_at + i);
-            const F max_exp_avg_sq = load(max_exp_avg_sq_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-            const F g_cast = g_stored;
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
-            // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
-            // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-            const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
-            // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 0x8000);
-            store_half<2>(p_at + i, p_word);
-            store_byte<1>(weight_low_at + i, p_word);
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-            store(max_exp_avg_sq_at + i, max_exp_avg_sq_2);
-        }
-    }
-};
-
-template <class Grad>
-struct adamw_bfloat16_amsgrad_vector {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 5), SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {2, BLOCK_OF, true}};
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                       // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];                // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[3];         // 4-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];             // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[5];      // 4-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];          // int16 [blocks of 64]  read and written
-        uint8_t *__restrict max_exp_avg_sq_codes_packed = (uint8_t *)at[7];  // 4-bit codes [n]  read and written
-        int16_t *__restrict max_exp_avg_sq_range_at = (int16_t *)at[8];      // int16 [blocks of 64]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[2]);
-        const F one_minus_beta1_times_grad_scale(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F scalar_4(scalars[6]);
-        alignas(64) uint8_t exp_avg_codes_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
-        alignas(64) uint8_t max_exp_avg_sq_codes_at[TILE];
-        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
-        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
-        unpack<4>(max_exp_avg_sq_codes_at, max_exp_avg_sq_codes_packed, BLOCK * blocks);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float max_exp_avg_sq_sqrt_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) int32_t exp_avg_sq_pattern_kept[TILE];
-        alignas(64) float exp_avg_value_kept[TILE];
-        alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_step_2_kept[TILE / BLOCK];
-        alignas(64) int32_t max_exp_avg_sq_middle_2_kept[TILE / BLOCK];
-        alignas(64) int32_t max_exp_avg_sq_step_2_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_half_add_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_base_sub_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_start_add_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_step_5_kept[TILE / BLOCK];
-        alignas(64) int32_t max_exp_avg_sq_start_kept[TILE / BLOCK];
-        alignas(64) int32_t max_exp_avg_sq_start_sub_kept[TILE / BLOCK];
-        alignas(64) int32_t max_exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
-        I largest_of_block_kept[TILE / BLOCK];
-        I exp_avg_sq_pattern_block_min_kept[TILE / BLOCK];
-        I largest_of_block_2_kept[TILE / BLOCK];
-        I smallest_of_block_kept[TILE / BLOCK];
-        I exp_avg_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1001001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
-            const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
-            const I exp_avg_sq_header = to_int(exp_avg_sq_range);
-            const I exp_avg_sq_cells = max(I(1), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(2097152.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
-            const I exp_avg_sq_step_2 = exp_avg_sq_step << 1;
-            const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step_2 >> 1);
-            const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
-            const I16 max_exp_avg_sq_range = raw(max_exp_avg_sq_range_at + b);
-            const I max_exp_avg_sq_header = to_int(max_exp_avg_sq_range);
-            const I max_exp_avg_sq_cells = max(I(1), max_exp_avg_sq_header & 255);
-            const I max_exp_avg_sq_step = bits(fma(2097152.0f, 1.0f / to_float(max_exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
-            const I max_exp_avg_sq_step_2 = max_exp_avg_sq_step << 1;
-            const I max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (max_exp_avg_sq_step_2 >> 1);
-            const I max_exp_avg_sq_middle_2 = where(max_exp_avg_sq_header == 0, I(0), max_exp_avg_sq_middle);
-            const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
-            store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
-            store(exp_avg_sq_step_2_kept + b, exp_avg_sq_step_2);
-            store(max_exp_avg_sq_middle_2_kept + b, max_exp_avg_sq_middle_2);
-            store(max_exp_avg_sq_step_2_kept + b, max_exp_avg_sq_step_2);
-            store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
-        }
-
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
-            fetch<BLOCK>(weight_low_at, b);
-            const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
-            const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
-            const I max_exp_avg_sq_middle_2(max_exp_avg_sq_middle_2_kept[b]);
-            const I max_exp_avg_sq_step_2(max_exp_avg_sq_step_2_kept[b]);
-            const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
-            I largest_of_block(INT32_MIN);
-            I exp_avg_sq_pattern_block_min(INT32_MAX);
-            I largest_of_block_2(INT32_MIN);
-            I smallest_of_block(INT32_MAX);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
-                const I exp_avg_piece = to_int(exp_avg_code);
-                const F exp_avg_code_2 = as_float(exp_avg_piece | 0x4b000000) - 8388616.0f;
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
-                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step_2);
-                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_codes_at + i);
-                const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_code);
-                const F max_exp_avg_sq_value = as_float(max_exp_avg_sq_middle_2 + max_exp_avg_sq_piece * max_exp_avg_sq_step_2);
-                // 4-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
-                const F max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value;
-                // 4-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                const F g_cast = g_stored;
-                // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / fma(-0.5f, abs(exp_avg_code_2), 10.5f) * exp_avg_sq_value));
-                // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
-                // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-                const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
-                const F max_exp_avg_sq_sqrt = sqrt(max_exp_avg_sq_2);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
-                const I max_exp_avg_sq_pattern = bits(max_exp_avg_sq_sqrt);
-                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
-                exp_avg_sq_pattern_block_min = smaller<RAGGED>(exp_avg_sq_pattern_block_min, exp_avg_sq_pattern, i, end);
-                largest_of_block_2 = larger<RAGGED>(largest_of_block_2, max_exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller<RAGGED>(smallest_of_block, max_exp_avg_sq_pattern, i, end);
-                store(exp_avg_kept + i, exp_avg);
-                store(max_exp_avg_sq_sqrt_kept + i, max_exp_avg_sq_sqrt);
-                store(noise_kept + i, noise);
-                store(exp_avg_sq_pattern_kept + i, exp_avg_sq_pattern);
-            }
-            largest_of_block_kept[b] = largest_of_block;
-            exp_avg_sq_pattern_block_min_kept[b] = exp_avg_sq_pattern_block_min;
-            largest_of_block_2_kept[b] = largest_of_block_2;
-            smallest_of_block_kept[b] = smallest_of_block;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const I exp_avg_sq_pattern_block_min = smallest(exp_avg_sq_pattern_block_min_kept + b);
-            const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
-            const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I exp_avg_sq_largest = min(I(0x5f5ffffe), max(I(0x20000000), largest_of_block));
-            const I exp_avg_sq_units = max(I(0), (exp_avg_sq_largest >> 22) - max(I(128), exp_avg_sq_pattern_block_min >> 22)) + 3;
-            const I exp_avg_sq_step_3 = bits(fma(2097152.0f, 1.0f / to_float(to_int(16.5f / to_float(min(I(16), exp_avg_sq_units)))), 12582912.0f)) - 0x4b400000;
-            const I exp_avg_sq_margin = (exp_avg_sq_step_3 << 1 >> 1) + 1;
-            const I exp_avg_sq_above = (exp_avg_sq_largest + exp_avg_sq_margin >> 22) + 1;
-            const I exp_avg_sq_below = exp_avg_sq_pattern_block_min - exp_avg_sq_margin >> 22;
-            const I exp_avg_sq_units_2 = min(I(16), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
-            const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units_2;
-            const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_cells_2 = to_int(16.5f / to_float(exp_avg_sq_units_2));
-            const I exp_avg_sq_step_4 = bits(fma(2097152.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) - 0x4b400000;
-            const I exp_avg_sq_step_5 = exp_avg_sq_step_4 << 1;
-            const I exp_avg_sq_step_shr = exp_avg_sq_step_5 >> 1;
-            const I exp_avg_sq_start_add = exp_avg_sq_start + exp_avg_sq_step_shr;
-            const I exp_avg_sq_half = exp_avg_sq_step_shr + 1;
-            const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I exp_avg_sq_base_sub = 0x5f5ffffe - exp_avg_sq_base;
-            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000;
-            const I exp_avg_sq_header_2 = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells_2;
-            const I max_exp_avg_sq_largest = min(I(0x5f5ffffe), max(I(0x20000000), largest_of_block_2));
-            const I max_exp_avg_sq_above = (max_exp_avg_sq_largest >> 22) + 1;
-            const I max_exp_avg_sq_below = smallest_of_block >> 22;
-            const I max_exp_avg_sq_units = min(I(16), max(I(1), max_exp_avg_sq_above - max(I(128), max_exp_avg_sq_below)));
-            const I max_exp_avg_sq_first = max_exp_avg_sq_above - max_exp_avg_sq_units;
-            const I max_exp_avg_sq_start = max_exp_avg_sq_first << 22;
-            const I max_exp_avg_sq_start_sub = 0x5f5ffffe - max_exp_avg_sq_start;
-            const I max_exp_avg_sq_cells_2 = to_int(16.5f / to_float(max_exp_avg_sq_units));
-            const I max_exp_avg_sq_scale = max_exp_avg_sq_cells_2 << 2;
-            const I max_exp_avg_sq_header_2 = max_exp_avg_sq_first - 128 << 8 | max_exp_avg_sq_cells_2;
-            store(exp_avg_sq_half_add_kept + b, exp_avg_sq_half_add);
-            store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(exp_avg_sq_base_sub_kept + b, exp_avg_sq_base_sub);
-            store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(exp_avg_sq_start_add_kept + b, exp_avg_sq_start_add);
-            store(exp_avg_sq_step_5_kept + b, exp_avg_sq_step_5);
-            store(max_exp_avg_sq_start_kept + b, max_exp_avg_sq_start);
-            store(max_exp_avg_sq_start_sub_kept + b, max_exp_avg_sq_start_sub);
-            store(max_exp_avg_sq_scale_kept + b, max_exp_avg_sq_scale);
-            store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
-            store(max_exp_avg_sq_range_at + b, max_exp_avg_sq_header_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F max_exp_avg_sq_sqrt = load(max_exp_avg_sq_sqrt_kept + i);
-                const I noise = load(noise_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-                const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_sqrt, scalar_3, scalar_4), p_2);
-                const I p_word = bits_or_nan(p_3) + (noise & 255 | 0x8000);
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
-            }
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
-            const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
-            const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
-            const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const I exp_avg_sq_start_add(exp_avg_sq_start_add_kept[b]);
-            const I exp_avg_sq_step_5(exp_avg_sq_step_5_kept[b]);
-            const I max_exp_avg_sq_start(max_exp_avg_sq_start_kept[b]);
-            const I max_exp_avg_sq_start_sub(max_exp_avg_sq_start_sub_kept[b]);
-            const I max_exp_avg_sq_scale(max_exp_avg_sq_scale_kept[b]);
-            I exp_avg_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I noise = load(noise_kept + i);
-                const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
-                const F exp_avg = load(exp_avg_kept + i);
-                const F max_exp_avg_sq_sqrt = load(max_exp_avg_sq_sqrt_kept + i);
-                const I exp_avg_sq_offset = lshr(noise, 8) + exp_avg_sq_half_add;
-                const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
-                const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
-                const F exp_avg_sq_value_2 = as_float(exp_avg_sq_start_add + exp_avg_sq_code_2 * exp_avg_sq_step_5);
-                const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
-                const F exp_avg_value_abs = abs(exp_avg_value);
-                const I max_exp_avg_sq_position = max(I(0), min(bits(max_exp_avg_sq_sqrt) - max_exp_avg_sq_start, max_exp_avg_sq_start_sub)) * max_exp_avg_sq_scale;
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
-                store(exp_avg_value_kept + i, exp_avg_value);
-                store(exp_avg_sq_codes_at + i, exp_avg_sq_position >> 24);
-                store(max_exp_avg_sq_codes_at + i, max_exp_avg_sq_position >> 24);
-            }
-            exp_avg_top_kept[b] = exp_avg_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
-            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
-            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.095238097012043f;
-            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
-            store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_codes_packed, b + TILE / BLOCK);
-            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg_value = load(exp_avg_value_kept + i);
-                const I noise = load(noise_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.0476190485060215f, abs(exp_avg_value), exp_avg_divisor_mul), 3080.0f));
-                store(exp_avg_codes_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
-            }
-        }
-
-        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
-        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
-        no_codes<BLOCK>(max_exp_avg_sq_codes_at, blocks, live);
-        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
-        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
-        pack<4>(max_exp_avg_sq_codes_packed, max_exp_avg_sq_codes_at, BLOCK * blocks);
-    }
-};
-
-template <class Grad>
-struct adamw_float16_amsgrad_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];         // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];  // uint8 [n]  read and written
-        float *__restrict exp_avg_at = (float *)at[3];         // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[4];      // float32 [n]  read and written
-        float *__restrict max_exp_avg_sq_at = (float *)at[5];  // float32 [n]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[2]);
-        const F one_minus_beta1_times_grad_scale(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F scalar_4(scalars[6]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const F exp_avg = load(exp_avg_at + i);
-            const F max_exp_avg_sq = load(max_exp_avg_sq_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const I p_high = extend16(extend16(to_int(p_stored)));
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low - 128;
-            const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 0x38000000;
-            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-            // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-            const F g_cast = g_stored;
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
-            // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
-            // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-            const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
-            const F p_2 = one_minus_lr_times_weight_decay * p;             // 30  p = decoupled(p, rate, weight_decay)
-            // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
-            const I p_bitcast = bits(p_3);
-            const I p_sign = p_bitcast >> 16 & 0x8000;
-            const I p_magnitude = p_bitcast & 0x7fffffff;
-            const F p_magnitude_bitcast = as_float(p_magnitude);
-            const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-            const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-            const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-            const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_wide_2 = lshr(p_fixed + (lshr(noise, 23) | 1), 9);
-            const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
-            const I p_kept_ = p_word;
-            store(p_at + i, p_sign | p_word >> 8);
-            store(weight_low_at + i, p_kept_);
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-            store(max_exp_avg_sq_at + i, max_exp_avg_sq_2);
-        }
-    }
-};
-
-template <class Grad>
-struct adamw_float16_amsgrad_vector {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 5), SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {2, BLOCK_OF, true}};
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                       // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];                // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[3];         // 4-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];             // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[5];      // 4-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];          // int16 [blocks of 64]  read and written
-        uint8_t *__restrict max_exp_avg_sq_codes_packed = (uint8_t *)at[7];  // 4-bit codes [n]  read and written
-        int16_t *__restrict max_exp_avg_sq_range_at = (int16_t *)at[8];      // int16 [blocks of 64]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[2]);
-        const F one_minus_beta1_times_grad_scale(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F scalar_4(scalars[6]);
-        alignas(64) uint8_t exp_avg_codes_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
-        alignas(64) uint8_t max_exp_avg_sq_codes_at[TILE];
-        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
-        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
-        unpack<4>(max_exp_avg_sq_codes_at, max_exp_avg_sq_codes_packed, BLOCK * blocks);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float max_exp_avg_sq_sqrt_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) int32_t exp_avg_sq_pattern_kept[TILE];
-        alignas(64) float exp_avg_value_kept[TILE];
-        alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_step_2_kept[TILE / BLOCK];
-        alignas(64) int32_t max_exp_avg_sq_middle_2_kept[TILE / BLOCK];
-        alignas(64) int32_t max_exp_avg_sq_step_2_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_half_add_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_base_sub_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_start_add_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_step_5_kept[TILE / BLOCK];
-        alignas(64) int32_t max_exp_avg_sq_start_kept[TILE / BLOCK];
-        alignas(64) int32_t max_exp_avg_sq_start_sub_kept[TILE / BLOCK];
-        alignas(64) int32_t max_exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
-        I largest_of_block_kept[TILE / BLOCK];
-        I exp_avg_sq_pattern_block_min_kept[TILE / BLOCK];
-        I largest_of_block_2_kept[TILE / BLOCK];
-        I smallest_of_block_kept[TILE / BLOCK];
-        I exp_avg_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1001001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
-            const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
-            const I exp_avg_sq_header = to_int(exp_avg_sq_range);
-            const I exp_avg_sq_cells = max(I(1), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(2097152.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
-            const I exp_avg_sq_step_2 = exp_avg_sq_step << 1;
-            const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step_2 >> 1);
-            const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
-            const I16 max_exp_avg_sq_range = raw(max_exp_avg_sq_range_at + b);
-            const I max_exp_avg_sq_header = to_int(max_exp_avg_sq_range);
-            const I max_exp_avg_sq_cells = max(I(1), max_exp_avg_sq_header & 255);
-            const I max_exp_avg_sq_step = bits(fma(2097152.0f, 1.0f / to_float(max_exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
-            const I max_exp_avg_sq_step_2 = max_exp_avg_sq_step << 1;
-            const I max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (max_exp_avg_sq_step_2 >> 1);
-            const I max_exp_avg_sq_middle_2 = where(max_exp_avg_sq_header == 0, I(0), max_exp_avg_sq_middle);
-            const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
-            store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
-            store(exp_avg_sq_step_2_kept + b, exp_avg_sq_step_2);
-            store(max_exp_avg_sq_middle_2_kept + b, max_exp_avg_sq_middle_2);
-            store(max_exp_avg_sq_step_2_kept + b, max_exp_avg_sq_step_2);
-            store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
-        }
-
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
-            fetch<BLOCK>(weight_low_at, b);
-            const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
-            const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
-            const I max_exp_avg_sq_middle_2(max_exp_avg_sq_middle_2_kept[b]);
-            const I max_exp_avg_sq_step_2(max_exp_avg_sq_step_2_kept[b]);
-            const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
-            I largest_of_block(INT32_MIN);
-            I exp_avg_sq_pattern_block_min(INT32_MAX);
-            I largest_of_block_2(INT32_MIN);
-            I smallest_of_block(INT32_MAX);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
-                const I exp_avg_piece = to_int(exp_avg_code);
-                const F exp_avg_code_2 = as_float(exp_avg_piece | 0x4b000000) - 8388616.0f;
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
-                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step_2);
-                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_codes_at + i);
-                const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_code);
-                const F max_exp_avg_sq_value = as_float(max_exp_avg_sq_middle_2 + max_exp_avg_sq_piece * max_exp_avg_sq_step_2);
-                // 4-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
-                const F max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value;
-                // 4-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                const F g_cast = g_stored;
-                // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / fma(-0.5f, abs(exp_avg_code_2), 10.5f) * exp_avg_sq_value));
-                // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
-                // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-                const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
-                const F max_exp_avg_sq_sqrt = sqrt(max_exp_avg_sq_2);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
-                const I max_exp_avg_sq_pattern = bits(max_exp_avg_sq_sqrt);
-                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
-                exp_avg_sq_pattern_block_min = smaller<RAGGED>(exp_avg_sq_pattern_block_min, exp_avg_sq_pattern, i, end);
-                largest_of_block_2 = larger<RAGGED>(largest_of_block_2, max_exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller<RAGGED>(smallest_of_block, max_exp_avg_sq_pattern, i, end);
-                store(exp_avg_kept + i, exp_avg);
-                store(max_exp_avg_sq_sqrt_kept + i, max_exp_avg_sq_sqrt);
-                store(noise_kept + i, noise);
-                store(exp_avg_sq_pattern_kept + i, exp_avg_sq_pattern);
-            }
-            largest_of_block_kept[b] = largest_of_block;
-            exp_avg_sq_pattern_block_min_kept[b] = exp_avg_sq_pattern_block_min;
-            largest_of_block_2_kept[b] = largest_of_block_2;
-            smallest_of_block_kept[b] = smallest_of_block;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const I exp_avg_sq_pattern_block_min = smallest(exp_avg_sq_pattern_block_min_kept + b);
-            const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
-            const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I exp_avg_sq_largest = min(I(0x5f5ffffe), max(I(0x20000000), largest_of_block));
-            const I exp_avg_sq_units = max(I(0), (exp_avg_sq_largest >> 22) - max(I(128), exp_avg_sq_pattern_block_min >> 22)) + 3;
-            const I exp_avg_sq_step_3 = bits(fma(2097152.0f, 1.0f / to_float(to_int(16.5f / to_float(min(I(16), exp_avg_sq_units)))), 12582912.0f)) - 0x4b400000;
-            const I exp_avg_sq_margin = (exp_avg_sq_step_3 << 1 >> 1) + 1;
-            const I exp_avg_sq_above = (exp_avg_sq_largest + exp_avg_sq_margin >> 22) + 1;
-            const I exp_avg_sq_below = exp_avg_sq_pattern_block_min - exp_avg_sq_margin >> 22;
-            const I exp_avg_sq_units_2 = min(I(16), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
-            const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units_2;
-            const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_cells_2 = to_int(16.5f / to_float(exp_avg_sq_units_2));
-            const I exp_avg_sq_step_4 = bits(fma(2097152.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) - 0x4b400000;
-            const I exp_avg_sq_step_5 = exp_avg_sq_step_4 << 1;
-            const I exp_avg_sq_step_shr = exp_avg_sq_step_5 >> 1;
-            const I exp_avg_sq_start_add = exp_avg_sq_start + exp_avg_sq_step_shr;
-            const I exp_avg_sq_half = exp_avg_sq_step_shr + 1;
-            const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I exp_avg_sq_base_sub = 0x5f5ffffe - exp_avg_sq_base;
-            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000;
-            const I exp_avg_sq_header_2 = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells_2;
-            const I max_exp_avg_sq_largest = min(I(0x5f5ffffe), max(I(0x20000000), largest_of_block_2));
-            const I max_exp_avg_sq_above = (max_exp_avg_sq_largest >> 22) + 1;
-            const I max_exp_avg_sq_below = smallest_of_block >> 22;
-            const I max_exp_avg_sq_units = min(I(16), max(I(1), max_exp_avg_sq_above - max(I(128), max_exp_avg_sq_below)));
-            const I max_exp_avg_sq_first = max_exp_avg_sq_above - max_exp_avg_sq_units;
-            const I max_exp_avg_sq_start = max_exp_avg_sq_first << 22;
-            const I max_exp_avg_sq_start_sub = 0x5f5ffffe - max_exp_avg_sq_start;
-            const I max_exp_avg_sq_cells_2 = to_int(16.5f / to_float(max_exp_avg_sq_units));
-            const I max_exp_avg_sq_scale = max_exp_avg_sq_cells_2 << 2;
-            const I max_exp_avg_sq_header_2 = max_exp_avg_sq_first - 128 << 8 | max_exp_avg_sq_cells_2;
-            store(exp_avg_sq_half_add_kept + b, exp_avg_sq_half_add);
-            store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(exp_avg_sq_base_sub_kept + b, exp_avg_sq_base_sub);
-            store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(exp_avg_sq_start_add_kept + b, exp_avg_sq_start_add);
-            store(exp_avg_sq_step_5_kept + b, exp_avg_sq_step_5);
-            store(max_exp_avg_sq_start_kept + b, max_exp_avg_sq_start);
-            store(max_exp_avg_sq_start_sub_kept + b, max_exp_avg_sq_start_sub);
-            store(max_exp_avg_sq_scale_kept + b, max_exp_avg_sq_scale);
-            store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
-            store(max_exp_avg_sq_range_at + b, max_exp_avg_sq_header_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F max_exp_avg_sq_sqrt = load(max_exp_avg_sq_sqrt_kept + i);
-                const I noise = load(noise_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const I p_high = extend16(extend16(to_int(p_stored)));
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low - 128;
-                const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 0x38000000;
-                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-                // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_sqrt, scalar_3, scalar_4), p_2);
-                const I p_bitcast = bits(p_3);
-                const I p_sign = p_bitcast >> 16 & 0x8000;
-                const I p_magnitude = p_bitcast & 0x7fffffff;
-                const F p_magnitude_bitcast = as_float(p_magnitude);
-                const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-                const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-                const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-                const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-                const I p_wide_2 = lshr(p_fixed + ((noise & 255) << 1 | 1), 9);
-                const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
-                const I p_kept_ = p_word;
-                store(p_at + i, p_sign | p_word >> 8);
-                store(weight_low_at + i, p_kept_);
-            }
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
-            const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
-            const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
-            const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const I exp_avg_sq_start_add(exp_avg_sq_start_add_kept[b]);
-            const I exp_avg_sq_step_5(exp_avg_sq_step_5_kept[b]);
-            const I max_exp_avg_sq_start(max_exp_avg_sq_start_kept[b]);
-            const I max_exp_avg_sq_start_sub(max_exp_avg_sq_start_sub_kept[b]);
-            const I max_exp_avg_sq_scale(max_exp_avg_sq_scale_kept[b]);
-            I exp_avg_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I noise = load(noise_kept + i);
-                const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
-                const F exp_avg = load(exp_avg_kept + i);
-                const F max_exp_avg_sq_sqrt = load(max_exp_avg_sq_sqrt_kept + i);
-                const I exp_avg_sq_offset = lshr(noise, 8) + exp_avg_sq_half_add;
-                const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
-                const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
-                const F exp_avg_sq_value_2 = as_float(exp_avg_sq_start_add + exp_avg_sq_code_2 * exp_avg_sq_step_5);
-                const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
-                const F exp_avg_value_abs = abs(exp_avg_value);
-                const I max_exp_avg_sq_position = max(I(0), min(bits(max_exp_avg_sq_sqrt) - max_exp_avg_sq_start, max_exp_avg_sq_start_sub)) * max_exp_avg_sq_scale;
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
-                store(exp_avg_value_kept + i, exp_avg_value);
-                store(exp_avg_sq_codes_at + i, exp_avg_sq_position >> 24);
-                store(max_exp_avg_sq_codes_at + i, max_exp_avg_sq_position >> 24);
-            }
-            exp_avg_top_kept[b] = exp_avg_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
-            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
-            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.095238097012043f;
-            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
-            store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_codes_packed, b + TILE / BLOCK);
-            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg_value = load(exp_avg_value_kept + i);
-                const I noise = load(noise_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.0476190485060215f, abs(exp_avg_value), exp_avg_divisor_mul), 3080.0f));
-                store(exp_avg_codes_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
-            }
-        }
-
-        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
-        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
-        no_codes<BLOCK>(max_exp_avg_sq_codes_at, blocks, live);
-        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
-        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
-        pack<4>(max_exp_avg_sq_codes_packed, max_exp_avg_sq_codes_at, BLOCK * blocks);
-    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); fetch<N>(low_at, b); }
 };
 
 // row: values of rows
-template <class Grad>
-struct adamw_float32_1 {
+template <class Weight, class Grad>
+struct adamw_kernel_1 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {4, -1, 4, ROW, true, false, NONE, 0},  // exp_avg_sq_row
         {6, -1, 4, ROW, false, true, NONE, 1},  // exp_avg_sq_least
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -2084,20 +105,20 @@ struct adamw_float32_1 {
 };
 
 // a sweep: row_sum, col_sum
-template <class Grad>
-struct adamw_float32_2 {
+template <class Weight, class Grad>
+struct adamw_kernel_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {4, -1, 4, ROW, true, false, NONE, 1},  // exp_avg_sq_row
         {5, -1, 4, COLUMN, true, false, NONE, 2},  // exp_avg_sq_col
         {7, 15, 4, ROW, false, true, TOTAL, 3},  // row_sum_for_exp_avg_sq_row_means
         {8, 16, 4, COLUMN, false, true, TOTAL, 3},  // col_sum_for_exp_avg_sq_parts
         {6, -1, 4, ROW, true, false, NONE, 5},  // exp_avg_sq_least
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -2123,17 +144,17 @@ struct adamw_float32_2 {
 };
 
 // row: values of rows
-template <class Grad>
-struct adamw_float32_3 {
+template <class Weight, class Grad>
+struct adamw_kernel_3 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {9, -1, 4, ROW, false, true, NONE, 0},  // exp_avg_sq_row_means
         {10, -1, 4, MATRIX, false, true, TOTAL, 1},  // mat_sum_for_exp_avg_sq_row_factor
         {7, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_exp_avg_sq_row_means
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -2155,16 +176,16 @@ struct adamw_float32_3 {
 };
 
 // col: values of columns
-template <class Grad>
-struct adamw_float32_4 {
+template <class Weight, class Grad>
+struct adamw_kernel_4 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = COLUMN;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {11, -1, 4, COLUMN, false, true, NONE, 0},  // exp_avg_sq_parts
         {8, -1, 4, COLUMN, true, false, NONE, 1},  // col_sum_for_exp_avg_sq_parts
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -2183,16 +204,16 @@ struct adamw_float32_4 {
 };
 
 // mat: values of matrices
-template <class Grad>
-struct adamw_float32_5 {
+template <class Weight, class Grad>
+struct adamw_kernel_5 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = MATRIX;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {12, -1, 4, MATRIX, false, true, NONE, 0},  // mat_max
         {10, -1, 4, MATRIX, true, false, NONE, 1},  // mat_sum_for_exp_avg_sq_row_factor
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -2210,18 +231,18 @@ struct adamw_float32_5 {
 };
 
 // row: values of rows
-template <class Grad>
-struct adamw_float32_6 {
+template <class Weight, class Grad>
+struct adamw_kernel_6 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {13, -1, 4, ROW, false, true, NONE, 0},  // exp_avg_sq_row_factor
         {14, -1, 4, ROW, false, true, NONE, 1},  // exp_avg_sq_least_2
         {9, -1, 4, ROW, true, false, NONE, 2},  // exp_avg_sq_row_means
         {12, -1, 4, MATRIX, true, false, NONE, 3},  // mat_max
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -2243,24 +264,26 @@ struct adamw_float32_6 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct adamw_float32_7 {
+template <class Weight, class Grad>
+struct adamw_kernel_7 {
+    // random bits of exp_avg, p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{12, false}, {Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P, 0}), KEPT = NOISE.mask({0});
     static constexpr int BLOCK = 64, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, EIGHTH, true, true, NONE, 2},  // exp_avg_codes
-        {3, -1, 2, BLOCK_OF, true, true, NONE, 3},  // exp_avg_scale
-        {4, -1, 4, ROW, true, false, NONE, 4},  // exp_avg_sq_row
-        {5, -1, 4, COLUMN, true, false, NONE, 5},  // exp_avg_sq_col
-        {6, -1, 4, ROW, true, false, NONE, 6},  // exp_avg_sq_least
-        {13, -1, 4, ROW, true, false, NONE, 7},  // exp_avg_sq_row_factor
-        {11, -1, 4, COLUMN, true, false, NONE, 8},  // exp_avg_sq_parts
-        {14, -1, 4, ROW, true, false, NONE, 9},  // exp_avg_sq_least_2
-    };
+    static constexpr bool MATRICES = true, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {2, -1, 4, EIGHTH, true, true, NONE, 1},  // exp_avg_codes
+        {3, -1, 2, BLOCK_OF, true, true, NONE, 2},  // exp_avg_scale
+        {4, -1, 4, ROW, true, false, NONE, 3},  // exp_avg_sq_row
+        {5, -1, 4, COLUMN, true, false, NONE, 4},  // exp_avg_sq_col
+        {6, -1, 4, ROW, true, false, NONE, 5},  // exp_avg_sq_least
+        {13, -1, 4, ROW, true, false, NONE, 6},  // exp_avg_sq_row_factor
+        {11, -1, 4, COLUMN, true, false, NONE, 7},  // exp_avg_sq_parts
+        {14, -1, 4, ROW, true, false, NONE, 8},  // exp_avg_sq_least_2
+    });
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
                      int row_mask, const Known &known) {
@@ -2270,18 +293,18 @@ struct adamw_float32_7 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                               // float32 [n]  read and written
+        Weight weight(at[9], at + 10);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[2];           // 4-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[3];               // int16 [blocks of 64]  read and written
-        const float *__restrict exp_avg_sq_row_at = (const float *)at[4];      // float32 [row]  read
-        const float *__restrict exp_avg_sq_col_at = (const float *)at[5];      // float32 [col]  read
-        const float *__restrict exp_avg_sq_least_at = (const float *)at[6];    // float32 [row]  read
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[1];           // 4-bit codes [n]  read and written
+        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[2];               // int16 [blocks of 64]  read and written
+        const float *__restrict exp_avg_sq_row_at = (const float *)at[3];      // float32 [row]  read
+        const float *__restrict exp_avg_sq_col_at = (const float *)at[4];      // float32 [col]  read
+        const float *__restrict exp_avg_sq_least_at = (const float *)at[5];    // float32 [row]  read
         // float32 [row]  read
-        const float *__restrict exp_avg_sq_row_factor_at = (const float *)at[7];
-        const float *__restrict exp_avg_sq_parts_at = (const float *)at[8];    // float32 [col]  read
-        const float *__restrict exp_avg_sq_least_2_at = (const float *)at[9];  // float32 [row]  read
+        const float *__restrict exp_avg_sq_row_factor_at = (const float *)at[6];
+        const float *__restrict exp_avg_sq_parts_at = (const float *)at[7];    // float32 [col]  read
+        const float *__restrict exp_avg_sq_least_2_at = (const float *)at[8];  // float32 [row]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[2]);
@@ -2293,26 +316,11 @@ struct adamw_float32_7 {
         const F scalar_4(known.scalars[6]);
         alignas(64) uint8_t exp_avg_codes_at[TILE];
         unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float exp_avg_value_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
+        Words<adamw_kernel_7> words(BLOCK * blocks, first, stream_key, step_key);
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
@@ -2327,20 +335,19 @@ struct adamw_float32_7 {
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch_weight<BLOCK>(weight, b + TILE / BLOCK);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
+                const auto noise = words.at(i);
                 const F g = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
                 const F exp_avg_code_2 = as_float(exp_avg_piece | 0x4b000000) - 8388616.0f;
                 // means of rows and columns, f32
                 const F exp_avg_sq = max(load(exp_avg_sq_row_at + (i & row_mask)) * load(exp_avg_sq_col_at + i), load(exp_avg_sq_least_at + (i & row_mask)));
-                const F p = load(p_at + i);
+                const F p = weight.decode(i);
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 / fma(-0.5f, abs(exp_avg_code_2), 10.5f) * sqrt(exp_avg_sq)));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
@@ -2350,13 +357,10 @@ struct adamw_float32_7 {
                 const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
                 const F exp_avg_value = exp_avg / sqrt(max(load(exp_avg_sq_row_factor_at + (i & row_mask)) * load(exp_avg_sq_parts_at + i), load(exp_avg_sq_least_2_at + (i & row_mask))));
                 const F exp_avg_value_abs = abs(exp_avg_value);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
+                words.keep(noise, i);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store(noise_kept + i, noise);
-                store(p_at + i, p_3);
+                weight.encode(i, p_3, noise);
             }
             exp_avg_top_kept[b] = exp_avg_top;
         }
@@ -2379,10 +383,10 @@ struct adamw_float32_7 {
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
                 const F exp_avg_value = load(exp_avg_value_kept + i);
-                const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.0476190485060215f, abs(exp_avg_value), exp_avg_divisor_mul), 3080.0f));
-                store(exp_avg_codes_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + integer<0>(noise) >> 12);
             }
         }
 
@@ -2392,16 +396,16 @@ struct adamw_float32_7 {
 };
 
 // row: values of rows
-template <class Grad>
-struct adamw_float32_8 {
+template <class Weight, class Grad>
+struct adamw_kernel_8 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {4, -1, 4, ROW, false, true, NONE, 0},  // exp_avg_sq_row
         {13, -1, 4, ROW, true, false, NONE, 1},  // exp_avg_sq_row_factor
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -2418,16 +422,16 @@ struct adamw_float32_8 {
 };
 
 // col: values of columns
-template <class Grad>
-struct adamw_float32_9 {
+template <class Weight, class Grad>
+struct adamw_kernel_9 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = COLUMN;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {5, -1, 4, COLUMN, false, true, NONE, 0},  // exp_avg_sq_col
         {11, -1, 4, COLUMN, true, false, NONE, 1},  // exp_avg_sq_parts
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -2442,265 +446,108 @@ struct adamw_float32_9 {
     }
 };
 
-// row: values of rows
-template <class Grad>
-struct adamw_bfloat16_1 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ROW;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {5, -1, 4, ROW, true, false, NONE, 0},  // exp_avg_sq_row
-        {7, -1, 4, ROW, false, true, NONE, 1},  // exp_avg_sq_least
-    };
+template <class Weight, class Grad>
+struct adamw_small_kernel {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
+    // bytes per entry, of what, written
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}});
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const float *__restrict exp_avg_sq_row_at = (const float *)at[0];  // float32 [row]  read
-        float *__restrict exp_avg_sq_least_at = (float *)at[1];            // float32 [row]  written
-
-        // -- elements: decode
-        for (int i = 0; i < count; i += W) {
-            const F exp_avg_sq_row = load(exp_avg_sq_row_at + i);
-            const F exp_avg_sq_least = min(F(1.1754943508222875e-38f), exp_avg_sq_row);
-            store(exp_avg_sq_least_at + i, exp_avg_sq_least);
-        }
-    }
-};
-
-// a sweep: row_sum, col_sum
-template <class Grad>
-struct adamw_bfloat16_2 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {5, -1, 4, ROW, true, false, NONE, 1},  // exp_avg_sq_row
-        {6, -1, 4, COLUMN, true, false, NONE, 2},  // exp_avg_sq_col
-        {8, 16, 4, ROW, false, true, TOTAL, 3},  // row_sum_for_exp_avg_sq_row_means
-        {9, 17, 4, COLUMN, false, true, TOTAL, 3},  // col_sum_for_exp_avg_sq_parts
-        {7, -1, 4, ROW, true, false, NONE, 5},  // exp_avg_sq_least
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+        Weight weight(at[0], at + 2);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        const float *__restrict exp_avg_sq_row_at = (const float *)at[1];        // float32 [row]  read
-        const float *__restrict exp_avg_sq_col_at = (const float *)at[2];        // float32 [col]  read
-        float *__restrict row_sum_for_exp_avg_sq_row_means_at = (float *)at[3];  // float32 [row]  for row_sum
-        const float *__restrict exp_avg_sq_least_at = (const float *)at[5];      // float32 [row]  read
-        const F beta2(known.scalars[0]);
-        const F scalar_0(known.scalars[1]);
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
+        float *__restrict exp_avg_at = (float *)at[parts<Weight>() + 1];     // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[parts<Weight>() + 2];  // float32 [n]  read and written
+        const F beta1(scalars[0]);
+        const F beta2(scalars[1]);
+        const F one_minus_lr_times_weight_decay(scalars[2]);
+        const F one_minus_beta1_times_grad_scale(scalars[3]);
+        const F scalar_2(scalars[4]);
+        const F scalar_3(scalars[5]);
+        const F scalar_4(scalars[6]);
+        Words<adamw_small_kernel> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            // means of rows and columns, f32
-            const F exp_avg_sq = max(load(exp_avg_sq_row_at + (i & row_mask)) * load(exp_avg_sq_col_at + i), load(exp_avg_sq_least_at + (i & row_mask)));
-            const F g_cast = g_stored;
+            const auto noise = words.at(i);
+            const F g = Grad::load(g_at + i);
+            const F exp_avg = load(exp_avg_at + i);
+            const F exp_avg_sq = load(exp_avg_sq_at + i);
+            const F p = weight.decode(i);
+            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq);
-            store(row_sum_for_exp_avg_sq_row_means_at + i, exp_avg_sq_2);
+            const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
+            const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
+            // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
+            weight.encode(i, p_3, noise);
+            store(exp_avg_at + i, exp_avg_2);
+            store(exp_avg_sq_at + i, exp_avg_sq_2);
         }
     }
 };
 
-// row: values of rows
-template <class Grad>
-struct adamw_bfloat16_3 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ROW;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {10, -1, 4, ROW, false, true, NONE, 0},  // exp_avg_sq_row_means
-        {11, -1, 4, MATRIX, false, true, TOTAL, 1},  // mat_sum_for_exp_avg_sq_row_factor
-        {8, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_exp_avg_sq_row_means
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        float *__restrict exp_avg_sq_row_means_at = (float *)at[0];  // float32 [row]  written
-        // float32 [mat]  for mat_sum
-        float *__restrict mat_sum_for_exp_avg_sq_row_factor_at = (float *)at[1];
-        // float32 [row]  read
-        const float *__restrict row_sum_for_exp_avg_sq_row_means_at = (const float *)at[2];
-        const float *extent = known.extent;  // rows, columns, elements
-
-        // -- elements: decode, encode
-        for (int i = 0; i < count; i += W) {
-            const F row_sum_for_exp_avg_sq_row_means = load(row_sum_for_exp_avg_sq_row_means_at + i);
-            const F exp_avg_sq_row_means = row_sum_for_exp_avg_sq_row_means / F(extent[1]);
-            store(exp_avg_sq_row_means_at + i, exp_avg_sq_row_means);
-            store(mat_sum_for_exp_avg_sq_row_factor_at + i, exp_avg_sq_row_means);
-        }
-    }
-};
-
-// col: values of columns
-template <class Grad>
-struct adamw_bfloat16_4 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = COLUMN;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {12, -1, 4, COLUMN, false, true, NONE, 0},  // exp_avg_sq_parts
-        {9, -1, 4, COLUMN, true, false, NONE, 1},  // col_sum_for_exp_avg_sq_parts
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        float *__restrict exp_avg_sq_parts_at = (float *)at[0];  // float32 [col]  written
-        // float32 [col]  read
-        const float *__restrict col_sum_for_exp_avg_sq_parts_at = (const float *)at[1];
-        const float *extent = known.extent;  // rows, columns, elements
-
-        // -- elements: decode, encode
-        for (int i = 0; i < count; i += W) {
-            const F col_sum_for_exp_avg_sq_parts = load(col_sum_for_exp_avg_sq_parts_at + i);
-            const F exp_avg_sq_parts = max(F(7.888609052210118e-31f), col_sum_for_exp_avg_sq_parts / F(extent[0]));
-            store(exp_avg_sq_parts_at + i, exp_avg_sq_parts);
-        }
-    }
-};
-
-// mat: values of matrices
-template <class Grad>
-struct adamw_bfloat16_5 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = MATRIX;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {13, -1, 4, MATRIX, false, true, NONE, 0},  // mat_max
-        {11, -1, 4, MATRIX, true, false, NONE, 1},  // mat_sum_for_exp_avg_sq_row_factor
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        float *__restrict mat_max_at = (float *)at[0];  // float32 [mat]  written
-        // float32 [mat]  read
-        const float *__restrict mat_sum_for_exp_avg_sq_row_factor_at = (const float *)at[1];
-        const float *extent = known.extent;  // rows, columns, elements
-
-        // -- elements: decode
-        for (int i = 0; i < count; i += W) {
-            const F mat_sum_for_exp_avg_sq_row_factor = load(mat_sum_for_exp_avg_sq_row_factor_at + i);
-            store(mat_max_at + i, max(F(1.1754943508222875e-38f), mat_sum_for_exp_avg_sq_row_factor / F(extent[0])));
-        }
-    }
-};
-
-// row: values of rows
-template <class Grad>
-struct adamw_bfloat16_6 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ROW;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {14, -1, 4, ROW, false, true, NONE, 0},  // exp_avg_sq_row_factor
-        {15, -1, 4, ROW, false, true, NONE, 1},  // exp_avg_sq_least_2
-        {10, -1, 4, ROW, true, false, NONE, 2},  // exp_avg_sq_row_means
-        {13, -1, 4, MATRIX, true, false, NONE, 3},  // mat_max
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        float *__restrict exp_avg_sq_row_factor_at = (float *)at[0];             // float32 [row]  written
-        float *__restrict exp_avg_sq_least_2_at = (float *)at[1];                // float32 [row]  written
-        const float *__restrict exp_avg_sq_row_means_at = (const float *)at[2];  // float32 [row]  read
-        const float *__restrict mat_max_at = (const float *)at[3];               // float32 [mat]  read
-
-        // -- elements: decode, encode
-        for (int i = 0; i < count; i += W) {
-            const F exp_avg_sq_row_means = load(exp_avg_sq_row_means_at + i);
-            const F mat_max = load(mat_max_at + (i & row_mask));
-            const F exp_avg_sq_row_factor = max(F(7.888609052210118e-31f), exp_avg_sq_row_means / mat_max);
-            const F exp_avg_sq_least = min(F(1.1754943508222875e-38f), exp_avg_sq_row_factor);
-            store(exp_avg_sq_row_factor_at + i, exp_avg_sq_row_factor);
-            store(exp_avg_sq_least_2_at + i, exp_avg_sq_least);
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct adamw_bfloat16_7 {
-    static constexpr int BLOCK = 64, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 4, EIGHTH, true, true, NONE, 3},  // exp_avg_codes
-        {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // exp_avg_scale
-        {5, -1, 4, ROW, true, false, NONE, 5},  // exp_avg_sq_row
-        {6, -1, 4, COLUMN, true, false, NONE, 6},  // exp_avg_sq_col
-        {7, -1, 4, ROW, true, false, NONE, 7},  // exp_avg_sq_least
-        {14, -1, 4, ROW, true, false, NONE, 8},  // exp_avg_sq_row_factor
-        {12, -1, 4, COLUMN, true, false, NONE, 9},  // exp_avg_sq_parts
-        {15, -1, 4, ROW, true, false, NONE, 10},  // exp_avg_sq_least_2
-    };
+template <class Weight, class Grad>
+struct adamw_vector_kernel {
+    // random bits of exp_avg_sq, exp_avg, p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{12, false}, {12, false}, {Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P, 0, 1}), KEPT = NOISE.mask({P, 0, 1});
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3 + count(KEPT)), SCALARS = 7;
+    // bytes per entry, of what, written
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {2, BLOCK_OF, true}});
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
     }
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                          // bfloat16 [n]  read and written
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
+        Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];                   // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[3];            // 4-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];                // int16 [blocks of 64]  read and written
-        const float *__restrict exp_avg_sq_row_at = (const float *)at[5];       // float32 [row]  read
-        const float *__restrict exp_avg_sq_col_at = (const float *)at[6];       // float32 [col]  read
-        const float *__restrict exp_avg_sq_least_at = (const float *)at[7];     // float32 [row]  read
-        // float32 [row]  read
-        const float *__restrict exp_avg_sq_row_factor_at = (const float *)at[8];
-        const float *__restrict exp_avg_sq_parts_at = (const float *)at[9];     // float32 [col]  read
-        const float *__restrict exp_avg_sq_least_2_at = (const float *)at[10];  // float32 [row]  read
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F beta1(known.scalars[2]);
-        const F beta2(known.scalars[0]);
-        const F one_minus_lr_times_weight_decay(known.scalars[3]);
-        const F one_minus_beta1_times_grad_scale(known.scalars[4]);
-        const F scalar_0(known.scalars[1]);
-        const F scalar_3(known.scalars[5]);
-        const F scalar_4(known.scalars[6]);
+        // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[parts<Weight>() + 1];
+        // int16 [blocks of 64]  read and written
+        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[parts<Weight>() + 2];
+        // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[parts<Weight>() + 3];
+        // int16 [blocks of 64]  read and written
+        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[parts<Weight>() + 4];
+        const F beta1(scalars[0]);
+        const F beta2(scalars[1]);
+        const F one_minus_lr_times_weight_decay(scalars[2]);
+        const F one_minus_beta1_times_grad_scale(scalars[3]);
+        const F scalar_2(scalars[4]);
+        const F scalar_3(scalars[5]);
+        const F scalar_4(scalars[6]);
         alignas(64) uint8_t exp_avg_codes_at[TILE];
+        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
         unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
+        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
+        alignas(64) float exp_avg_kept[TILE];
+        alignas(64) float exp_avg_sq_sqrt_kept[TILE];
         alignas(64) float exp_avg_value_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
+        alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_step_2_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_half_add_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_base_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_start_add_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_step_5_kept[TILE / BLOCK];
         alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
+        I largest_of_block_kept[TILE / BLOCK];
+        I exp_avg_sq_pattern_block_min_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
+        Words<adamw_vector_kernel> words(BLOCK * blocks, first, stream_key, step_key);
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
@@ -2708,49 +555,136 @@ struct adamw_bfloat16_7 {
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
             const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
+            const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
+            const I exp_avg_sq_header = to_int(exp_avg_sq_range);
+            const I exp_avg_sq_cells = max(I(1), exp_avg_sq_header & 255);
+            const I exp_avg_sq_step = bits(fma(2097152.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_step_2 = exp_avg_sq_step << 1;
+            const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step_2 >> 1);
+            const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
+            store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
+            store(exp_avg_sq_step_2_kept + b, exp_avg_sq_step_2);
             store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
         }
 
+        const auto update_weight = [&](int i, F exp_avg, F exp_avg_sq_sqrt, const auto &noise) {
+            const F p = weight.decode(i);
+            const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
+            // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+            const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_sqrt, scalar_3, scalar_4), p_2);
+            weight.encode(i, p_3, noise);
+        };
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch_weight<BLOCK>(weight, b);
+            if constexpr (!apart<Weight>()) { fetch<BLOCK>(g_at, b + TILE / BLOCK); }
+            const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
+            const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
-            I exp_avg_top(INT32_MIN);
+            I largest_of_block(INT32_MIN);
+            I exp_avg_sq_pattern_block_min(INT32_MAX);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const F g_stored = Grad::load(g_at + i);
+                const auto noise = words.at(i);
+                const F g = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
                 const F exp_avg_code_2 = as_float(exp_avg_piece | 0x4b000000) - 8388616.0f;
-                // means of rows and columns, f32
-                const F exp_avg_sq = max(load(exp_avg_sq_row_at + (i & row_mask)) * load(exp_avg_sq_col_at + i), load(exp_avg_sq_least_at + (i & row_mask)));
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-                const F g_cast = g_stored;
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
+                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
+                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step_2);
+                // 4-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+                const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / fma(-0.5f, abs(exp_avg_code_2), 10.5f) * sqrt(exp_avg_sq)));
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 / fma(-0.5f, abs(exp_avg_code_2), 10.5f) * exp_avg_sq_value));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq_2 = fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq);
-                const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = bits_or_nan(p_3) + (noise & 255 | 0x8000);
-                const F exp_avg_value = exp_avg / sqrt(max(load(exp_avg_sq_row_factor_at + (i & row_mask)) * load(exp_avg_sq_parts_at + i), load(exp_avg_sq_least_2_at + (i & row_mask))));
+                const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
+                const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
+                const I exp_avg_sq_pattern = bits(exp_avg_sq_sqrt);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
+                exp_avg_sq_pattern_block_min = smaller<RAGGED>(exp_avg_sq_pattern_block_min, exp_avg_sq_pattern, i, end);
+                words.keep(noise, i);
+                store(exp_avg_kept + i, exp_avg);
+                store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
+                if constexpr (!apart<Weight>())
+                    update_weight(i, exp_avg, exp_avg_sq_sqrt, noise);
+            }
+            largest_of_block_kept[b] = largest_of_block;
+            exp_avg_sq_pattern_block_min_kept[b] = exp_avg_sq_pattern_block_min;
+        }
+
+        // -- blocks
+        for (int b = 0; b < blocks; b += W) {
+            const I largest_of_block = largest(largest_of_block_kept + b);
+            const I exp_avg_sq_pattern_block_min = smallest(exp_avg_sq_pattern_block_min_kept + b);
+            const I exp_avg_sq_largest = min(I(0x5f5ffffe), max(I(0x20000000), largest_of_block));
+            const I exp_avg_sq_units = max(I(0), (exp_avg_sq_largest >> 22) - max(I(128), exp_avg_sq_pattern_block_min >> 22)) + 3;
+            const I exp_avg_sq_step_3 = bits(fma(2097152.0f, 1.0f / to_float(to_int(16.5f / to_float(min(I(16), exp_avg_sq_units)))), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_margin = (exp_avg_sq_step_3 << 1 >> 1) + 1;
+            const I exp_avg_sq_above = (exp_avg_sq_largest + exp_avg_sq_margin >> 22) + 1;
+            const I exp_avg_sq_below = exp_avg_sq_pattern_block_min - exp_avg_sq_margin >> 22;
+            const I exp_avg_sq_units_2 = min(I(16), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
+            const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units_2;
+            const I exp_avg_sq_start = exp_avg_sq_first << 22;
+            const I exp_avg_sq_cells_2 = to_int(16.5f / to_float(exp_avg_sq_units_2));
+            const I exp_avg_sq_step_4 = bits(fma(2097152.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_step_5 = exp_avg_sq_step_4 << 1;
+            const I exp_avg_sq_step_shr = exp_avg_sq_step_5 >> 1;
+            const I exp_avg_sq_start_add = exp_avg_sq_start + exp_avg_sq_step_shr;
+            const I exp_avg_sq_half = exp_avg_sq_step_shr + 1;
+            const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
+            const I exp_avg_sq_base_sub = 0x5f5ffffe - exp_avg_sq_base;
+            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
+            const I exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000;
+            const I exp_avg_sq_header_2 = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells_2;
+            store(exp_avg_sq_half_add_kept + b, exp_avg_sq_half_add);
+            store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
+            store(exp_avg_sq_base_sub_kept + b, exp_avg_sq_base_sub);
+            store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
+            store(exp_avg_sq_start_add_kept + b, exp_avg_sq_start_add);
+            store(exp_avg_sq_step_5_kept + b, exp_avg_sq_step_5);
+            store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
+        }
+
+        // -- elements: decode, update  (specs/adamw.py)
+        if constexpr (apart<Weight>()) for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
+                const F exp_avg = load(exp_avg_kept + i);
+                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
+                update_weight(i, exp_avg, exp_avg_sq_sqrt, noise);
+            }
+        }
+
+        // -- elements: encode
+        for (int b = 0; b < blocks; b++) {
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
+            const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
+            const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
+            const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
+            const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
+            const I exp_avg_sq_start_add(exp_avg_sq_start_add_kept[b]);
+            const I exp_avg_sq_step_5(exp_avg_sq_step_5_kept[b]);
+            I exp_avg_top(INT32_MIN);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
+                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
+                const F exp_avg = load(exp_avg_kept + i);
+                const I exp_avg_sq_offset = fraction<0, 24>(noise) + exp_avg_sq_half_add;
+                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
+                const F exp_avg_sq_value_2 = as_float(exp_avg_sq_start_add + exp_avg_sq_code_2 * exp_avg_sq_step_5);
+                const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F exp_avg_value_abs = abs(exp_avg_value);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store(noise_kept + i, noise);
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
+                store(exp_avg_sq_codes_at + i, exp_avg_sq_position >> 24);
             }
             exp_avg_top_kept[b] = exp_avg_top;
         }
@@ -2768,262 +702,37 @@ struct adamw_bfloat16_7 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
                 const F exp_avg_value = load(exp_avg_value_kept + i);
-                const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.0476190485060215f, abs(exp_avg_value), exp_avg_divisor_mul), 3080.0f));
-                store(exp_avg_codes_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + integer<1>(noise) >> 12);
             }
         }
 
         no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
         pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
+        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
     }
 };
 
 // row: values of rows
-template <class Grad>
-struct adamw_bfloat16_8 {
+template <class Weight, class Grad>
+struct adamw_amsgrad_kernel_1 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {5, -1, 4, ROW, false, true, NONE, 0},  // exp_avg_sq_row
-        {14, -1, 4, ROW, true, false, NONE, 1},  // exp_avg_sq_row_factor
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        float *__restrict exp_avg_sq_row_at = (float *)at[0];  // float32 [row]  written
-        // float32 [row]  read
-        const float *__restrict exp_avg_sq_row_factor_at = (const float *)at[1];
-
-        // -- elements: decode
-        for (int i = 0; i < count; i += W) {
-            const F exp_avg_sq_row_factor = load(exp_avg_sq_row_factor_at + i);
-            store(exp_avg_sq_row_at + i, exp_avg_sq_row_factor);
-        }
-    }
-};
-
-// col: values of columns
-template <class Grad>
-struct adamw_bfloat16_9 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = COLUMN;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {6, -1, 4, COLUMN, false, true, NONE, 0},  // exp_avg_sq_col
-        {12, -1, 4, COLUMN, true, false, NONE, 1},  // exp_avg_sq_parts
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        float *__restrict exp_avg_sq_col_at = (float *)at[0];                // float32 [col]  written
-        const float *__restrict exp_avg_sq_parts_at = (const float *)at[1];  // float32 [col]  read
-
-        // -- elements: decode
-        for (int i = 0; i < count; i += W) {
-            const F exp_avg_sq_parts = load(exp_avg_sq_parts_at + i);
-            store(exp_avg_sq_col_at + i, exp_avg_sq_parts);
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct adamw_float16_7 {
-    static constexpr int BLOCK = 64, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 4, EIGHTH, true, true, NONE, 3},  // exp_avg_codes
-        {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // exp_avg_scale
-        {5, -1, 4, ROW, true, false, NONE, 5},  // exp_avg_sq_row
-        {6, -1, 4, COLUMN, true, false, NONE, 6},  // exp_avg_sq_col
-        {7, -1, 4, ROW, true, false, NONE, 7},  // exp_avg_sq_least
-        {14, -1, 4, ROW, true, false, NONE, 8},  // exp_avg_sq_row_factor
-        {12, -1, 4, COLUMN, true, false, NONE, 9},  // exp_avg_sq_parts
-        {15, -1, 4, ROW, true, false, NONE, 10},  // exp_avg_sq_least_2
-    };
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                          // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];                   // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[3];            // 4-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];                // int16 [blocks of 64]  read and written
-        const float *__restrict exp_avg_sq_row_at = (const float *)at[5];       // float32 [row]  read
-        const float *__restrict exp_avg_sq_col_at = (const float *)at[6];       // float32 [col]  read
-        const float *__restrict exp_avg_sq_least_at = (const float *)at[7];     // float32 [row]  read
-        // float32 [row]  read
-        const float *__restrict exp_avg_sq_row_factor_at = (const float *)at[8];
-        const float *__restrict exp_avg_sq_parts_at = (const float *)at[9];     // float32 [col]  read
-        const float *__restrict exp_avg_sq_least_2_at = (const float *)at[10];  // float32 [row]  read
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F beta1(known.scalars[2]);
-        const F beta2(known.scalars[0]);
-        const F one_minus_lr_times_weight_decay(known.scalars[3]);
-        const F one_minus_beta1_times_grad_scale(known.scalars[4]);
-        const F scalar_0(known.scalars[1]);
-        const F scalar_3(known.scalars[5]);
-        const F scalar_4(known.scalars[6]);
-        alignas(64) uint8_t exp_avg_codes_at[TILE];
-        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) float exp_avg_value_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
-        I exp_avg_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
-            const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
-            store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
-        }
-
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
-            I exp_avg_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
-                const I exp_avg_piece = to_int(exp_avg_code);
-                const F exp_avg_code_2 = as_float(exp_avg_piece | 0x4b000000) - 8388616.0f;
-                // means of rows and columns, f32
-                const F exp_avg_sq = max(load(exp_avg_sq_row_at + (i & row_mask)) * load(exp_avg_sq_col_at + i), load(exp_avg_sq_least_at + (i & row_mask)));
-                const U16 p_stored = raw(p_at + i);
-                const I p_high = extend16(extend16(to_int(p_stored)));
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low - 128;
-                const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 0x38000000;
-                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-                // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-                const F g_cast = g_stored;
-                // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / fma(-0.5f, abs(exp_avg_code_2), 10.5f) * sqrt(exp_avg_sq)));
-                // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq_2 = fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq);
-                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
-                const I p_bitcast = bits(p_3);
-                const I p_sign = p_bitcast >> 16 & 0x8000;
-                const I p_magnitude = p_bitcast & 0x7fffffff;
-                const F p_magnitude_bitcast = as_float(p_magnitude);
-                const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-                const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-                const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-                const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_wide_2 = lshr(p_fixed + ((noise & 255) << 1 | 1), 9);
-                const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
-                const I p_kept_ = p_word;
-                const F exp_avg_value = exp_avg / sqrt(max(load(exp_avg_sq_row_factor_at + (i & row_mask)) * load(exp_avg_sq_parts_at + i), load(exp_avg_sq_least_2_at + (i & row_mask))));
-                const F exp_avg_value_abs = abs(exp_avg_value);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
-                store(exp_avg_value_kept + i, exp_avg_value);
-                store(noise_kept + i, noise);
-                store(p_at + i, p_sign | p_word >> 8);
-                store(weight_low_at + i, p_kept_);
-            }
-            exp_avg_top_kept[b] = exp_avg_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
-            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
-            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.095238097012043f;
-            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
-            store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
-            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg_value = load(exp_avg_value_kept + i);
-                const I noise = load(noise_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.0476190485060215f, abs(exp_avg_value), exp_avg_divisor_mul), 3080.0f));
-                store(exp_avg_codes_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
-            }
-        }
-
-        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
-        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
-    }
-};
-
-// row: values of rows
-template <class Grad>
-struct adamw_float32_amsgrad_1 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ROW;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {4, -1, 4, ROW, true, false, NONE, 0},  // exp_avg_sq_row
         {6, -1, 4, ROW, true, false, NONE, 1},  // max_exp_avg_sq_row
         {8, -1, 4, ROW, false, true, NONE, 2},  // max_exp_avg_sq_least
         {9, -1, 4, ROW, false, true, NONE, 3},  // exp_avg_sq_least
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -3045,13 +754,13 @@ struct adamw_float32_amsgrad_1 {
 };
 
 // a sweep: row_sum, col_sum
-template <class Grad>
-struct adamw_float32_amsgrad_2 {
+template <class Weight, class Grad>
+struct adamw_amsgrad_kernel_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {4, -1, 4, ROW, true, false, NONE, 1},  // exp_avg_sq_row
         {5, -1, 4, COLUMN, true, false, NONE, 2},  // exp_avg_sq_col
@@ -3063,7 +772,7 @@ struct adamw_float32_amsgrad_2 {
         {13, 28, 4, COLUMN, false, true, TOTAL, 7},  // col_sum_for_max_exp_avg_sq_col_factor
         {9, -1, 4, ROW, true, false, NONE, 9},  // exp_avg_sq_least
         {8, -1, 4, ROW, true, false, NONE, 10},  // max_exp_avg_sq_least
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -3100,20 +809,20 @@ struct adamw_float32_amsgrad_2 {
 };
 
 // row: values of rows
-template <class Grad>
-struct adamw_float32_amsgrad_3 {
+template <class Weight, class Grad>
+struct adamw_amsgrad_kernel_3 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {14, -1, 4, ROW, false, true, NONE, 0},  // max_exp_avg_sq_row_means
         {15, -1, 4, MATRIX, false, true, TOTAL, 1},  // mat_sum_for_max_exp_avg_sq_row_factor
         {16, -1, 4, ROW, false, true, NONE, 2},  // exp_avg_sq_row_means
         {17, -1, 4, MATRIX, false, true, TOTAL, 3},  // mat_sum_for_exp_avg_sq_row_factor
         {12, -1, 4, ROW, true, false, NONE, 4},  // row_sum_for_max_exp_avg_sq_row_means
         {10, -1, 4, ROW, true, false, NONE, 5},  // row_sum_for_exp_avg_sq_row_means
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -3144,18 +853,18 @@ struct adamw_float32_amsgrad_3 {
 };
 
 // col: values of columns
-template <class Grad>
-struct adamw_float32_amsgrad_4 {
+template <class Weight, class Grad>
+struct adamw_amsgrad_kernel_4 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = COLUMN;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {18, -1, 4, COLUMN, false, true, NONE, 0},  // max_exp_avg_sq_col_factor
         {19, -1, 4, COLUMN, false, true, NONE, 1},  // exp_avg_sq_parts
         {13, -1, 4, COLUMN, true, false, NONE, 2},  // col_sum_for_max_exp_avg_sq_col_factor
         {11, -1, 4, COLUMN, true, false, NONE, 3},  // col_sum_for_exp_avg_sq_parts
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -3180,18 +889,18 @@ struct adamw_float32_amsgrad_4 {
 };
 
 // mat: values of matrices
-template <class Grad>
-struct adamw_float32_amsgrad_5 {
+template <class Weight, class Grad>
+struct adamw_amsgrad_kernel_5 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = MATRIX;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {20, -1, 4, MATRIX, false, true, NONE, 0},  // mat_max_2
         {21, -1, 4, MATRIX, false, true, NONE, 1},  // mat_max
         {15, -1, 4, MATRIX, true, false, NONE, 2},  // mat_sum_for_max_exp_avg_sq_row_factor
         {17, -1, 4, MATRIX, true, false, NONE, 3},  // mat_sum_for_exp_avg_sq_row_factor
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -3214,13 +923,13 @@ struct adamw_float32_amsgrad_5 {
 };
 
 // row: values of rows
-template <class Grad>
-struct adamw_float32_amsgrad_6 {
+template <class Weight, class Grad>
+struct adamw_amsgrad_kernel_6 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {22, -1, 4, ROW, false, true, NONE, 0},  // max_exp_avg_sq_row_factor
         {23, -1, 4, ROW, false, true, NONE, 1},  // exp_avg_sq_row_factor
         {24, -1, 4, ROW, false, true, NONE, 2},  // exp_avg_sq_least_2
@@ -3228,7 +937,7 @@ struct adamw_float32_amsgrad_6 {
         {20, -1, 4, MATRIX, true, false, NONE, 4},  // mat_max_2
         {16, -1, 4, ROW, true, false, NONE, 5},  // exp_avg_sq_row_means
         {21, -1, 4, MATRIX, true, false, NONE, 6},  // mat_max
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -3258,27 +967,29 @@ struct adamw_float32_amsgrad_6 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct adamw_float32_amsgrad_7 {
+template <class Weight, class Grad>
+struct adamw_amsgrad_kernel_7 {
+    // random bits of exp_avg, p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{12, false}, {Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P, 0}), KEPT = NOISE.mask({0});
     static constexpr int BLOCK = 64, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, EIGHTH, true, true, NONE, 2},  // exp_avg_codes
-        {3, -1, 2, BLOCK_OF, true, true, NONE, 3},  // exp_avg_scale
-        {4, -1, 4, ROW, true, false, NONE, 4},  // exp_avg_sq_row
-        {5, -1, 4, COLUMN, true, false, NONE, 5},  // exp_avg_sq_col
-        {6, -1, 4, ROW, true, false, NONE, 6},  // max_exp_avg_sq_row
-        {7, -1, 4, COLUMN, true, false, NONE, 7},  // max_exp_avg_sq_col
-        {9, -1, 4, ROW, true, false, NONE, 8},  // exp_avg_sq_least
-        {8, -1, 4, ROW, true, false, NONE, 9},  // max_exp_avg_sq_least
-        {23, -1, 4, ROW, true, false, NONE, 10},  // exp_avg_sq_row_factor
-        {19, -1, 4, COLUMN, true, false, NONE, 11},  // exp_avg_sq_parts
-        {24, -1, 4, ROW, true, false, NONE, 12},  // exp_avg_sq_least_2
-    };
+    static constexpr bool MATRICES = true, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {2, -1, 4, EIGHTH, true, true, NONE, 1},  // exp_avg_codes
+        {3, -1, 2, BLOCK_OF, true, true, NONE, 2},  // exp_avg_scale
+        {4, -1, 4, ROW, true, false, NONE, 3},  // exp_avg_sq_row
+        {5, -1, 4, COLUMN, true, false, NONE, 4},  // exp_avg_sq_col
+        {6, -1, 4, ROW, true, false, NONE, 5},  // max_exp_avg_sq_row
+        {7, -1, 4, COLUMN, true, false, NONE, 6},  // max_exp_avg_sq_col
+        {9, -1, 4, ROW, true, false, NONE, 7},  // exp_avg_sq_least
+        {8, -1, 4, ROW, true, false, NONE, 8},  // max_exp_avg_sq_least
+        {23, -1, 4, ROW, true, false, NONE, 9},  // exp_avg_sq_row_factor
+        {19, -1, 4, COLUMN, true, false, NONE, 10},  // exp_avg_sq_parts
+        {24, -1, 4, ROW, true, false, NONE, 11},  // exp_avg_sq_least_2
+    });
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
                      int row_mask, const Known &known) {
@@ -3288,21 +999,21 @@ struct adamw_float32_amsgrad_7 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                                 // float32 [n]  read and written
+        Weight weight(at[12], at + 13);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[2];             // 4-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[3];                 // int16 [blocks of 64]  read and written
-        const float *__restrict exp_avg_sq_row_at = (const float *)at[4];        // float32 [row]  read
-        const float *__restrict exp_avg_sq_col_at = (const float *)at[5];        // float32 [col]  read
-        const float *__restrict max_exp_avg_sq_row_at = (const float *)at[6];    // float32 [row]  read
-        const float *__restrict max_exp_avg_sq_col_at = (const float *)at[7];    // float32 [col]  read
-        const float *__restrict exp_avg_sq_least_at = (const float *)at[8];      // float32 [row]  read
-        const float *__restrict max_exp_avg_sq_least_at = (const float *)at[9];  // float32 [row]  read
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[1];             // 4-bit codes [n]  read and written
+        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[2];                 // int16 [blocks of 64]  read and written
+        const float *__restrict exp_avg_sq_row_at = (const float *)at[3];        // float32 [row]  read
+        const float *__restrict exp_avg_sq_col_at = (const float *)at[4];        // float32 [col]  read
+        const float *__restrict max_exp_avg_sq_row_at = (const float *)at[5];    // float32 [row]  read
+        const float *__restrict max_exp_avg_sq_col_at = (const float *)at[6];    // float32 [col]  read
+        const float *__restrict exp_avg_sq_least_at = (const float *)at[7];      // float32 [row]  read
+        const float *__restrict max_exp_avg_sq_least_at = (const float *)at[8];  // float32 [row]  read
         // float32 [row]  read
-        const float *__restrict exp_avg_sq_row_factor_at = (const float *)at[10];
-        const float *__restrict exp_avg_sq_parts_at = (const float *)at[11];     // float32 [col]  read
-        const float *__restrict exp_avg_sq_least_2_at = (const float *)at[12];   // float32 [row]  read
+        const float *__restrict exp_avg_sq_row_factor_at = (const float *)at[9];
+        const float *__restrict exp_avg_sq_parts_at = (const float *)at[10];     // float32 [col]  read
+        const float *__restrict exp_avg_sq_least_2_at = (const float *)at[11];   // float32 [row]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[2]);
@@ -3314,26 +1025,11 @@ struct adamw_float32_amsgrad_7 {
         const F scalar_4(known.scalars[6]);
         alignas(64) uint8_t exp_avg_codes_at[TILE];
         unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float exp_avg_value_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
+        Words<adamw_amsgrad_kernel_7> words(BLOCK * blocks, first, stream_key, step_key);
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
@@ -3348,13 +1044,12 @@ struct adamw_float32_amsgrad_7 {
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch_weight<BLOCK>(weight, b + TILE / BLOCK);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
+                const auto noise = words.at(i);
                 const F g = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
@@ -3363,7 +1058,7 @@ struct adamw_float32_amsgrad_7 {
                 const F exp_avg_sq = max(load(exp_avg_sq_row_at + (i & row_mask)) * load(exp_avg_sq_col_at + i), load(exp_avg_sq_least_at + (i & row_mask)));
                 // means of rows and columns, f32
                 const F max_exp_avg_sq = max(load(max_exp_avg_sq_row_at + (i & row_mask)) * load(max_exp_avg_sq_col_at + i), load(max_exp_avg_sq_least_at + (i & row_mask)));
-                const F p = load(p_at + i);
+                const F p = weight.decode(i);
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 / fma(-0.5f, abs(exp_avg_code_2), 10.5f) * sqrt(exp_avg_sq)));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
@@ -3375,13 +1070,10 @@ struct adamw_float32_amsgrad_7 {
                 const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
                 const F exp_avg_value = exp_avg / sqrt(max(load(exp_avg_sq_row_factor_at + (i & row_mask)) * load(exp_avg_sq_parts_at + i), load(exp_avg_sq_least_2_at + (i & row_mask))));
                 const F exp_avg_value_abs = abs(exp_avg_value);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
+                words.keep(noise, i);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store(noise_kept + i, noise);
-                store(p_at + i, p_3);
+                weight.encode(i, p_3, noise);
             }
             exp_avg_top_kept[b] = exp_avg_top;
         }
@@ -3404,10 +1096,10 @@ struct adamw_float32_amsgrad_7 {
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
                 const F exp_avg_value = load(exp_avg_value_kept + i);
-                const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.0476190485060215f, abs(exp_avg_value), exp_avg_divisor_mul), 3080.0f));
-                store(exp_avg_codes_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + integer<0>(noise) >> 12);
             }
         }
 
@@ -3417,18 +1109,18 @@ struct adamw_float32_amsgrad_7 {
 };
 
 // row: values of rows
-template <class Grad>
-struct adamw_float32_amsgrad_8 {
+template <class Weight, class Grad>
+struct adamw_amsgrad_kernel_8 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {4, -1, 4, ROW, false, true, NONE, 0},  // exp_avg_sq_row
         {6, -1, 4, ROW, false, true, NONE, 1},  // max_exp_avg_sq_row
         {23, -1, 4, ROW, true, false, NONE, 2},  // exp_avg_sq_row_factor
         {22, -1, 4, ROW, true, false, NONE, 3},  // max_exp_avg_sq_row_factor
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -3450,18 +1142,18 @@ struct adamw_float32_amsgrad_8 {
 };
 
 // col: values of columns
-template <class Grad>
-struct adamw_float32_amsgrad_9 {
+template <class Weight, class Grad>
+struct adamw_amsgrad_kernel_9 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = COLUMN;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {5, -1, 4, COLUMN, false, true, NONE, 0},  // exp_avg_sq_col
         {7, -1, 4, COLUMN, false, true, NONE, 1},  // max_exp_avg_sq_col
         {19, -1, 4, COLUMN, true, false, NONE, 2},  // exp_avg_sq_parts
         {18, -1, 4, COLUMN, true, false, NONE, 3},  // max_exp_avg_sq_col_factor
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -3481,333 +1173,127 @@ struct adamw_float32_amsgrad_9 {
     }
 };
 
-// row: values of rows
-template <class Grad>
-struct adamw_bfloat16_amsgrad_1 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ROW;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {5, -1, 4, ROW, true, false, NONE, 0},  // exp_avg_sq_row
-        {7, -1, 4, ROW, true, false, NONE, 1},  // max_exp_avg_sq_row
-        {9, -1, 4, ROW, false, true, NONE, 2},  // max_exp_avg_sq_least
-        {10, -1, 4, ROW, false, true, NONE, 3},  // exp_avg_sq_least
-    };
+template <class Weight, class Grad>
+struct adamw_amsgrad_small_kernel {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
+    // bytes per entry, of what, written
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}});
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const float *__restrict exp_avg_sq_row_at = (const float *)at[0];      // float32 [row]  read
-        const float *__restrict max_exp_avg_sq_row_at = (const float *)at[1];  // float32 [row]  read
-        float *__restrict max_exp_avg_sq_least_at = (float *)at[2];            // float32 [row]  written
-        float *__restrict exp_avg_sq_least_at = (float *)at[3];                // float32 [row]  written
-
-        // -- elements: decode
-        for (int i = 0; i < count; i += W) {
-            const F max_exp_avg_sq_row = load(max_exp_avg_sq_row_at + i);
-            const F max_exp_avg_sq_least = min(F(1.1754943508222875e-38f), max_exp_avg_sq_row);
-            const F exp_avg_sq_row = load(exp_avg_sq_row_at + i);
-            const F exp_avg_sq_least = min(F(1.1754943508222875e-38f), exp_avg_sq_row);
-            store(max_exp_avg_sq_least_at + i, max_exp_avg_sq_least);
-            store(exp_avg_sq_least_at + i, exp_avg_sq_least);
-        }
-    }
-};
-
-// a sweep: row_sum, col_sum
-template <class Grad>
-struct adamw_bfloat16_amsgrad_2 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {5, -1, 4, ROW, true, false, NONE, 1},  // exp_avg_sq_row
-        {6, -1, 4, COLUMN, true, false, NONE, 2},  // exp_avg_sq_col
-        {7, -1, 4, ROW, true, false, NONE, 3},  // max_exp_avg_sq_row
-        {8, -1, 4, COLUMN, true, false, NONE, 4},  // max_exp_avg_sq_col
-        {11, 26, 4, ROW, false, true, TOTAL, 5},  // row_sum_for_exp_avg_sq_row_means
-        {12, 27, 4, COLUMN, false, true, TOTAL, 5},  // col_sum_for_exp_avg_sq_parts
-        {13, 28, 4, ROW, false, true, TOTAL, 7},  // row_sum_for_max_exp_avg_sq_row_means
-        {14, 29, 4, COLUMN, false, true, TOTAL, 7},  // col_sum_for_max_exp_avg_sq_col_factor
-        {10, -1, 4, ROW, true, false, NONE, 9},  // exp_avg_sq_least
-        {9, -1, 4, ROW, true, false, NONE, 10},  // max_exp_avg_sq_least
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+        Weight weight(at[0], at + 2);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        const float *__restrict exp_avg_sq_row_at = (const float *)at[1];        // float32 [row]  read
-        const float *__restrict exp_avg_sq_col_at = (const float *)at[2];        // float32 [col]  read
-        const float *__restrict max_exp_avg_sq_row_at = (const float *)at[3];    // float32 [row]  read
-        const float *__restrict max_exp_avg_sq_col_at = (const float *)at[4];    // float32 [col]  read
-        float *__restrict row_sum_for_exp_avg_sq_row_means_at = (float *)at[5];  // float32 [row]  for row_sum
-        // float32 [row]  for row_sum
-        float *__restrict row_sum_for_max_exp_avg_sq_row_means_at = (float *)at[7];
-        const float *__restrict exp_avg_sq_least_at = (const float *)at[9];      // float32 [row]  read
-        // float32 [row]  read
-        const float *__restrict max_exp_avg_sq_least_at = (const float *)at[10];
-        const F beta2(known.scalars[0]);
-        const F scalar_0(known.scalars[1]);
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
+        float *__restrict exp_avg_at = (float *)at[parts<Weight>() + 1];         // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[parts<Weight>() + 2];      // float32 [n]  read and written
+        float *__restrict max_exp_avg_sq_at = (float *)at[parts<Weight>() + 3];  // float32 [n]  read and written
+        const F beta1(scalars[0]);
+        const F beta2(scalars[1]);
+        const F one_minus_lr_times_weight_decay(scalars[2]);
+        const F one_minus_beta1_times_grad_scale(scalars[3]);
+        const F scalar_2(scalars[4]);
+        const F scalar_3(scalars[5]);
+        const F scalar_4(scalars[6]);
+        Words<adamw_amsgrad_small_kernel> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            // means of rows and columns, f32
-            const F exp_avg_sq = max(load(exp_avg_sq_row_at + (i & row_mask)) * load(exp_avg_sq_col_at + i), load(exp_avg_sq_least_at + (i & row_mask)));
-            // means of rows and columns, f32
-            const F max_exp_avg_sq = max(load(max_exp_avg_sq_row_at + (i & row_mask)) * load(max_exp_avg_sq_col_at + i), load(max_exp_avg_sq_least_at + (i & row_mask)));
-            const F g_cast = g_stored;
+            const auto noise = words.at(i);
+            const F g = Grad::load(g_at + i);
+            const F exp_avg = load(exp_avg_at + i);
+            const F max_exp_avg_sq = load(max_exp_avg_sq_at + i);
+            const F exp_avg_sq = load(exp_avg_sq_at + i);
+            const F p = weight.decode(i);
+            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
-            store(row_sum_for_exp_avg_sq_row_means_at + i, exp_avg_sq_2);
-            store(row_sum_for_max_exp_avg_sq_row_means_at + i, max_exp_avg_sq_2);
+            const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
+            // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
+            weight.encode(i, p_3, noise);
+            store(exp_avg_at + i, exp_avg_2);
+            store(exp_avg_sq_at + i, exp_avg_sq_2);
+            store(max_exp_avg_sq_at + i, max_exp_avg_sq_2);
         }
     }
 };
 
-// row: values of rows
-template <class Grad>
-struct adamw_bfloat16_amsgrad_3 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ROW;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {15, -1, 4, ROW, false, true, NONE, 0},  // max_exp_avg_sq_row_means
-        {16, -1, 4, MATRIX, false, true, TOTAL, 1},  // mat_sum_for_max_exp_avg_sq_row_factor
-        {17, -1, 4, ROW, false, true, NONE, 2},  // exp_avg_sq_row_means
-        {18, -1, 4, MATRIX, false, true, TOTAL, 3},  // mat_sum_for_exp_avg_sq_row_factor
-        {13, -1, 4, ROW, true, false, NONE, 4},  // row_sum_for_max_exp_avg_sq_row_means
-        {11, -1, 4, ROW, true, false, NONE, 5},  // row_sum_for_exp_avg_sq_row_means
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        float *__restrict max_exp_avg_sq_row_means_at = (float *)at[0];  // float32 [row]  written
-        // float32 [mat]  for mat_sum
-        float *__restrict mat_sum_for_max_exp_avg_sq_row_factor_at = (float *)at[1];
-        float *__restrict exp_avg_sq_row_means_at = (float *)at[2];      // float32 [row]  written
-        // float32 [mat]  for mat_sum
-        float *__restrict mat_sum_for_exp_avg_sq_row_factor_at = (float *)at[3];
-        // float32 [row]  read
-        const float *__restrict row_sum_for_max_exp_avg_sq_row_means_at = (const float *)at[4];
-        // float32 [row]  read
-        const float *__restrict row_sum_for_exp_avg_sq_row_means_at = (const float *)at[5];
-        const float *extent = known.extent;  // rows, columns, elements
-
-        // -- elements: decode, encode
-        for (int i = 0; i < count; i += W) {
-            const F row_sum_for_max_exp_avg_sq_row_means = load(row_sum_for_max_exp_avg_sq_row_means_at + i);
-            const F row_sum_for_exp_avg_sq_row_means = load(row_sum_for_exp_avg_sq_row_means_at + i);
-            const F max_exp_avg_sq_row_means = row_sum_for_max_exp_avg_sq_row_means / F(extent[1]);
-            const F exp_avg_sq_row_means = row_sum_for_exp_avg_sq_row_means / F(extent[1]);
-            store(max_exp_avg_sq_row_means_at + i, max_exp_avg_sq_row_means);
-            store(mat_sum_for_max_exp_avg_sq_row_factor_at + i, max_exp_avg_sq_row_means);
-            store(exp_avg_sq_row_means_at + i, exp_avg_sq_row_means);
-            store(mat_sum_for_exp_avg_sq_row_factor_at + i, exp_avg_sq_row_means);
-        }
-    }
-};
-
-// col: values of columns
-template <class Grad>
-struct adamw_bfloat16_amsgrad_4 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = COLUMN;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {19, -1, 4, COLUMN, false, true, NONE, 0},  // max_exp_avg_sq_col_factor
-        {20, -1, 4, COLUMN, false, true, NONE, 1},  // exp_avg_sq_parts
-        {14, -1, 4, COLUMN, true, false, NONE, 2},  // col_sum_for_max_exp_avg_sq_col_factor
-        {12, -1, 4, COLUMN, true, false, NONE, 3},  // col_sum_for_exp_avg_sq_parts
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        float *__restrict max_exp_avg_sq_col_factor_at = (float *)at[0];  // float32 [col]  written
-        float *__restrict exp_avg_sq_parts_at = (float *)at[1];           // float32 [col]  written
-        // float32 [col]  read
-        const float *__restrict col_sum_for_max_exp_avg_sq_col_factor_at = (const float *)at[2];
-        // float32 [col]  read
-        const float *__restrict col_sum_for_exp_avg_sq_parts_at = (const float *)at[3];
-        const float *extent = known.extent;  // rows, columns, elements
-
-        // -- elements: decode, encode
-        for (int i = 0; i < count; i += W) {
-            const F col_sum_for_max_exp_avg_sq_col_factor = load(col_sum_for_max_exp_avg_sq_col_factor_at + i);
-            const F col_sum_for_exp_avg_sq_parts = load(col_sum_for_exp_avg_sq_parts_at + i);
-            const F max_exp_avg_sq_col_factor = max(F(7.888609052210118e-31f), col_sum_for_max_exp_avg_sq_col_factor / F(extent[0]));
-            const F exp_avg_sq_parts = max(F(7.888609052210118e-31f), col_sum_for_exp_avg_sq_parts / F(extent[0]));
-            store(max_exp_avg_sq_col_factor_at + i, max_exp_avg_sq_col_factor);
-            store(exp_avg_sq_parts_at + i, exp_avg_sq_parts);
-        }
-    }
-};
-
-// mat: values of matrices
-template <class Grad>
-struct adamw_bfloat16_amsgrad_5 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = MATRIX;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {21, -1, 4, MATRIX, false, true, NONE, 0},  // mat_max_2
-        {22, -1, 4, MATRIX, false, true, NONE, 1},  // mat_max
-        {16, -1, 4, MATRIX, true, false, NONE, 2},  // mat_sum_for_max_exp_avg_sq_row_factor
-        {18, -1, 4, MATRIX, true, false, NONE, 3},  // mat_sum_for_exp_avg_sq_row_factor
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        float *__restrict mat_max_2_at = (float *)at[0];  // float32 [mat]  written
-        float *__restrict mat_max_at = (float *)at[1];    // float32 [mat]  written
-        // float32 [mat]  read
-        const float *__restrict mat_sum_for_max_exp_avg_sq_row_factor_at = (const float *)at[2];
-        // float32 [mat]  read
-        const float *__restrict mat_sum_for_exp_avg_sq_row_factor_at = (const float *)at[3];
-        const float *extent = known.extent;  // rows, columns, elements
-
-        // -- elements: decode
-        for (int i = 0; i < count; i += W) {
-            const F mat_sum_for_max_exp_avg_sq_row_factor = load(mat_sum_for_max_exp_avg_sq_row_factor_at + i);
-            const F mat_sum_for_exp_avg_sq_row_factor = load(mat_sum_for_exp_avg_sq_row_factor_at + i);
-            store(mat_max_2_at + i, max(F(1.1754943508222875e-38f), mat_sum_for_max_exp_avg_sq_row_factor / F(extent[0])));
-            store(mat_max_at + i, max(F(1.1754943508222875e-38f), mat_sum_for_exp_avg_sq_row_factor / F(extent[0])));
-        }
-    }
-};
-
-// row: values of rows
-template <class Grad>
-struct adamw_bfloat16_amsgrad_6 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ROW;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {23, -1, 4, ROW, false, true, NONE, 0},  // max_exp_avg_sq_row_factor
-        {24, -1, 4, ROW, false, true, NONE, 1},  // exp_avg_sq_row_factor
-        {25, -1, 4, ROW, false, true, NONE, 2},  // exp_avg_sq_least_2
-        {15, -1, 4, ROW, true, false, NONE, 3},  // max_exp_avg_sq_row_means
-        {21, -1, 4, MATRIX, true, false, NONE, 4},  // mat_max_2
-        {17, -1, 4, ROW, true, false, NONE, 5},  // exp_avg_sq_row_means
-        {22, -1, 4, MATRIX, true, false, NONE, 6},  // mat_max
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        float *__restrict max_exp_avg_sq_row_factor_at = (float *)at[0];         // float32 [row]  written
-        float *__restrict exp_avg_sq_row_factor_at = (float *)at[1];             // float32 [row]  written
-        float *__restrict exp_avg_sq_least_2_at = (float *)at[2];                // float32 [row]  written
-        // float32 [row]  read
-        const float *__restrict max_exp_avg_sq_row_means_at = (const float *)at[3];
-        const float *__restrict mat_max_2_at = (const float *)at[4];             // float32 [mat]  read
-        const float *__restrict exp_avg_sq_row_means_at = (const float *)at[5];  // float32 [row]  read
-        const float *__restrict mat_max_at = (const float *)at[6];               // float32 [mat]  read
-
-        // -- elements: decode, encode
-        for (int i = 0; i < count; i += W) {
-            const F max_exp_avg_sq_row_means = load(max_exp_avg_sq_row_means_at + i);
-            const F mat_max_2 = load(mat_max_2_at + (i & row_mask));
-            const F exp_avg_sq_row_means = load(exp_avg_sq_row_means_at + i);
-            const F mat_max = load(mat_max_at + (i & row_mask));
-            const F max_exp_avg_sq_row_factor = max(F(7.888609052210118e-31f), max_exp_avg_sq_row_means / mat_max_2);
-            const F exp_avg_sq_row_factor = max(F(7.888609052210118e-31f), exp_avg_sq_row_means / mat_max);
-            const F exp_avg_sq_least = min(F(1.1754943508222875e-38f), exp_avg_sq_row_factor);
-            store(max_exp_avg_sq_row_factor_at + i, max_exp_avg_sq_row_factor);
-            store(exp_avg_sq_row_factor_at + i, exp_avg_sq_row_factor);
-            store(exp_avg_sq_least_2_at + i, exp_avg_sq_least);
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct adamw_bfloat16_amsgrad_7 {
-    static constexpr int BLOCK = 64, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 4, EIGHTH, true, true, NONE, 3},  // exp_avg_codes
-        {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // exp_avg_scale
-        {5, -1, 4, ROW, true, false, NONE, 5},  // exp_avg_sq_row
-        {6, -1, 4, COLUMN, true, false, NONE, 6},  // exp_avg_sq_col
-        {7, -1, 4, ROW, true, false, NONE, 7},  // max_exp_avg_sq_row
-        {8, -1, 4, COLUMN, true, false, NONE, 8},  // max_exp_avg_sq_col
-        {10, -1, 4, ROW, true, false, NONE, 9},  // exp_avg_sq_least
-        {9, -1, 4, ROW, true, false, NONE, 10},  // max_exp_avg_sq_least
-        {24, -1, 4, ROW, true, false, NONE, 11},  // exp_avg_sq_row_factor
-        {20, -1, 4, COLUMN, true, false, NONE, 12},  // exp_avg_sq_parts
-        {25, -1, 4, ROW, true, false, NONE, 13},  // exp_avg_sq_least_2
-    };
+template <class Weight, class Grad>
+struct adamw_amsgrad_vector_kernel {
+    // random bits of exp_avg_sq, exp_avg, p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{12, false}, {12, false}, {Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P, 0, 1}), KEPT = NOISE.mask({P, 0, 1});
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 4 + count(KEPT)), SCALARS = 7;
+    // bytes per entry, of what, written
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {2, BLOCK_OF, true}});
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
     }
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                          // bfloat16 [n]  read and written
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
+        Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];                   // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[3];            // 4-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];                // int16 [blocks of 64]  read and written
-        const float *__restrict exp_avg_sq_row_at = (const float *)at[5];       // float32 [row]  read
-        const float *__restrict exp_avg_sq_col_at = (const float *)at[6];       // float32 [col]  read
-        const float *__restrict max_exp_avg_sq_row_at = (const float *)at[7];   // float32 [row]  read
-        const float *__restrict max_exp_avg_sq_col_at = (const float *)at[8];   // float32 [col]  read
-        const float *__restrict exp_avg_sq_least_at = (const float *)at[9];     // float32 [row]  read
-        // float32 [row]  read
-        const float *__restrict max_exp_avg_sq_least_at = (const float *)at[10];
-        // float32 [row]  read
-        const float *__restrict exp_avg_sq_row_factor_at = (const float *)at[11];
-        const float *__restrict exp_avg_sq_parts_at = (const float *)at[12];    // float32 [col]  read
-        const float *__restrict exp_avg_sq_least_2_at = (const float *)at[13];  // float32 [row]  read
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F beta1(known.scalars[2]);
-        const F beta2(known.scalars[0]);
-        const F one_minus_lr_times_weight_decay(known.scalars[3]);
-        const F one_minus_beta1_times_grad_scale(known.scalars[4]);
-        const F scalar_0(known.scalars[1]);
-        const F scalar_3(known.scalars[5]);
-        const F scalar_4(known.scalars[6]);
+        // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[parts<Weight>() + 1];
+        // int16 [blocks of 64]  read and written
+        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[parts<Weight>() + 2];
+        // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[parts<Weight>() + 3];
+        // int16 [blocks of 64]  read and written
+        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[parts<Weight>() + 4];
+        // 4-bit codes [n]  read and written
+        uint8_t *__restrict max_exp_avg_sq_codes_packed = (uint8_t *)at[parts<Weight>() + 5];
+        // int16 [blocks of 64]  read and written
+        int16_t *__restrict max_exp_avg_sq_range_at = (int16_t *)at[parts<Weight>() + 6];
+        const F beta1(scalars[0]);
+        const F beta2(scalars[1]);
+        const F one_minus_lr_times_weight_decay(scalars[2]);
+        const F one_minus_beta1_times_grad_scale(scalars[3]);
+        const F scalar_2(scalars[4]);
+        const F scalar_3(scalars[5]);
+        const F scalar_4(scalars[6]);
         alignas(64) uint8_t exp_avg_codes_at[TILE];
+        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
+        alignas(64) uint8_t max_exp_avg_sq_codes_at[TILE];
         unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
+        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
+        unpack<4>(max_exp_avg_sq_codes_at, max_exp_avg_sq_codes_packed, BLOCK * blocks);
+        alignas(64) float exp_avg_kept[TILE];
+        alignas(64) float max_exp_avg_sq_sqrt_kept[TILE];
+        alignas(64) int32_t exp_avg_sq_pattern_kept[TILE];
         alignas(64) float exp_avg_value_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
+        alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_step_2_kept[TILE / BLOCK];
+        alignas(64) int32_t max_exp_avg_sq_middle_2_kept[TILE / BLOCK];
+        alignas(64) int32_t max_exp_avg_sq_step_2_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_half_add_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_base_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_start_add_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_step_5_kept[TILE / BLOCK];
+        alignas(64) int32_t max_exp_avg_sq_start_kept[TILE / BLOCK];
+        alignas(64) int32_t max_exp_avg_sq_start_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t max_exp_avg_sq_scale_kept[TILE / BLOCK];
         alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
+        I largest_of_block_kept[TILE / BLOCK];
+        I exp_avg_sq_pattern_block_min_kept[TILE / BLOCK];
+        I largest_of_block_2_kept[TILE / BLOCK];
+        I smallest_of_block_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
+        Words<adamw_amsgrad_vector_kernel> words(BLOCK * blocks, first, stream_key, step_key);
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
@@ -3815,53 +1301,184 @@ struct adamw_bfloat16_amsgrad_7 {
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
             const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
+            const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
+            const I exp_avg_sq_header = to_int(exp_avg_sq_range);
+            const I exp_avg_sq_cells = max(I(1), exp_avg_sq_header & 255);
+            const I exp_avg_sq_step = bits(fma(2097152.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_step_2 = exp_avg_sq_step << 1;
+            const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step_2 >> 1);
+            const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
+            const I16 max_exp_avg_sq_range = raw(max_exp_avg_sq_range_at + b);
+            const I max_exp_avg_sq_header = to_int(max_exp_avg_sq_range);
+            const I max_exp_avg_sq_cells = max(I(1), max_exp_avg_sq_header & 255);
+            const I max_exp_avg_sq_step = bits(fma(2097152.0f, 1.0f / to_float(max_exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I max_exp_avg_sq_step_2 = max_exp_avg_sq_step << 1;
+            const I max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (max_exp_avg_sq_step_2 >> 1);
+            const I max_exp_avg_sq_middle_2 = where(max_exp_avg_sq_header == 0, I(0), max_exp_avg_sq_middle);
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
+            store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
+            store(exp_avg_sq_step_2_kept + b, exp_avg_sq_step_2);
+            store(max_exp_avg_sq_middle_2_kept + b, max_exp_avg_sq_middle_2);
+            store(max_exp_avg_sq_step_2_kept + b, max_exp_avg_sq_step_2);
             store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
         }
 
+        const auto update_weight = [&](int i, F exp_avg, F max_exp_avg_sq_sqrt, const auto &noise) {
+            const F p = weight.decode(i);
+            const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
+            // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+            const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_sqrt, scalar_3, scalar_4), p_2);
+            weight.encode(i, p_3, noise);
+        };
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch_weight<BLOCK>(weight, b);
+            if constexpr (!apart<Weight>()) { fetch<BLOCK>(g_at, b + TILE / BLOCK); }
+            const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
+            const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
+            const I max_exp_avg_sq_middle_2(max_exp_avg_sq_middle_2_kept[b]);
+            const I max_exp_avg_sq_step_2(max_exp_avg_sq_step_2_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
-            I exp_avg_top(INT32_MIN);
+            I largest_of_block(INT32_MIN);
+            I exp_avg_sq_pattern_block_min(INT32_MAX);
+            I largest_of_block_2(INT32_MIN);
+            I smallest_of_block(INT32_MAX);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const F g_stored = Grad::load(g_at + i);
+                const auto noise = words.at(i);
+                const F g = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
                 const F exp_avg_code_2 = as_float(exp_avg_piece | 0x4b000000) - 8388616.0f;
-                // means of rows and columns, f32
-                const F exp_avg_sq = max(load(exp_avg_sq_row_at + (i & row_mask)) * load(exp_avg_sq_col_at + i), load(exp_avg_sq_least_at + (i & row_mask)));
-                // means of rows and columns, f32
-                const F max_exp_avg_sq = max(load(max_exp_avg_sq_row_at + (i & row_mask)) * load(max_exp_avg_sq_col_at + i), load(max_exp_avg_sq_least_at + (i & row_mask)));
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-                const F g_cast = g_stored;
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
+                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
+                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step_2);
+                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_codes_at + i);
+                const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_code);
+                const F max_exp_avg_sq_value = as_float(max_exp_avg_sq_middle_2 + max_exp_avg_sq_piece * max_exp_avg_sq_step_2);
+                // 4-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
+                const F max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value;
+                // 4-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+                const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / fma(-0.5f, abs(exp_avg_code_2), 10.5f) * sqrt(exp_avg_sq)));
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 / fma(-0.5f, abs(exp_avg_code_2), 10.5f) * exp_avg_sq_value));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq_2 = fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq);
+                const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
-                const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = bits_or_nan(p_3) + (noise & 255 | 0x8000);
-                const F exp_avg_value = exp_avg / sqrt(max(load(exp_avg_sq_row_factor_at + (i & row_mask)) * load(exp_avg_sq_parts_at + i), load(exp_avg_sq_least_2_at + (i & row_mask))));
+                const F max_exp_avg_sq_sqrt = sqrt(max_exp_avg_sq_2);
+                const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
+                const I max_exp_avg_sq_pattern = bits(max_exp_avg_sq_sqrt);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
+                exp_avg_sq_pattern_block_min = smaller<RAGGED>(exp_avg_sq_pattern_block_min, exp_avg_sq_pattern, i, end);
+                largest_of_block_2 = larger<RAGGED>(largest_of_block_2, max_exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, max_exp_avg_sq_pattern, i, end);
+                words.keep(noise, i);
+                store(exp_avg_kept + i, exp_avg);
+                store(max_exp_avg_sq_sqrt_kept + i, max_exp_avg_sq_sqrt);
+                store(exp_avg_sq_pattern_kept + i, exp_avg_sq_pattern);
+                if constexpr (!apart<Weight>())
+                    update_weight(i, exp_avg, max_exp_avg_sq_sqrt, noise);
+            }
+            largest_of_block_kept[b] = largest_of_block;
+            exp_avg_sq_pattern_block_min_kept[b] = exp_avg_sq_pattern_block_min;
+            largest_of_block_2_kept[b] = largest_of_block_2;
+            smallest_of_block_kept[b] = smallest_of_block;
+        }
+
+        // -- blocks
+        for (int b = 0; b < blocks; b += W) {
+            const I largest_of_block = largest(largest_of_block_kept + b);
+            const I exp_avg_sq_pattern_block_min = smallest(exp_avg_sq_pattern_block_min_kept + b);
+            const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
+            const I smallest_of_block = smallest(smallest_of_block_kept + b);
+            const I exp_avg_sq_largest = min(I(0x5f5ffffe), max(I(0x20000000), largest_of_block));
+            const I exp_avg_sq_units = max(I(0), (exp_avg_sq_largest >> 22) - max(I(128), exp_avg_sq_pattern_block_min >> 22)) + 3;
+            const I exp_avg_sq_step_3 = bits(fma(2097152.0f, 1.0f / to_float(to_int(16.5f / to_float(min(I(16), exp_avg_sq_units)))), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_margin = (exp_avg_sq_step_3 << 1 >> 1) + 1;
+            const I exp_avg_sq_above = (exp_avg_sq_largest + exp_avg_sq_margin >> 22) + 1;
+            const I exp_avg_sq_below = exp_avg_sq_pattern_block_min - exp_avg_sq_margin >> 22;
+            const I exp_avg_sq_units_2 = min(I(16), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
+            const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units_2;
+            const I exp_avg_sq_start = exp_avg_sq_first << 22;
+            const I exp_avg_sq_cells_2 = to_int(16.5f / to_float(exp_avg_sq_units_2));
+            const I exp_avg_sq_step_4 = bits(fma(2097152.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_step_5 = exp_avg_sq_step_4 << 1;
+            const I exp_avg_sq_step_shr = exp_avg_sq_step_5 >> 1;
+            const I exp_avg_sq_start_add = exp_avg_sq_start + exp_avg_sq_step_shr;
+            const I exp_avg_sq_half = exp_avg_sq_step_shr + 1;
+            const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
+            const I exp_avg_sq_base_sub = 0x5f5ffffe - exp_avg_sq_base;
+            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
+            const I exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000;
+            const I exp_avg_sq_header_2 = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells_2;
+            const I max_exp_avg_sq_largest = min(I(0x5f5ffffe), max(I(0x20000000), largest_of_block_2));
+            const I max_exp_avg_sq_above = (max_exp_avg_sq_largest >> 22) + 1;
+            const I max_exp_avg_sq_below = smallest_of_block >> 22;
+            const I max_exp_avg_sq_units = min(I(16), max(I(1), max_exp_avg_sq_above - max(I(128), max_exp_avg_sq_below)));
+            const I max_exp_avg_sq_first = max_exp_avg_sq_above - max_exp_avg_sq_units;
+            const I max_exp_avg_sq_start = max_exp_avg_sq_first << 22;
+            const I max_exp_avg_sq_start_sub = 0x5f5ffffe - max_exp_avg_sq_start;
+            const I max_exp_avg_sq_cells_2 = to_int(16.5f / to_float(max_exp_avg_sq_units));
+            const I max_exp_avg_sq_scale = max_exp_avg_sq_cells_2 << 2;
+            const I max_exp_avg_sq_header_2 = max_exp_avg_sq_first - 128 << 8 | max_exp_avg_sq_cells_2;
+            store(exp_avg_sq_half_add_kept + b, exp_avg_sq_half_add);
+            store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
+            store(exp_avg_sq_base_sub_kept + b, exp_avg_sq_base_sub);
+            store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
+            store(exp_avg_sq_start_add_kept + b, exp_avg_sq_start_add);
+            store(exp_avg_sq_step_5_kept + b, exp_avg_sq_step_5);
+            store(max_exp_avg_sq_start_kept + b, max_exp_avg_sq_start);
+            store(max_exp_avg_sq_start_sub_kept + b, max_exp_avg_sq_start_sub);
+            store(max_exp_avg_sq_scale_kept + b, max_exp_avg_sq_scale);
+            store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
+            store(max_exp_avg_sq_range_at + b, max_exp_avg_sq_header_2);
+        }
+
+        // -- elements: decode, update  (specs/adamw.py)
+        if constexpr (apart<Weight>()) for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
+                const F exp_avg = load(exp_avg_kept + i);
+                const F max_exp_avg_sq_sqrt = load(max_exp_avg_sq_sqrt_kept + i);
+                update_weight(i, exp_avg, max_exp_avg_sq_sqrt, noise);
+            }
+        }
+
+        // -- elements: encode
+        for (int b = 0; b < blocks; b++) {
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
+            const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
+            const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
+            const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
+            const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
+            const I exp_avg_sq_start_add(exp_avg_sq_start_add_kept[b]);
+            const I exp_avg_sq_step_5(exp_avg_sq_step_5_kept[b]);
+            const I max_exp_avg_sq_start(max_exp_avg_sq_start_kept[b]);
+            const I max_exp_avg_sq_start_sub(max_exp_avg_sq_start_sub_kept[b]);
+            const I max_exp_avg_sq_scale(max_exp_avg_sq_scale_kept[b]);
+            I exp_avg_top(INT32_MIN);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
+                const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
+                const F exp_avg = load(exp_avg_kept + i);
+                const F max_exp_avg_sq_sqrt = load(max_exp_avg_sq_sqrt_kept + i);
+                const I exp_avg_sq_offset = fraction<0, 24>(noise) + exp_avg_sq_half_add;
+                const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
+                const F exp_avg_sq_value_2 = as_float(exp_avg_sq_start_add + exp_avg_sq_code_2 * exp_avg_sq_step_5);
+                const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F exp_avg_value_abs = abs(exp_avg_value);
+                const I max_exp_avg_sq_position = max(I(0), min(bits(max_exp_avg_sq_sqrt) - max_exp_avg_sq_start, max_exp_avg_sq_start_sub)) * max_exp_avg_sq_scale;
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store(noise_kept + i, noise);
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
+                store(exp_avg_sq_codes_at + i, exp_avg_sq_position >> 24);
+                store(max_exp_avg_sq_codes_at + i, max_exp_avg_sq_position >> 24);
             }
             exp_avg_top_kept[b] = exp_avg_top;
         }
@@ -3879,282 +1496,33 @@ struct adamw_bfloat16_amsgrad_7 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_codes_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
                 const F exp_avg_value = load(exp_avg_value_kept + i);
-                const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.0476190485060215f, abs(exp_avg_value), exp_avg_divisor_mul), 3080.0f));
-                store(exp_avg_codes_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + integer<1>(noise) >> 12);
             }
         }
 
         no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
+        no_codes<BLOCK>(max_exp_avg_sq_codes_at, blocks, live);
         pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
+        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
+        pack<4>(max_exp_avg_sq_codes_packed, max_exp_avg_sq_codes_at, BLOCK * blocks);
     }
 };
 
-// row: values of rows
-template <class Grad>
-struct adamw_bfloat16_amsgrad_8 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ROW;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {5, -1, 4, ROW, false, true, NONE, 0},  // exp_avg_sq_row
-        {7, -1, 4, ROW, false, true, NONE, 1},  // max_exp_avg_sq_row
-        {24, -1, 4, ROW, true, false, NONE, 2},  // exp_avg_sq_row_factor
-        {23, -1, 4, ROW, true, false, NONE, 3},  // max_exp_avg_sq_row_factor
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        float *__restrict exp_avg_sq_row_at = (float *)at[0];      // float32 [row]  written
-        float *__restrict max_exp_avg_sq_row_at = (float *)at[1];  // float32 [row]  written
-        // float32 [row]  read
-        const float *__restrict exp_avg_sq_row_factor_at = (const float *)at[2];
-        // float32 [row]  read
-        const float *__restrict max_exp_avg_sq_row_factor_at = (const float *)at[3];
-
-        // -- elements: decode
-        for (int i = 0; i < count; i += W) {
-            const F exp_avg_sq_row_factor = load(exp_avg_sq_row_factor_at + i);
-            const F max_exp_avg_sq_row_factor = load(max_exp_avg_sq_row_factor_at + i);
-            store(exp_avg_sq_row_at + i, exp_avg_sq_row_factor);
-            store(max_exp_avg_sq_row_at + i, max_exp_avg_sq_row_factor);
-        }
-    }
-};
-
-// col: values of columns
-template <class Grad>
-struct adamw_bfloat16_amsgrad_9 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = COLUMN;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {6, -1, 4, COLUMN, false, true, NONE, 0},  // exp_avg_sq_col
-        {8, -1, 4, COLUMN, false, true, NONE, 1},  // max_exp_avg_sq_col
-        {20, -1, 4, COLUMN, true, false, NONE, 2},  // exp_avg_sq_parts
-        {19, -1, 4, COLUMN, true, false, NONE, 3},  // max_exp_avg_sq_col_factor
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        float *__restrict exp_avg_sq_col_at = (float *)at[0];                // float32 [col]  written
-        float *__restrict max_exp_avg_sq_col_at = (float *)at[1];            // float32 [col]  written
-        const float *__restrict exp_avg_sq_parts_at = (const float *)at[2];  // float32 [col]  read
-        // float32 [col]  read
-        const float *__restrict max_exp_avg_sq_col_factor_at = (const float *)at[3];
-
-        // -- elements: decode
-        for (int i = 0; i < count; i += W) {
-            const F exp_avg_sq_parts = load(exp_avg_sq_parts_at + i);
-            const F max_exp_avg_sq_col_factor = load(max_exp_avg_sq_col_factor_at + i);
-            store(exp_avg_sq_col_at + i, exp_avg_sq_parts);
-            store(max_exp_avg_sq_col_at + i, max_exp_avg_sq_col_factor);
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct adamw_float16_amsgrad_7 {
-    static constexpr int BLOCK = 64, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 4, EIGHTH, true, true, NONE, 3},  // exp_avg_codes
-        {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // exp_avg_scale
-        {5, -1, 4, ROW, true, false, NONE, 5},  // exp_avg_sq_row
-        {6, -1, 4, COLUMN, true, false, NONE, 6},  // exp_avg_sq_col
-        {7, -1, 4, ROW, true, false, NONE, 7},  // max_exp_avg_sq_row
-        {8, -1, 4, COLUMN, true, false, NONE, 8},  // max_exp_avg_sq_col
-        {10, -1, 4, ROW, true, false, NONE, 9},  // exp_avg_sq_least
-        {9, -1, 4, ROW, true, false, NONE, 10},  // max_exp_avg_sq_least
-        {24, -1, 4, ROW, true, false, NONE, 11},  // exp_avg_sq_row_factor
-        {20, -1, 4, COLUMN, true, false, NONE, 12},  // exp_avg_sq_parts
-        {25, -1, 4, ROW, true, false, NONE, 13},  // exp_avg_sq_least_2
-    };
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                          // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];                   // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[3];            // 4-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];                // int16 [blocks of 64]  read and written
-        const float *__restrict exp_avg_sq_row_at = (const float *)at[5];       // float32 [row]  read
-        const float *__restrict exp_avg_sq_col_at = (const float *)at[6];       // float32 [col]  read
-        const float *__restrict max_exp_avg_sq_row_at = (const float *)at[7];   // float32 [row]  read
-        const float *__restrict max_exp_avg_sq_col_at = (const float *)at[8];   // float32 [col]  read
-        const float *__restrict exp_avg_sq_least_at = (const float *)at[9];     // float32 [row]  read
-        // float32 [row]  read
-        const float *__restrict max_exp_avg_sq_least_at = (const float *)at[10];
-        // float32 [row]  read
-        const float *__restrict exp_avg_sq_row_factor_at = (const float *)at[11];
-        const float *__restrict exp_avg_sq_parts_at = (const float *)at[12];    // float32 [col]  read
-        const float *__restrict exp_avg_sq_least_2_at = (const float *)at[13];  // float32 [row]  read
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F beta1(known.scalars[2]);
-        const F beta2(known.scalars[0]);
-        const F one_minus_lr_times_weight_decay(known.scalars[3]);
-        const F one_minus_beta1_times_grad_scale(known.scalars[4]);
-        const F scalar_0(known.scalars[1]);
-        const F scalar_3(known.scalars[5]);
-        const F scalar_4(known.scalars[6]);
-        alignas(64) uint8_t exp_avg_codes_at[TILE];
-        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) float exp_avg_value_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
-        I exp_avg_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
-            const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
-            store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
-        }
-
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
-            I exp_avg_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
-                const I exp_avg_piece = to_int(exp_avg_code);
-                const F exp_avg_code_2 = as_float(exp_avg_piece | 0x4b000000) - 8388616.0f;
-                // means of rows and columns, f32
-                const F exp_avg_sq = max(load(exp_avg_sq_row_at + (i & row_mask)) * load(exp_avg_sq_col_at + i), load(exp_avg_sq_least_at + (i & row_mask)));
-                // means of rows and columns, f32
-                const F max_exp_avg_sq = max(load(max_exp_avg_sq_row_at + (i & row_mask)) * load(max_exp_avg_sq_col_at + i), load(max_exp_avg_sq_least_at + (i & row_mask)));
-                const U16 p_stored = raw(p_at + i);
-                const I p_high = extend16(extend16(to_int(p_stored)));
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low - 128;
-                const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 0x38000000;
-                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-                // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-                const F g_cast = g_stored;
-                // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / fma(-0.5f, abs(exp_avg_code_2), 10.5f) * sqrt(exp_avg_sq)));
-                // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq_2 = fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq);
-                // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-                const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
-                const F p_2 = one_minus_lr_times_weight_decay * p;             // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
-                const I p_bitcast = bits(p_3);
-                const I p_sign = p_bitcast >> 16 & 0x8000;
-                const I p_magnitude = p_bitcast & 0x7fffffff;
-                const F p_magnitude_bitcast = as_float(p_magnitude);
-                const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-                const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-                const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-                const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_wide_2 = lshr(p_fixed + ((noise & 255) << 1 | 1), 9);
-                const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
-                const I p_kept_ = p_word;
-                const F exp_avg_value = exp_avg / sqrt(max(load(exp_avg_sq_row_factor_at + (i & row_mask)) * load(exp_avg_sq_parts_at + i), load(exp_avg_sq_least_2_at + (i & row_mask))));
-                const F exp_avg_value_abs = abs(exp_avg_value);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
-                store(exp_avg_value_kept + i, exp_avg_value);
-                store(noise_kept + i, noise);
-                store(p_at + i, p_sign | p_word >> 8);
-                store(weight_low_at + i, p_kept_);
-            }
-            exp_avg_top_kept[b] = exp_avg_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
-            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
-            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.095238097012043f;
-            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
-            store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
-            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg_value = load(exp_avg_value_kept + i);
-                const I noise = load(noise_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.0476190485060215f, abs(exp_avg_value), exp_avg_divisor_mul), 3080.0f));
-                store(exp_avg_codes_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
-            }
-        }
-
-        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
-        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
-    }
-};
-
-template <class Grad>
-struct adamw_float32 {
+template <class Weight, class Grad>
+struct adamw_step {
     typedef void staged;
     static constexpr int SCALARS = 7, BLOCK = 64;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {4, EIGHTH},  // exp_avg_codes
         {2, BLOCK_OF},  // exp_avg_scale
         {4, ROW},  // exp_avg_sq_row
@@ -4170,104 +1538,26 @@ struct adamw_float32 {
         {4, ROW},  // exp_avg_sq_least_2
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row_means
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_parts
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<adamw_float32_1<Grad>>(),
-        stage<adamw_float32_2<Grad>>(),
-        stage<adamw_float32_3<Grad>>(),
-        stage<adamw_float32_4<Grad>>(),
-        stage<adamw_float32_5<Grad>>(),
-        stage<adamw_float32_6<Grad>>(),
-        stage<adamw_float32_7<Grad>>(),
-        stage<adamw_float32_8<Grad>>(),
-        stage<adamw_float32_9<Grad>>(),
+        stage<adamw_kernel_1<Weight, Grad>>(),
+        stage<adamw_kernel_2<Weight, Grad>>(),
+        stage<adamw_kernel_3<Weight, Grad>>(),
+        stage<adamw_kernel_4<Weight, Grad>>(),
+        stage<adamw_kernel_5<Weight, Grad>>(),
+        stage<adamw_kernel_6<Weight, Grad>>(),
+        stage<adamw_kernel_7<Weight, Grad>>(),
+        stage<adamw_kernel_8<Weight, Grad>>(),
+        stage<adamw_kernel_9<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct adamw_bfloat16 {
+template <class Weight, class Grad>
+struct adamw_amsgrad_step {
     typedef void staged;
     static constexpr int SCALARS = 7, BLOCK = 64;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {4, EIGHTH},  // exp_avg_codes
-        {2, BLOCK_OF},  // exp_avg_scale
-        {4, ROW},  // exp_avg_sq_row
-        {4, COLUMN},  // exp_avg_sq_col
-        {4, ROW},  // exp_avg_sq_least
-        {4, ROW},  // row_sum_for_exp_avg_sq_row_means
-        {4, COLUMN},  // col_sum_for_exp_avg_sq_parts
-        {4, ROW},  // exp_avg_sq_row_means
-        {4, MATRIX},  // mat_sum_for_exp_avg_sq_row_factor
-        {4, COLUMN},  // exp_avg_sq_parts
-        {4, MATRIX},  // mat_max
-        {4, ROW},  // exp_avg_sq_row_factor
-        {4, ROW},  // exp_avg_sq_least_2
-        {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row_means
-        {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_parts
-    };
-    static constexpr Stage STAGES[] = {
-        stage<adamw_bfloat16_1<Grad>>(),
-        stage<adamw_bfloat16_2<Grad>>(),
-        stage<adamw_bfloat16_3<Grad>>(),
-        stage<adamw_bfloat16_4<Grad>>(),
-        stage<adamw_bfloat16_5<Grad>>(),
-        stage<adamw_bfloat16_6<Grad>>(),
-        stage<adamw_bfloat16_7<Grad>>(),
-        stage<adamw_bfloat16_8<Grad>>(),
-        stage<adamw_bfloat16_9<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct adamw_float16 {
-    typedef void staged;
-    static constexpr int SCALARS = 7, BLOCK = 64;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {4, EIGHTH},  // exp_avg_codes
-        {2, BLOCK_OF},  // exp_avg_scale
-        {4, ROW},  // exp_avg_sq_row
-        {4, COLUMN},  // exp_avg_sq_col
-        {4, ROW},  // exp_avg_sq_least
-        {4, ROW},  // row_sum_for_exp_avg_sq_row_means
-        {4, COLUMN},  // col_sum_for_exp_avg_sq_parts
-        {4, ROW},  // exp_avg_sq_row_means
-        {4, MATRIX},  // mat_sum_for_exp_avg_sq_row_factor
-        {4, COLUMN},  // exp_avg_sq_parts
-        {4, MATRIX},  // mat_max
-        {4, ROW},  // exp_avg_sq_row_factor
-        {4, ROW},  // exp_avg_sq_least_2
-        {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row_means
-        {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_parts
-    };
-    static constexpr Stage STAGES[] = {
-        stage<adamw_bfloat16_1<Grad>>(),
-        stage<adamw_bfloat16_2<Grad>>(),
-        stage<adamw_bfloat16_3<Grad>>(),
-        stage<adamw_bfloat16_4<Grad>>(),
-        stage<adamw_bfloat16_5<Grad>>(),
-        stage<adamw_bfloat16_6<Grad>>(),
-        stage<adamw_float16_7<Grad>>(),
-        stage<adamw_bfloat16_8<Grad>>(),
-        stage<adamw_bfloat16_9<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct adamw_float32_amsgrad {
-    typedef void staged;
-    static constexpr int SCALARS = 7, BLOCK = 64;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {4, EIGHTH},  // exp_avg_codes
         {2, BLOCK_OF},  // exp_avg_scale
         {4, ROW},  // exp_avg_sq_row
@@ -4295,119 +1585,38 @@ struct adamw_float32_amsgrad {
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_parts
         {4, ROW + 8},  // partial results of row_sum_for_max_exp_avg_sq_row_means
         {4, COLUMN + 8},  // partial results of col_sum_for_max_exp_avg_sq_col_factor
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<adamw_float32_amsgrad_1<Grad>>(),
-        stage<adamw_float32_amsgrad_2<Grad>>(),
-        stage<adamw_float32_amsgrad_3<Grad>>(),
-        stage<adamw_float32_amsgrad_4<Grad>>(),
-        stage<adamw_float32_amsgrad_5<Grad>>(),
-        stage<adamw_float32_amsgrad_6<Grad>>(),
-        stage<adamw_float32_amsgrad_7<Grad>>(),
-        stage<adamw_float32_amsgrad_8<Grad>>(),
-        stage<adamw_float32_amsgrad_9<Grad>>(),
+        stage<adamw_amsgrad_kernel_1<Weight, Grad>>(),
+        stage<adamw_amsgrad_kernel_2<Weight, Grad>>(),
+        stage<adamw_amsgrad_kernel_3<Weight, Grad>>(),
+        stage<adamw_amsgrad_kernel_4<Weight, Grad>>(),
+        stage<adamw_amsgrad_kernel_5<Weight, Grad>>(),
+        stage<adamw_amsgrad_kernel_6<Weight, Grad>>(),
+        stage<adamw_amsgrad_kernel_7<Weight, Grad>>(),
+        stage<adamw_amsgrad_kernel_8<Weight, Grad>>(),
+        stage<adamw_amsgrad_kernel_9<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct adamw_bfloat16_amsgrad {
-    typedef void staged;
-    static constexpr int SCALARS = 7, BLOCK = 64;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {4, EIGHTH},  // exp_avg_codes
-        {2, BLOCK_OF},  // exp_avg_scale
-        {4, ROW},  // exp_avg_sq_row
-        {4, COLUMN},  // exp_avg_sq_col
-        {4, ROW},  // max_exp_avg_sq_row
-        {4, COLUMN},  // max_exp_avg_sq_col
-        {4, ROW},  // max_exp_avg_sq_least
-        {4, ROW},  // exp_avg_sq_least
-        {4, ROW},  // row_sum_for_exp_avg_sq_row_means
-        {4, COLUMN},  // col_sum_for_exp_avg_sq_parts
-        {4, ROW},  // row_sum_for_max_exp_avg_sq_row_means
-        {4, COLUMN},  // col_sum_for_max_exp_avg_sq_col_factor
-        {4, ROW},  // max_exp_avg_sq_row_means
-        {4, MATRIX},  // mat_sum_for_max_exp_avg_sq_row_factor
-        {4, ROW},  // exp_avg_sq_row_means
-        {4, MATRIX},  // mat_sum_for_exp_avg_sq_row_factor
-        {4, COLUMN},  // max_exp_avg_sq_col_factor
-        {4, COLUMN},  // exp_avg_sq_parts
-        {4, MATRIX},  // mat_max_2
-        {4, MATRIX},  // mat_max
-        {4, ROW},  // max_exp_avg_sq_row_factor
-        {4, ROW},  // exp_avg_sq_row_factor
-        {4, ROW},  // exp_avg_sq_least_2
-        {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row_means
-        {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_parts
-        {4, ROW + 8},  // partial results of row_sum_for_max_exp_avg_sq_row_means
-        {4, COLUMN + 8},  // partial results of col_sum_for_max_exp_avg_sq_col_factor
-    };
-    static constexpr Stage STAGES[] = {
-        stage<adamw_bfloat16_amsgrad_1<Grad>>(),
-        stage<adamw_bfloat16_amsgrad_2<Grad>>(),
-        stage<adamw_bfloat16_amsgrad_3<Grad>>(),
-        stage<adamw_bfloat16_amsgrad_4<Grad>>(),
-        stage<adamw_bfloat16_amsgrad_5<Grad>>(),
-        stage<adamw_bfloat16_amsgrad_6<Grad>>(),
-        stage<adamw_bfloat16_amsgrad_7<Grad>>(),
-        stage<adamw_bfloat16_amsgrad_8<Grad>>(),
-        stage<adamw_bfloat16_amsgrad_9<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct adamw_float16_amsgrad {
-    typedef void staged;
-    static constexpr int SCALARS = 7, BLOCK = 64;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {4, EIGHTH},  // exp_avg_codes
-        {2, BLOCK_OF},  // exp_avg_scale
-        {4, ROW},  // exp_avg_sq_row
-        {4, COLUMN},  // exp_avg_sq_col
-        {4, ROW},  // max_exp_avg_sq_row
-        {4, COLUMN},  // max_exp_avg_sq_col
-        {4, ROW},  // max_exp_avg_sq_least
-        {4, ROW},  // exp_avg_sq_least
-        {4, ROW},  // row_sum_for_exp_avg_sq_row_means
-        {4, COLUMN},  // col_sum_for_exp_avg_sq_parts
-        {4, ROW},  // row_sum_for_max_exp_avg_sq_row_means
-        {4, COLUMN},  // col_sum_for_max_exp_avg_sq_col_factor
-        {4, ROW},  // max_exp_avg_sq_row_means
-        {4, MATRIX},  // mat_sum_for_max_exp_avg_sq_row_factor
-        {4, ROW},  // exp_avg_sq_row_means
-        {4, MATRIX},  // mat_sum_for_exp_avg_sq_row_factor
-        {4, COLUMN},  // max_exp_avg_sq_col_factor
-        {4, COLUMN},  // exp_avg_sq_parts
-        {4, MATRIX},  // mat_max_2
-        {4, MATRIX},  // mat_max
-        {4, ROW},  // max_exp_avg_sq_row_factor
-        {4, ROW},  // exp_avg_sq_row_factor
-        {4, ROW},  // exp_avg_sq_least_2
-        {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row_means
-        {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_parts
-        {4, ROW + 8},  // partial results of row_sum_for_max_exp_avg_sq_row_means
-        {4, COLUMN + 8},  // partial results of col_sum_for_max_exp_avg_sq_col_factor
-    };
-    static constexpr Stage STAGES[] = {
-        stage<adamw_bfloat16_amsgrad_1<Grad>>(),
-        stage<adamw_bfloat16_amsgrad_2<Grad>>(),
-        stage<adamw_bfloat16_amsgrad_3<Grad>>(),
-        stage<adamw_bfloat16_amsgrad_4<Grad>>(),
-        stage<adamw_bfloat16_amsgrad_5<Grad>>(),
-        stage<adamw_bfloat16_amsgrad_6<Grad>>(),
-        stage<adamw_float16_amsgrad_7<Grad>>(),
-        stage<adamw_bfloat16_amsgrad_8<Grad>>(),
-        stage<adamw_bfloat16_amsgrad_9<Grad>>(),
-    };
-};
+template <class Grad> using adamw_float32 = adamw_step<weight_float32, Grad>;
+template <class Grad> using adamw_float32_small = adamw_small_kernel<weight_float32, Grad>;
+template <class Grad> using adamw_float32_vector = adamw_vector_kernel<weight_float32, Grad>;
+template <class Grad> using adamw_bfloat16 = adamw_step<weight_bfloat16, Grad>;
+template <class Grad> using adamw_bfloat16_small = adamw_small_kernel<weight_bfloat16, Grad>;
+template <class Grad> using adamw_bfloat16_vector = adamw_vector_kernel<weight_bfloat16, Grad>;
+template <class Grad> using adamw_float16 = adamw_step<weight_float16, Grad>;
+template <class Grad> using adamw_float16_small = adamw_small_kernel<weight_float16, Grad>;
+template <class Grad> using adamw_float16_vector = adamw_vector_kernel<weight_float16, Grad>;
+template <class Grad> using adamw_float32_amsgrad = adamw_amsgrad_step<weight_float32, Grad>;
+template <class Grad> using adamw_float32_amsgrad_small = adamw_amsgrad_small_kernel<weight_float32, Grad>;
+template <class Grad> using adamw_float32_amsgrad_vector = adamw_amsgrad_vector_kernel<weight_float32, Grad>;
+template <class Grad> using adamw_bfloat16_amsgrad = adamw_amsgrad_step<weight_bfloat16, Grad>;
+template <class Grad> using adamw_bfloat16_amsgrad_small = adamw_amsgrad_small_kernel<weight_bfloat16, Grad>;
+template <class Grad> using adamw_bfloat16_amsgrad_vector = adamw_amsgrad_vector_kernel<weight_bfloat16, Grad>;
+template <class Grad> using adamw_float16_amsgrad = adamw_amsgrad_step<weight_float16, Grad>;
+template <class Grad> using adamw_float16_amsgrad_small = adamw_amsgrad_small_kernel<weight_float16, Grad>;
+template <class Grad> using adamw_float16_amsgrad_vector = adamw_amsgrad_vector_kernel<weight_float16, Grad>;
 
 }  // namespace
 

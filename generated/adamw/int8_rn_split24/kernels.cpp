@@ -18,11 +18,73 @@
 
 namespace {
 
-template <class Grad>
-struct adamw_float32 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2), SCALARS = 7;
+// bf16 and 8 more bits, nearest
+struct weight_bfloat16 {
+    static constexpr int NOISE = 0;
+    static constexpr Part PARTS[] = {{2, true}, {1, true}};  // code, low
+    uint16_t *__restrict code_at;
+    uint8_t *__restrict low_at;
+
+    weight_bfloat16(char *p, char *const *more) : code_at((uint16_t *)p), low_at((uint8_t *)more[0]) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        const U8 low_code = raw(low_at + i);
+        return as_float(joined(code_stored, low_code) - 32768);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        const I word = bits_or_nan(x) + 0x8080;
+        store_half<2>(code_at + i, word);
+        store_byte<1>(low_at + i, word);
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); fetch<N>(low_at, b); }
+};
+
+// f16 and 8 more bits, nearest
+struct weight_float16 {
+    static constexpr int NOISE = 0;
+    static constexpr Part PARTS[] = {{2, true}, {1, true}};  // code, low
+    uint16_t *__restrict code_at;
+    uint8_t *__restrict low_at;
+
+    weight_float16(char *p, char *const *more) : code_at((uint16_t *)p), low_at((uint8_t *)more[0]) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        const I high = extend16(extend16(to_int(code_stored)));
+        const U8 low_code = raw(low_at + i);
+        const I low = to_int(low_code);
+        const I offset = low - 128;
+        const I wide = ((high & 32767) << 8) + offset;
+        const I subnormal = bits(2.3283064365386963e-10f * to_float(wide));
+        const I normal = (wide << 5) + 0x38000000;
+        const I finite = where(wide < 0x40000, subnormal, normal);
+        return as_float(bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000))) | (high & 0x8000) << 16);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        const I x_bitcast = bits(x);
+        const I sign_ = x_bitcast >> 16 & 0x8000;
+        const I magnitude = x_bitcast & 0x7fffffff;
+        const F magnitude_bitcast = as_float(magnitude);
+        const M is_subnormal = magnitude_bitcast < 6.103515625e-05f;
+        const I subnormal = to_int(137438953472.0f * magnitude_bitcast);
+        const I rebiased = min(I(0xf800000), magnitude - 0x38000000);
+        const I fixed = where(is_subnormal, subnormal, rebiased);
+        const I wide = lshr(fixed + 16, 5);
+        const I word = where(x == x, wide, I(0x7e0000)) + 128;
+        const I kept_ = word;
+        store(code_at + i, sign_ | word >> 8);
+        store(low_at + i, kept_);
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); fetch<N>(low_at, b); }
+};
+
+template <class Weight, class Grad>
+struct adamw_kernel {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = NOISE.mask({P});
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2 + count(KEPT)), SCALARS = 7;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}});
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
                      const float *scalars, int32_t step_key, int32_t stream_key) {
@@ -32,13 +94,17 @@ struct adamw_float32 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];                     // float32 [n]  read and written
+        Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[2];     // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[3];     // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[4];  // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_sq_scale_at = (int16_t *)at[5];  // int16 [blocks of 64]  read and written
+        // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[parts<Weight>() + 1];
+        // int16 [blocks of 64]  read and written
+        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[parts<Weight>() + 2];
+        // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[parts<Weight>() + 3];
+        // int16 [blocks of 64]  read and written
+        int16_t *__restrict exp_avg_sq_scale_at = (int16_t *)at[parts<Weight>() + 4];
         const F beta1(scalars[0]);
         const F one_minus_lr_times_weight_decay(scalars[1]);
         const F one_minus_beta1_times_grad_scale(scalars[2]);
@@ -56,6 +122,7 @@ struct adamw_float32 {
         alignas(64) float exp_avg_sq_divisor_mul_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I exp_avg_sq_top_kept[TILE / BLOCK];
+        Words<adamw_kernel> words(BLOCK * blocks, first, stream_key, step_key);
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
@@ -78,11 +145,18 @@ struct adamw_float32 {
             store(exp_avg_sq_scale_bitcast_kept + b, exp_avg_sq_scale_bitcast);
         }
 
+        const auto update_weight = [&](int i, F exp_avg, F exp_avg_sq_value, const auto &noise) {
+            const F p = weight.decode(i);
+            const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
+            // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+            const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_value, scalar_4, scalar_5), p_2);
+            weight.encode(i, p_3, noise);
+        };
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch_weight<BLOCK>(weight, b);
+            if constexpr (!apart<Weight>()) { fetch<BLOCK>(g_at, b + TILE / BLOCK); }
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
             const F exp_avg_sq_scale_mul_2(exp_avg_sq_scale_mul_2_kept[b]);
@@ -91,27 +165,26 @@ struct adamw_float32 {
             I exp_avg_sq_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const auto noise = words.at(i);
                 const F g = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
-                const F p = load(p_at + i);
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
                 const F exp_avg_sq_scale_bitcast_2 = as_float(max(bits(fma(counter(exp_avg_sq_code), exp_avg_sq_scale_mul, exp_avg_sq_scale_mul_2)), exp_avg_sq_scale_bitcast));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq = fma(scalar_2 * g, g, exp_avg_sq_scale_bitcast_2 * exp_avg_sq_scale_bitcast_2);
                 const F exp_avg_sq_value = sqrt(exp_avg_sq);
-                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_value, scalar_4, scalar_5), p_2);
                 const F exp_avg_abs = abs(exp_avg);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_abs), i, end);
                 exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(abs(exp_avg_sq_value)), i, end);
+                words.keep(noise, i);
                 store(exp_avg_kept + i, exp_avg);
                 store(exp_avg_sq_value_kept + i, exp_avg_sq_value);
-                store(p_at + i, p_3);
+                if constexpr (!apart<Weight>())
+                    update_weight(i, exp_avg, exp_avg_sq_value, noise);
             }
             exp_avg_top_kept[b] = exp_avg_top;
             exp_avg_sq_top_kept[b] = exp_avg_sq_top;
@@ -134,6 +207,18 @@ struct adamw_float32 {
             store(exp_avg_sq_scale_at + b, exp_avg_sq_up - 0x20000000 >> 14);
         }
 
+        // -- elements: decode, update  (specs/adamw.py)
+        if constexpr (apart<Weight>()) for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
+                const F exp_avg = load(exp_avg_kept + i);
+                const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
+                update_weight(i, exp_avg, exp_avg_sq_value, noise);
+            }
+        }
+
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
@@ -151,19 +236,22 @@ struct adamw_float32 {
     }
 };
 
-template <class Grad>
-struct adamw_float32_small {
+template <class Weight, class Grad>
+struct adamw_small_kernel {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}});
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];           // float32 [n]  read and written
+        Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];     // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
+        float *__restrict exp_avg_at = (float *)at[parts<Weight>() + 1];     // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[parts<Weight>() + 2];  // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -171,13 +259,15 @@ struct adamw_float32_small {
         const F scalar_2(scalars[4]);
         const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
+        Words<adamw_small_kernel> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int i = 0; i < count; i += W) {
+            const auto noise = words.at(i);
             const F g = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
@@ -185,18 +275,21 @@ struct adamw_float32_small {
             const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
-            store(p_at + i, p_3);
+            weight.encode(i, p_3, noise);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
         }
     }
 };
 
-template <class Grad>
-struct adamw_bfloat16 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2), SCALARS = 7;
+template <class Weight, class Grad>
+struct adamw_amsgrad_kernel {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = NOISE.mask({P});
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3 + count(KEPT)), SCALARS = 8;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}});
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
                      const float *scalars, int32_t step_key, int32_t stream_key) {
@@ -206,443 +299,21 @@ struct adamw_bfloat16 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];               // bfloat16 [n]  read and written
+        Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];        // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[3];     // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];     // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[5];  // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_sq_scale_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
-        const F beta1(scalars[0]);
-        const F one_minus_lr_times_weight_decay(scalars[1]);
-        const F one_minus_beta1_times_grad_scale(scalars[2]);
-        const F scalar_2(scalars[3]);
-        const F scalar_3(scalars[4]);
-        const F scalar_4(scalars[5]);
-        const F scalar_5(scalars[6]);
-        alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float exp_avg_sq_value_kept[TILE];
-        alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_sq_scale_mul_2_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_scale_bitcast_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_sq_divisor_mul_kept[TILE / BLOCK];
-        I exp_avg_top_kept[TILE / BLOCK];
-        I exp_avg_sq_top_kept[TILE / BLOCK];
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
-            const I16 exp_avg_sq_scale = raw(exp_avg_sq_scale_at + b);
-            const I exp_avg_sq_scale_and = to_int(exp_avg_sq_scale) & 0xffff;
-            const I exp_avg_sq_scale_bits = min(I(0x5f7ffff0), (exp_avg_sq_scale_and << 14) + 0x20000000);
-            const I exp_avg_sq_scale_bits_2 = where(exp_avg_sq_scale_and == 0xffff, I(0x7fc00000), exp_avg_sq_scale_bits);
-            const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_scale_and == 0, I(0), exp_avg_sq_scale_bits_2));
-            const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
-            const F exp_avg_sq_scale_mul = scalar_3 * exp_avg_sq_scale_2;
-            const F exp_avg_sq_scale_mul_2 = exp_avg_sq_scale_mul * -8388608.0f;
-            const I exp_avg_sq_scale_bitcast = bits(exp_avg_sq_scale_mul * 0.4990234375f);
-            store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
-            store(exp_avg_sq_scale_mul_kept + b, exp_avg_sq_scale_mul);
-            store(exp_avg_sq_scale_mul_2_kept + b, exp_avg_sq_scale_mul_2);
-            store(exp_avg_sq_scale_bitcast_kept + b, exp_avg_sq_scale_bitcast);
-        }
-
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
-            fetch<BLOCK>(weight_low_at, b);
-            const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
-            const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
-            const F exp_avg_sq_scale_mul_2(exp_avg_sq_scale_mul_2_kept[b]);
-            const I exp_avg_sq_scale_bitcast(exp_avg_sq_scale_bitcast_kept[b]);
-            I exp_avg_top(INT32_MIN);
-            I exp_avg_sq_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
-                const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
-                const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
-                const F g_cast = g_stored;
-                // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
-                const F exp_avg_sq_scale_bitcast_2 = as_float(max(bits(fma(counter(exp_avg_sq_code), exp_avg_sq_scale_mul, exp_avg_sq_scale_mul_2)), exp_avg_sq_scale_bitcast));
-                // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_bitcast_2 * exp_avg_sq_scale_bitcast_2);
-                const F exp_avg_sq_value = sqrt(exp_avg_sq);
-                const F exp_avg_abs = abs(exp_avg);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_abs), i, end);
-                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(abs(exp_avg_sq_value)), i, end);
-                store(exp_avg_kept + i, exp_avg);
-                store(exp_avg_sq_value_kept + i, exp_avg_sq_value);
-            }
-            exp_avg_top_kept[b] = exp_avg_top;
-            exp_avg_sq_top_kept[b] = exp_avg_sq_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
-            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
-            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
-            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            const I exp_avg_sq_up = where(exp_avg_sq_top < 0x7f800000, max(I(0x24800000), exp_avg_sq_top) + 16383, I(0x5fffc000));
-            const I exp_avg_sq_divisor = min(I(0x5f7ffff0), exp_avg_sq_up & 0x7fffc000);
-            const F exp_avg_sq_divisor_mul = 255.0f / as_float(exp_avg_sq_divisor);
-            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
-            store(exp_avg_sq_divisor_mul_kept + b, exp_avg_sq_divisor_mul);
-            store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
-            store(exp_avg_sq_scale_at + b, exp_avg_sq_up - 0x20000000 >> 14);
-        }
-
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, nearest
-                const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_value, scalar_4, scalar_5), p_2);
-                const I p_word = bits_or_nan(p_3) + 0x8080;
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
-            }
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
-            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
-            const F exp_avg_sq_divisor_mul(exp_avg_sq_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
-                store(exp_avg_codes_at + i, bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 12583040.0f)));
-                store(exp_avg_sq_codes_at + i, bits(fma(exp_avg_sq_divisor_mul, exp_avg_sq_value, 12582912.0f)));
-            }
-        }
-    }
-};
-
-template <class Grad>
-struct adamw_bfloat16_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];         // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];  // uint8 [n]  read and written
-        float *__restrict exp_avg_at = (float *)at[3];         // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[4];      // float32 [n]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[2]);
-        const F one_minus_beta1_times_grad_scale(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F scalar_4(scalars[6]);
-
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F exp_avg = load(exp_avg_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, nearest
-            const F g_cast = g_stored;
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
-            // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
-            // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
-            const I p_word = bits_or_nan(p_3) + 0x8080;
-            store_half<2>(p_at + i, p_word);
-            store_byte<1>(weight_low_at + i, p_word);
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-        }
-    }
-};
-
-template <class Grad>
-struct adamw_float16 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2), SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];               // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];        // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[3];     // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];     // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[5];  // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_sq_scale_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
-        const F beta1(scalars[0]);
-        const F one_minus_lr_times_weight_decay(scalars[1]);
-        const F one_minus_beta1_times_grad_scale(scalars[2]);
-        const F scalar_2(scalars[3]);
-        const F scalar_3(scalars[4]);
-        const F scalar_4(scalars[5]);
-        const F scalar_5(scalars[6]);
-        alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float exp_avg_sq_value_kept[TILE];
-        alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_sq_scale_mul_2_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_scale_bitcast_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_sq_divisor_mul_kept[TILE / BLOCK];
-        I exp_avg_top_kept[TILE / BLOCK];
-        I exp_avg_sq_top_kept[TILE / BLOCK];
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
-            const I16 exp_avg_sq_scale = raw(exp_avg_sq_scale_at + b);
-            const I exp_avg_sq_scale_and = to_int(exp_avg_sq_scale) & 0xffff;
-            const I exp_avg_sq_scale_bits = min(I(0x5f7ffff0), (exp_avg_sq_scale_and << 14) + 0x20000000);
-            const I exp_avg_sq_scale_bits_2 = where(exp_avg_sq_scale_and == 0xffff, I(0x7fc00000), exp_avg_sq_scale_bits);
-            const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_scale_and == 0, I(0), exp_avg_sq_scale_bits_2));
-            const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
-            const F exp_avg_sq_scale_mul = scalar_3 * exp_avg_sq_scale_2;
-            const F exp_avg_sq_scale_mul_2 = exp_avg_sq_scale_mul * -8388608.0f;
-            const I exp_avg_sq_scale_bitcast = bits(exp_avg_sq_scale_mul * 0.4990234375f);
-            store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
-            store(exp_avg_sq_scale_mul_kept + b, exp_avg_sq_scale_mul);
-            store(exp_avg_sq_scale_mul_2_kept + b, exp_avg_sq_scale_mul_2);
-            store(exp_avg_sq_scale_bitcast_kept + b, exp_avg_sq_scale_bitcast);
-        }
-
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
-            fetch<BLOCK>(weight_low_at, b);
-            const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
-            const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
-            const F exp_avg_sq_scale_mul_2(exp_avg_sq_scale_mul_2_kept[b]);
-            const I exp_avg_sq_scale_bitcast(exp_avg_sq_scale_bitcast_kept[b]);
-            I exp_avg_top(INT32_MIN);
-            I exp_avg_sq_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
-                const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
-                const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
-                const F g_cast = g_stored;
-                // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
-                const F exp_avg_sq_scale_bitcast_2 = as_float(max(bits(fma(counter(exp_avg_sq_code), exp_avg_sq_scale_mul, exp_avg_sq_scale_mul_2)), exp_avg_sq_scale_bitcast));
-                // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_bitcast_2 * exp_avg_sq_scale_bitcast_2);
-                const F exp_avg_sq_value = sqrt(exp_avg_sq);
-                const F exp_avg_abs = abs(exp_avg);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_abs), i, end);
-                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(abs(exp_avg_sq_value)), i, end);
-                store(exp_avg_kept + i, exp_avg);
-                store(exp_avg_sq_value_kept + i, exp_avg_sq_value);
-            }
-            exp_avg_top_kept[b] = exp_avg_top;
-            exp_avg_sq_top_kept[b] = exp_avg_sq_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
-            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
-            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
-            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            const I exp_avg_sq_up = where(exp_avg_sq_top < 0x7f800000, max(I(0x24800000), exp_avg_sq_top) + 16383, I(0x5fffc000));
-            const I exp_avg_sq_divisor = min(I(0x5f7ffff0), exp_avg_sq_up & 0x7fffc000);
-            const F exp_avg_sq_divisor_mul = 255.0f / as_float(exp_avg_sq_divisor);
-            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
-            store(exp_avg_sq_divisor_mul_kept + b, exp_avg_sq_divisor_mul);
-            store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
-            store(exp_avg_sq_scale_at + b, exp_avg_sq_up - 0x20000000 >> 14);
-        }
-
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const I p_high = extend16(extend16(to_int(p_stored)));
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low - 128;
-                const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 0x38000000;
-                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-                // f16 and 8 more bits, nearest
-                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_value, scalar_4, scalar_5), p_2);
-                const I p_bitcast = bits(p_3);
-                const I p_sign = p_bitcast >> 16 & 0x8000;
-                const I p_magnitude = p_bitcast & 0x7fffffff;
-                const F p_magnitude_bitcast = as_float(p_magnitude);
-                const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-                const I p_subnormal_2 = to_int(137438953472.0f * p_magnitude_bitcast);
-                const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-                const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased);
-                const I p_wide_2 = lshr(p_fixed + 16, 5);
-                const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
-                const I p_kept_ = p_word;
-                store(p_at + i, p_sign | p_word >> 8);
-                store(weight_low_at + i, p_kept_);
-            }
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
-            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
-            const F exp_avg_sq_divisor_mul(exp_avg_sq_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
-                store(exp_avg_codes_at + i, bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 12583040.0f)));
-                store(exp_avg_sq_codes_at + i, bits(fma(exp_avg_sq_divisor_mul, exp_avg_sq_value, 12582912.0f)));
-            }
-        }
-    }
-};
-
-template <class Grad>
-struct adamw_float16_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];         // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];  // uint8 [n]  read and written
-        float *__restrict exp_avg_at = (float *)at[3];         // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[4];      // float32 [n]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[2]);
-        const F one_minus_beta1_times_grad_scale(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F scalar_4(scalars[6]);
-
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F exp_avg = load(exp_avg_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const I p_high = extend16(extend16(to_int(p_stored)));
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low - 128;
-            const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 0x38000000;
-            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-            // f16 and 8 more bits, nearest
-            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-            const F g_cast = g_stored;
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
-            // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
-            const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
-            // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
-            const I p_bitcast = bits(p_3);
-            const I p_sign = p_bitcast >> 16 & 0x8000;
-            const I p_magnitude = p_bitcast & 0x7fffffff;
-            const F p_magnitude_bitcast = as_float(p_magnitude);
-            const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-            const I p_subnormal_2 = to_int(137438953472.0f * p_magnitude_bitcast);
-            const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-            const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased);
-            const I p_wide_2 = lshr(p_fixed + 16, 5);
-            const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
-            const I p_kept_ = p_word;
-            store(p_at + i, p_sign | p_word >> 8);
-            store(weight_low_at + i, p_kept_);
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-        }
-    }
-};
-
-template <class Grad>
-struct adamw_float32_amsgrad {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3), SCALARS = 8;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];                         // float32 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[2];         // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[3];         // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[4];      // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_sq_scale_at = (int16_t *)at[5];      // int16 [blocks of 64]  read and written
-        uint8_t *__restrict max_exp_avg_sq_codes_at = (uint8_t *)at[6];  // uint8 [n]  read and written
-        int16_t *__restrict max_exp_avg_sq_scale_at = (int16_t *)at[7];  // int16 [blocks of 64]  read and written
+        // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[parts<Weight>() + 1];
+        // int16 [blocks of 64]  read and written
+        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[parts<Weight>() + 2];
+        // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[parts<Weight>() + 3];
+        // int16 [blocks of 64]  read and written
+        int16_t *__restrict exp_avg_sq_scale_at = (int16_t *)at[parts<Weight>() + 4];
+        // uint8 [n]  read and written
+        uint8_t *__restrict max_exp_avg_sq_codes_at = (uint8_t *)at[parts<Weight>() + 5];
+        // int16 [blocks of 64]  read and written
+        int16_t *__restrict max_exp_avg_sq_scale_at = (int16_t *)at[parts<Weight>() + 6];
         const F beta1(scalars[0]);
         const F sqrt_1p5378693166672797em05(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -652,8 +323,8 @@ struct adamw_float32_amsgrad {
         const F scalar_5(scalars[6]);
         const F scalar_6(scalars[7]);
         alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float exp_avg_sq_value_kept[TILE];
         alignas(64) float max_exp_avg_sq_value_kept[TILE];
+        alignas(64) float exp_avg_sq_value_kept[TILE];
         alignas(64) float max_exp_avg_sq_scale_mul_kept[TILE / BLOCK];
         alignas(64) float max_exp_avg_sq_scale_mul_2_kept[TILE / BLOCK];
         alignas(64) int32_t max_exp_avg_sq_scale_bitcast_kept[TILE / BLOCK];
@@ -667,6 +338,7 @@ struct adamw_float32_amsgrad {
         I exp_avg_top_kept[TILE / BLOCK];
         I exp_avg_sq_top_kept[TILE / BLOCK];
         I max_exp_avg_sq_top_kept[TILE / BLOCK];
+        Words<adamw_amsgrad_kernel> words(BLOCK * blocks, first, stream_key, step_key);
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
@@ -700,11 +372,18 @@ struct adamw_float32_amsgrad {
             store(exp_avg_sq_scale_bitcast_kept + b, exp_avg_sq_scale_bitcast);
         }
 
+        const auto update_weight = [&](int i, F exp_avg, F max_exp_avg_sq_value, const auto &noise) {
+            const F p = weight.decode(i);
+            const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
+            // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+            const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_value, scalar_5, scalar_6), p_2);
+            weight.encode(i, p_3, noise);
+        };
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch_weight<BLOCK>(weight, b);
+            if constexpr (!apart<Weight>()) { fetch<BLOCK>(g_at, b + TILE / BLOCK); fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK); }
             const F max_exp_avg_sq_scale_mul(max_exp_avg_sq_scale_mul_kept[b]);
             const F max_exp_avg_sq_scale_mul_2(max_exp_avg_sq_scale_mul_2_kept[b]);
             const I max_exp_avg_sq_scale_bitcast(max_exp_avg_sq_scale_bitcast_kept[b]);
@@ -717,6 +396,7 @@ struct adamw_float32_amsgrad {
             I max_exp_avg_sq_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const auto noise = words.at(i);
                 const F g = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
@@ -726,7 +406,6 @@ struct adamw_float32_amsgrad {
                 // 8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
                 const F max_exp_avg_sq = max_exp_avg_sq_scale_bitcast_2 * max_exp_avg_sq_scale_bitcast_2;
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
-                const F p = load(p_at + i);
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
                 const F exp_avg_sq_scale_bitcast_2 = as_float(max(bits(fma(counter(exp_avg_sq_code), exp_avg_sq_scale_mul, exp_avg_sq_scale_mul_2)), exp_avg_sq_scale_bitcast));
@@ -735,18 +414,17 @@ struct adamw_float32_amsgrad {
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq);
                 const F max_exp_avg_sq_value = sqrt(max_exp_avg_sq_2);
-                const F p_2 = one_minus_lr_times_weight_decay * p;           // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_value, scalar_5, scalar_6), p_2);
                 const F exp_avg_abs = abs(exp_avg);
                 const F exp_avg_sq_value = sqrt(exp_avg_sq);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_abs), i, end);
                 exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(abs(exp_avg_sq_value)), i, end);
                 max_exp_avg_sq_top = larger<RAGGED>(max_exp_avg_sq_top, bits(abs(max_exp_avg_sq_value)), i, end);
+                words.keep(noise, i);
                 store(exp_avg_kept + i, exp_avg);
-                store(exp_avg_sq_value_kept + i, exp_avg_sq_value);
                 store(max_exp_avg_sq_value_kept + i, max_exp_avg_sq_value);
-                store(p_at + i, p_3);
+                store(exp_avg_sq_value_kept + i, exp_avg_sq_value);
+                if constexpr (!apart<Weight>())
+                    update_weight(i, exp_avg, max_exp_avg_sq_value, noise);
             }
             exp_avg_top_kept[b] = exp_avg_top;
             exp_avg_sq_top_kept[b] = exp_avg_sq_top;
@@ -776,9 +454,21 @@ struct adamw_float32_amsgrad {
             store(max_exp_avg_sq_scale_at + b, max_exp_avg_sq_up - 0x20000000 >> 14);
         }
 
+        // -- elements: decode, update  (specs/adamw.py)
+        if constexpr (apart<Weight>()) for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
+                const F exp_avg = load(exp_avg_kept + i);
+                const F max_exp_avg_sq_value = load(max_exp_avg_sq_value_kept + i);
+                update_weight(i, exp_avg, max_exp_avg_sq_value, noise);
+            }
+        }
+
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             fetch<BLOCK>(max_exp_avg_sq_codes_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
@@ -797,20 +487,23 @@ struct adamw_float32_amsgrad {
     }
 };
 
-template <class Grad>
-struct adamw_float32_amsgrad_small {
+template <class Weight, class Grad>
+struct adamw_amsgrad_small_kernel {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}});
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];               // float32 [n]  read and written
+        Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];         // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];      // float32 [n]  read and written
-        float *__restrict max_exp_avg_sq_at = (float *)at[4];  // float32 [n]  read and written
+        float *__restrict exp_avg_at = (float *)at[parts<Weight>() + 1];         // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[parts<Weight>() + 2];      // float32 [n]  read and written
+        float *__restrict max_exp_avg_sq_at = (float *)at[parts<Weight>() + 3];  // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -818,14 +511,16 @@ struct adamw_float32_amsgrad_small {
         const F scalar_2(scalars[4]);
         const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
+        Words<adamw_amsgrad_small_kernel> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int i = 0; i < count; i += W) {
+            const auto noise = words.at(i);
             const F g = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F max_exp_avg_sq = load(max_exp_avg_sq_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
@@ -835,7 +530,7 @@ struct adamw_float32_amsgrad_small {
             const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
-            store(p_at + i, p_3);
+            weight.encode(i, p_3, noise);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
             store(max_exp_avg_sq_at + i, max_exp_avg_sq_2);
@@ -843,531 +538,18 @@ struct adamw_float32_amsgrad_small {
     }
 };
 
-template <class Grad>
-struct adamw_bfloat16_amsgrad {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3), SCALARS = 8;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                   // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];            // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[3];         // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];         // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[5];      // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_sq_scale_at = (int16_t *)at[6];      // int16 [blocks of 64]  read and written
-        uint8_t *__restrict max_exp_avg_sq_codes_at = (uint8_t *)at[7];  // uint8 [n]  read and written
-        int16_t *__restrict max_exp_avg_sq_scale_at = (int16_t *)at[8];  // int16 [blocks of 64]  read and written
-        const F beta1(scalars[0]);
-        const F sqrt_1p5378693166672797em05(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[2]);
-        const F one_minus_beta1_times_grad_scale(scalars[3]);
-        const F scalar_3(scalars[4]);
-        const F scalar_4(scalars[5]);
-        const F scalar_5(scalars[6]);
-        const F scalar_6(scalars[7]);
-        alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float max_exp_avg_sq_value_kept[TILE];
-        alignas(64) float exp_avg_sq_value_kept[TILE];
-        alignas(64) float max_exp_avg_sq_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float max_exp_avg_sq_scale_mul_2_kept[TILE / BLOCK];
-        alignas(64) int32_t max_exp_avg_sq_scale_bitcast_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_sq_scale_mul_2_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_scale_bitcast_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_sq_divisor_mul_kept[TILE / BLOCK];
-        alignas(64) float max_exp_avg_sq_divisor_mul_kept[TILE / BLOCK];
-        I exp_avg_top_kept[TILE / BLOCK];
-        I exp_avg_sq_top_kept[TILE / BLOCK];
-        I max_exp_avg_sq_top_kept[TILE / BLOCK];
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
-            const I16 max_exp_avg_sq_scale = raw(max_exp_avg_sq_scale_at + b);
-            const I max_exp_avg_sq_scale_and = to_int(max_exp_avg_sq_scale) & 0xffff;
-            const I max_exp_avg_sq_scale_bits = min(I(0x5f7ffff0), (max_exp_avg_sq_scale_and << 14) + 0x20000000);
-            const I max_exp_avg_sq_scale_bits_2 = where(max_exp_avg_sq_scale_and == 0xffff, I(0x7fc00000), max_exp_avg_sq_scale_bits);
-            const F max_exp_avg_sq_scale_2 = as_float(where(max_exp_avg_sq_scale_and == 0, I(0), max_exp_avg_sq_scale_bits_2));
-            const F max_exp_avg_sq_scale_mul = sqrt_1p5378693166672797em05 * max_exp_avg_sq_scale_2;
-            const F max_exp_avg_sq_scale_mul_2 = max_exp_avg_sq_scale_mul * -8388608.0f;
-            const I max_exp_avg_sq_scale_bitcast = bits(max_exp_avg_sq_scale_mul * 0.4990234375f);
-            const I16 exp_avg_sq_scale = raw(exp_avg_sq_scale_at + b);
-            const I exp_avg_sq_scale_and = to_int(exp_avg_sq_scale) & 0xffff;
-            const I exp_avg_sq_scale_bits = min(I(0x5f7ffff0), (exp_avg_sq_scale_and << 14) + 0x20000000);
-            const I exp_avg_sq_scale_bits_2 = where(exp_avg_sq_scale_and == 0xffff, I(0x7fc00000), exp_avg_sq_scale_bits);
-            const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_scale_and == 0, I(0), exp_avg_sq_scale_bits_2));
-            const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
-            const F exp_avg_sq_scale_mul = scalar_4 * exp_avg_sq_scale_2;
-            const F exp_avg_sq_scale_mul_2 = exp_avg_sq_scale_mul * -8388608.0f;
-            const I exp_avg_sq_scale_bitcast = bits(exp_avg_sq_scale_mul * 0.4990234375f);
-            store(max_exp_avg_sq_scale_mul_kept + b, max_exp_avg_sq_scale_mul);
-            store(max_exp_avg_sq_scale_mul_2_kept + b, max_exp_avg_sq_scale_mul_2);
-            store(max_exp_avg_sq_scale_bitcast_kept + b, max_exp_avg_sq_scale_bitcast);
-            store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
-            store(exp_avg_sq_scale_mul_kept + b, exp_avg_sq_scale_mul);
-            store(exp_avg_sq_scale_mul_2_kept + b, exp_avg_sq_scale_mul_2);
-            store(exp_avg_sq_scale_bitcast_kept + b, exp_avg_sq_scale_bitcast);
-        }
-
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
-            fetch<BLOCK>(weight_low_at, b);
-            const F max_exp_avg_sq_scale_mul(max_exp_avg_sq_scale_mul_kept[b]);
-            const F max_exp_avg_sq_scale_mul_2(max_exp_avg_sq_scale_mul_2_kept[b]);
-            const I max_exp_avg_sq_scale_bitcast(max_exp_avg_sq_scale_bitcast_kept[b]);
-            const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
-            const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
-            const F exp_avg_sq_scale_mul_2(exp_avg_sq_scale_mul_2_kept[b]);
-            const I exp_avg_sq_scale_bitcast(exp_avg_sq_scale_bitcast_kept[b]);
-            I exp_avg_top(INT32_MIN);
-            I exp_avg_sq_top(INT32_MIN);
-            I max_exp_avg_sq_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
-                const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
-                const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_codes_at + i);
-                const F max_exp_avg_sq_scale_bitcast_2 = as_float(max(bits(fma(counter(max_exp_avg_sq_code), max_exp_avg_sq_scale_mul, max_exp_avg_sq_scale_mul_2)), max_exp_avg_sq_scale_bitcast));
-                // 8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
-                const F max_exp_avg_sq = max_exp_avg_sq_scale_bitcast_2 * max_exp_avg_sq_scale_bitcast_2;
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
-                const F g_cast = g_stored;
-                // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
-                const F exp_avg_sq_scale_bitcast_2 = as_float(max(bits(fma(counter(exp_avg_sq_code), exp_avg_sq_scale_mul, exp_avg_sq_scale_mul_2)), exp_avg_sq_scale_bitcast));
-                // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_3 * g_cast, g_cast, exp_avg_sq_scale_bitcast_2 * exp_avg_sq_scale_bitcast_2);
-                // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-                const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq);
-                const F max_exp_avg_sq_value = sqrt(max_exp_avg_sq_2);
-                const F exp_avg_abs = abs(exp_avg);
-                const F exp_avg_sq_value = sqrt(exp_avg_sq);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_abs), i, end);
-                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(abs(exp_avg_sq_value)), i, end);
-                max_exp_avg_sq_top = larger<RAGGED>(max_exp_avg_sq_top, bits(abs(max_exp_avg_sq_value)), i, end);
-                store(exp_avg_kept + i, exp_avg);
-                store(max_exp_avg_sq_value_kept + i, max_exp_avg_sq_value);
-                store(exp_avg_sq_value_kept + i, exp_avg_sq_value);
-            }
-            exp_avg_top_kept[b] = exp_avg_top;
-            exp_avg_sq_top_kept[b] = exp_avg_sq_top;
-            max_exp_avg_sq_top_kept[b] = max_exp_avg_sq_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
-            const I max_exp_avg_sq_top = largest(max_exp_avg_sq_top_kept + b);
-            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
-            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
-            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            const I exp_avg_sq_up = where(exp_avg_sq_top < 0x7f800000, max(I(0x24800000), exp_avg_sq_top) + 16383, I(0x5fffc000));
-            const I exp_avg_sq_divisor = min(I(0x5f7ffff0), exp_avg_sq_up & 0x7fffc000);
-            const F exp_avg_sq_divisor_mul = 255.0f / as_float(exp_avg_sq_divisor);
-            const I max_exp_avg_sq_up = where(max_exp_avg_sq_top < 0x7f800000, max(I(0x24800000), max_exp_avg_sq_top) + 16383, I(0x5fffc000));
-            const I max_exp_avg_sq_divisor = min(I(0x5f7ffff0), max_exp_avg_sq_up & 0x7fffc000);
-            const F max_exp_avg_sq_divisor_mul = 255.0f / as_float(max_exp_avg_sq_divisor);
-            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
-            store(exp_avg_sq_divisor_mul_kept + b, exp_avg_sq_divisor_mul);
-            store(max_exp_avg_sq_divisor_mul_kept + b, max_exp_avg_sq_divisor_mul);
-            store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
-            store(exp_avg_sq_scale_at + b, exp_avg_sq_up - 0x20000000 >> 14);
-            store(max_exp_avg_sq_scale_at + b, max_exp_avg_sq_up - 0x20000000 >> 14);
-        }
-
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F max_exp_avg_sq_value = load(max_exp_avg_sq_value_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, nearest
-                const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_value, scalar_5, scalar_6), p_2);
-                const I p_word = bits_or_nan(p_3) + 0x8080;
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
-            }
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
-            fetch<BLOCK>(max_exp_avg_sq_codes_at, b + TILE / BLOCK);
-            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
-            const F exp_avg_sq_divisor_mul(exp_avg_sq_divisor_mul_kept[b]);
-            const F max_exp_avg_sq_divisor_mul(max_exp_avg_sq_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
-                const F max_exp_avg_sq_value = load(max_exp_avg_sq_value_kept + i);
-                store(exp_avg_codes_at + i, bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 12583040.0f)));
-                store(exp_avg_sq_codes_at + i, bits(fma(exp_avg_sq_divisor_mul, exp_avg_sq_value, 12582912.0f)));
-                store(max_exp_avg_sq_codes_at + i, bits(fma(max_exp_avg_sq_divisor_mul, max_exp_avg_sq_value, 12582912.0f)));
-            }
-        }
-    }
-};
-
-template <class Grad>
-struct adamw_bfloat16_amsgrad_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];         // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];  // uint8 [n]  read and written
-        float *__restrict exp_avg_at = (float *)at[3];         // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[4];      // float32 [n]  read and written
-        float *__restrict max_exp_avg_sq_at = (float *)at[5];  // float32 [n]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[2]);
-        const F one_minus_beta1_times_grad_scale(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F scalar_4(scalars[6]);
-
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F exp_avg = load(exp_avg_at + i);
-            const F max_exp_avg_sq = load(max_exp_avg_sq_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, nearest
-            const F g_cast = g_stored;
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
-            // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
-            // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-            const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
-            // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
-            const I p_word = bits_or_nan(p_3) + 0x8080;
-            store_half<2>(p_at + i, p_word);
-            store_byte<1>(weight_low_at + i, p_word);
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-            store(max_exp_avg_sq_at + i, max_exp_avg_sq_2);
-        }
-    }
-};
-
-template <class Grad>
-struct adamw_float16_amsgrad {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3), SCALARS = 8;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                   // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];            // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[3];         // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];         // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[5];      // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_sq_scale_at = (int16_t *)at[6];      // int16 [blocks of 64]  read and written
-        uint8_t *__restrict max_exp_avg_sq_codes_at = (uint8_t *)at[7];  // uint8 [n]  read and written
-        int16_t *__restrict max_exp_avg_sq_scale_at = (int16_t *)at[8];  // int16 [blocks of 64]  read and written
-        const F beta1(scalars[0]);
-        const F sqrt_1p5378693166672797em05(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[2]);
-        const F one_minus_beta1_times_grad_scale(scalars[3]);
-        const F scalar_3(scalars[4]);
-        const F scalar_4(scalars[5]);
-        const F scalar_5(scalars[6]);
-        const F scalar_6(scalars[7]);
-        alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float max_exp_avg_sq_value_kept[TILE];
-        alignas(64) float exp_avg_sq_value_kept[TILE];
-        alignas(64) float max_exp_avg_sq_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float max_exp_avg_sq_scale_mul_2_kept[TILE / BLOCK];
-        alignas(64) int32_t max_exp_avg_sq_scale_bitcast_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_sq_scale_mul_2_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_scale_bitcast_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_sq_divisor_mul_kept[TILE / BLOCK];
-        alignas(64) float max_exp_avg_sq_divisor_mul_kept[TILE / BLOCK];
-        I exp_avg_top_kept[TILE / BLOCK];
-        I exp_avg_sq_top_kept[TILE / BLOCK];
-        I max_exp_avg_sq_top_kept[TILE / BLOCK];
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
-            const I16 max_exp_avg_sq_scale = raw(max_exp_avg_sq_scale_at + b);
-            const I max_exp_avg_sq_scale_and = to_int(max_exp_avg_sq_scale) & 0xffff;
-            const I max_exp_avg_sq_scale_bits = min(I(0x5f7ffff0), (max_exp_avg_sq_scale_and << 14) + 0x20000000);
-            const I max_exp_avg_sq_scale_bits_2 = where(max_exp_avg_sq_scale_and == 0xffff, I(0x7fc00000), max_exp_avg_sq_scale_bits);
-            const F max_exp_avg_sq_scale_2 = as_float(where(max_exp_avg_sq_scale_and == 0, I(0), max_exp_avg_sq_scale_bits_2));
-            const F max_exp_avg_sq_scale_mul = sqrt_1p5378693166672797em05 * max_exp_avg_sq_scale_2;
-            const F max_exp_avg_sq_scale_mul_2 = max_exp_avg_sq_scale_mul * -8388608.0f;
-            const I max_exp_avg_sq_scale_bitcast = bits(max_exp_avg_sq_scale_mul * 0.4990234375f);
-            const I16 exp_avg_sq_scale = raw(exp_avg_sq_scale_at + b);
-            const I exp_avg_sq_scale_and = to_int(exp_avg_sq_scale) & 0xffff;
-            const I exp_avg_sq_scale_bits = min(I(0x5f7ffff0), (exp_avg_sq_scale_and << 14) + 0x20000000);
-            const I exp_avg_sq_scale_bits_2 = where(exp_avg_sq_scale_and == 0xffff, I(0x7fc00000), exp_avg_sq_scale_bits);
-            const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_scale_and == 0, I(0), exp_avg_sq_scale_bits_2));
-            const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
-            const F exp_avg_sq_scale_mul = scalar_4 * exp_avg_sq_scale_2;
-            const F exp_avg_sq_scale_mul_2 = exp_avg_sq_scale_mul * -8388608.0f;
-            const I exp_avg_sq_scale_bitcast = bits(exp_avg_sq_scale_mul * 0.4990234375f);
-            store(max_exp_avg_sq_scale_mul_kept + b, max_exp_avg_sq_scale_mul);
-            store(max_exp_avg_sq_scale_mul_2_kept + b, max_exp_avg_sq_scale_mul_2);
-            store(max_exp_avg_sq_scale_bitcast_kept + b, max_exp_avg_sq_scale_bitcast);
-            store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
-            store(exp_avg_sq_scale_mul_kept + b, exp_avg_sq_scale_mul);
-            store(exp_avg_sq_scale_mul_2_kept + b, exp_avg_sq_scale_mul_2);
-            store(exp_avg_sq_scale_bitcast_kept + b, exp_avg_sq_scale_bitcast);
-        }
-
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
-            fetch<BLOCK>(weight_low_at, b);
-            const F max_exp_avg_sq_scale_mul(max_exp_avg_sq_scale_mul_kept[b]);
-            const F max_exp_avg_sq_scale_mul_2(max_exp_avg_sq_scale_mul_2_kept[b]);
-            const I max_exp_avg_sq_scale_bitcast(max_exp_avg_sq_scale_bitcast_kept[b]);
-            const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
-            const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
-            const F exp_avg_sq_scale_mul_2(exp_avg_sq_scale_mul_2_kept[b]);
-            const I exp_avg_sq_scale_bitcast(exp_avg_sq_scale_bitcast_kept[b]);
-            I exp_avg_top(INT32_MIN);
-            I exp_avg_sq_top(INT32_MIN);
-            I max_exp_avg_sq_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
-                const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
-                const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_codes_at + i);
-                const F max_exp_avg_sq_scale_bitcast_2 = as_float(max(bits(fma(counter(max_exp_avg_sq_code), max_exp_avg_sq_scale_mul, max_exp_avg_sq_scale_mul_2)), max_exp_avg_sq_scale_bitcast));
-                // 8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
-                const F max_exp_avg_sq = max_exp_avg_sq_scale_bitcast_2 * max_exp_avg_sq_scale_bitcast_2;
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
-                const F g_cast = g_stored;
-                // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
-                const F exp_avg_sq_scale_bitcast_2 = as_float(max(bits(fma(counter(exp_avg_sq_code), exp_avg_sq_scale_mul, exp_avg_sq_scale_mul_2)), exp_avg_sq_scale_bitcast));
-                // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_3 * g_cast, g_cast, exp_avg_sq_scale_bitcast_2 * exp_avg_sq_scale_bitcast_2);
-                // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-                const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq);
-                const F max_exp_avg_sq_value = sqrt(max_exp_avg_sq_2);
-                const F exp_avg_abs = abs(exp_avg);
-                const F exp_avg_sq_value = sqrt(exp_avg_sq);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_abs), i, end);
-                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(abs(exp_avg_sq_value)), i, end);
-                max_exp_avg_sq_top = larger<RAGGED>(max_exp_avg_sq_top, bits(abs(max_exp_avg_sq_value)), i, end);
-                store(exp_avg_kept + i, exp_avg);
-                store(max_exp_avg_sq_value_kept + i, max_exp_avg_sq_value);
-                store(exp_avg_sq_value_kept + i, exp_avg_sq_value);
-            }
-            exp_avg_top_kept[b] = exp_avg_top;
-            exp_avg_sq_top_kept[b] = exp_avg_sq_top;
-            max_exp_avg_sq_top_kept[b] = max_exp_avg_sq_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
-            const I max_exp_avg_sq_top = largest(max_exp_avg_sq_top_kept + b);
-            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
-            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
-            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            const I exp_avg_sq_up = where(exp_avg_sq_top < 0x7f800000, max(I(0x24800000), exp_avg_sq_top) + 16383, I(0x5fffc000));
-            const I exp_avg_sq_divisor = min(I(0x5f7ffff0), exp_avg_sq_up & 0x7fffc000);
-            const F exp_avg_sq_divisor_mul = 255.0f / as_float(exp_avg_sq_divisor);
-            const I max_exp_avg_sq_up = where(max_exp_avg_sq_top < 0x7f800000, max(I(0x24800000), max_exp_avg_sq_top) + 16383, I(0x5fffc000));
-            const I max_exp_avg_sq_divisor = min(I(0x5f7ffff0), max_exp_avg_sq_up & 0x7fffc000);
-            const F max_exp_avg_sq_divisor_mul = 255.0f / as_float(max_exp_avg_sq_divisor);
-            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
-            store(exp_avg_sq_divisor_mul_kept + b, exp_avg_sq_divisor_mul);
-            store(max_exp_avg_sq_divisor_mul_kept + b, max_exp_avg_sq_divisor_mul);
-            store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
-            store(exp_avg_sq_scale_at + b, exp_avg_sq_up - 0x20000000 >> 14);
-            store(max_exp_avg_sq_scale_at + b, max_exp_avg_sq_up - 0x20000000 >> 14);
-        }
-
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F max_exp_avg_sq_value = load(max_exp_avg_sq_value_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const I p_high = extend16(extend16(to_int(p_stored)));
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low - 128;
-                const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 0x38000000;
-                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-                // f16 and 8 more bits, nearest
-                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_value, scalar_5, scalar_6), p_2);
-                const I p_bitcast = bits(p_3);
-                const I p_sign = p_bitcast >> 16 & 0x8000;
-                const I p_magnitude = p_bitcast & 0x7fffffff;
-                const F p_magnitude_bitcast = as_float(p_magnitude);
-                const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-                const I p_subnormal_2 = to_int(137438953472.0f * p_magnitude_bitcast);
-                const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-                const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased);
-                const I p_wide_2 = lshr(p_fixed + 16, 5);
-                const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
-                const I p_kept_ = p_word;
-                store(p_at + i, p_sign | p_word >> 8);
-                store(weight_low_at + i, p_kept_);
-            }
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
-            fetch<BLOCK>(max_exp_avg_sq_codes_at, b + TILE / BLOCK);
-            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
-            const F exp_avg_sq_divisor_mul(exp_avg_sq_divisor_mul_kept[b]);
-            const F max_exp_avg_sq_divisor_mul(max_exp_avg_sq_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
-                const F max_exp_avg_sq_value = load(max_exp_avg_sq_value_kept + i);
-                store(exp_avg_codes_at + i, bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 12583040.0f)));
-                store(exp_avg_sq_codes_at + i, bits(fma(exp_avg_sq_divisor_mul, exp_avg_sq_value, 12582912.0f)));
-                store(max_exp_avg_sq_codes_at + i, bits(fma(max_exp_avg_sq_divisor_mul, max_exp_avg_sq_value, 12582912.0f)));
-            }
-        }
-    }
-};
-
-template <class Grad>
-struct adamw_float16_amsgrad_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];         // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];  // uint8 [n]  read and written
-        float *__restrict exp_avg_at = (float *)at[3];         // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[4];      // float32 [n]  read and written
-        float *__restrict max_exp_avg_sq_at = (float *)at[5];  // float32 [n]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[2]);
-        const F one_minus_beta1_times_grad_scale(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F scalar_4(scalars[6]);
-
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F exp_avg = load(exp_avg_at + i);
-            const F max_exp_avg_sq = load(max_exp_avg_sq_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const I p_high = extend16(extend16(to_int(p_stored)));
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low - 128;
-            const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 0x38000000;
-            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-            // f16 and 8 more bits, nearest
-            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-            const F g_cast = g_stored;
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
-            // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
-            // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-            const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
-            const F p_2 = one_minus_lr_times_weight_decay * p;             // 30  p = decoupled(p, rate, weight_decay)
-            // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
-            const I p_bitcast = bits(p_3);
-            const I p_sign = p_bitcast >> 16 & 0x8000;
-            const I p_magnitude = p_bitcast & 0x7fffffff;
-            const F p_magnitude_bitcast = as_float(p_magnitude);
-            const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-            const I p_subnormal_2 = to_int(137438953472.0f * p_magnitude_bitcast);
-            const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-            const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased);
-            const I p_wide_2 = lshr(p_fixed + 16, 5);
-            const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
-            const I p_kept_ = p_word;
-            store(p_at + i, p_sign | p_word >> 8);
-            store(weight_low_at + i, p_kept_);
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-            store(max_exp_avg_sq_at + i, max_exp_avg_sq_2);
-        }
-    }
-};
+template <class Grad> using adamw_float32 = adamw_kernel<weight_float32, Grad>;
+template <class Grad> using adamw_float32_small = adamw_small_kernel<weight_float32, Grad>;
+template <class Grad> using adamw_bfloat16 = adamw_kernel<weight_bfloat16, Grad>;
+template <class Grad> using adamw_bfloat16_small = adamw_small_kernel<weight_bfloat16, Grad>;
+template <class Grad> using adamw_float16 = adamw_kernel<weight_float16, Grad>;
+template <class Grad> using adamw_float16_small = adamw_small_kernel<weight_float16, Grad>;
+template <class Grad> using adamw_float32_amsgrad = adamw_amsgrad_kernel<weight_float32, Grad>;
+template <class Grad> using adamw_float32_amsgrad_small = adamw_amsgrad_small_kernel<weight_float32, Grad>;
+template <class Grad> using adamw_bfloat16_amsgrad = adamw_amsgrad_kernel<weight_bfloat16, Grad>;
+template <class Grad> using adamw_bfloat16_amsgrad_small = adamw_amsgrad_small_kernel<weight_bfloat16, Grad>;
+template <class Grad> using adamw_float16_amsgrad = adamw_amsgrad_kernel<weight_float16, Grad>;
+template <class Grad> using adamw_float16_amsgrad_small = adamw_amsgrad_small_kernel<weight_float16, Grad>;
 
 }  // namespace
 

@@ -19,1274 +19,53 @@
 
 namespace {
 
-template <class Grad>
-struct adamw_float32_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
+// bf16, nearest
+struct weight_bfloat16 {
+    static constexpr int NOISE = 0;
+    static constexpr Part PARTS[] = {{2, true}};  // code
+    uint16_t *__restrict code_at;
 
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];           // float32 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];     // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[2]);
-        const F one_minus_beta1_times_grad_scale(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F scalar_4(scalars[6]);
-
-        // -- elements: decode, update  (specs/adamw.py)
-        for (int i = 0; i < count; i += W) {
-            const F g = Grad::load(g_at + i);
-            const F exp_avg = load(exp_avg_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F p = load(p_at + i);
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
-            // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
-            // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
-            store(p_at + i, p_3);
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-        }
+    weight_bfloat16(char *p, char *const *more) : code_at((uint16_t *)p) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        return widened(code_stored);
     }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        const I x_bits = bits(x);
+        const I carry = (x_bits >> 16 & 1) + 32767;
+        store_half<2>(code_at + i, bits_or_nan(as_float(x_bits)) + carry);
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); }
 };
 
-template <class Grad>
-struct adamw_float32_vector {
-    static constexpr int BLOCK = 128, TILE = elements_of_tile(128, 2), SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}};
+// f16, nearest
+struct weight_float16 {
+    static constexpr int NOISE = 0;
+    static constexpr Part PARTS[] = {{2, true}};  // code
+    uint16_t *__restrict code_at;
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    weight_float16(char *p, char *const *more) : code_at((uint16_t *)p) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        return widen_half(code_stored);
     }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];                         // float32 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[2];     // 4-bit codes [n]  read and written
-        float *__restrict exp_avg_scale_at = (float *)at[3];             // float32 [blocks of 128]  read and written
-        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[4];  // 4-bit codes [n]  read and written
-        float *__restrict exp_avg_sq_scale_at = (float *)at[5];          // float32 [blocks of 128]  read and written
-        const F beta1(scalars[0]);
-        const F one_minus_lr_times_weight_decay(scalars[1]);
-        const F one_minus_beta1_times_grad_scale(scalars[2]);
-        const F scalar_2(scalars[3]);
-        const F beta2_times_0p0625(scalars[4]);
-        const F scalar_4(scalars[5]);
-        const F scalar_5(scalars[6]);
-        alignas(64) uint8_t exp_avg_codes_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
-        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
-        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
-        alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float exp_avg_sq_kept[TILE];
-        alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_sq_divisor_mul_kept[TILE / BLOCK];
-        I exp_avg_top_kept[TILE / BLOCK];
-        I largest_of_block_kept[TILE / BLOCK];
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const F exp_avg_scale = load(exp_avg_scale_at + b);
-            const F exp_avg_sq_scale = load(exp_avg_sq_scale_at + b);
-            const F exp_avg_scale_mul = beta1 * exp_avg_scale;
-            const F exp_avg_sq_scale_mul = beta2_times_0p0625 * exp_avg_sq_scale;
-            store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
-            store(exp_avg_sq_scale_mul_kept + b, exp_avg_sq_scale_mul);
-        }
-
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
-            const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
-            const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
-            I exp_avg_top(INT32_MIN);
-            I largest_of_block(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F g = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
-                const I exp_avg_piece = to_int(exp_avg_code);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
-                const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
-                const F exp_avg_sq_code_3 = exp_avg_sq_code_2 + 1.0f;
-                const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
-                const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
-                const F exp_avg_piece_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_piece_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_piece_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_piece_abs, -0.021500002592802048f))));
-                // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
-                // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_2 * g, g, exp_avg_sq_scale_mul * exp_avg_sq_code_3);
-                const F exp_avg_sq_magnitude = abs(exp_avg_sq);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
-                largest_of_block = larger<RAGGED>(largest_of_block, bits(exp_avg_sq_magnitude), i, end);
-                store(exp_avg_kept + i, exp_avg);
-                store(exp_avg_sq_kept + i, exp_avg_sq);
-            }
-            exp_avg_top_kept[b] = exp_avg_top;
-            largest_of_block_kept[b] = largest_of_block;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
-            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
-            const F exp_avg_sq_top = max(F(3.009265538105056e-36f), as_float(largest_of_block));
-            const F exp_avg_sq_divisor = min(F(3.4028234663852886e+38f), exp_avg_sq_top);
-            const F exp_avg_sq_divisor_mul = 16.0f / exp_avg_sq_divisor;
-            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
-            store(exp_avg_sq_divisor_mul_kept + b, exp_avg_sq_divisor_mul);
-            store(exp_avg_scale_at + b, exp_avg_scale_2);
-            store(exp_avg_sq_scale_at + b, exp_avg_sq_top);
-        }
-
-        // -- elements: decode, update  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq = load(exp_avg_sq_kept + i);
-                const F p = load(p_at + i);
-                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(exp_avg_sq), scalar_4, scalar_5), p_2);
-                store(p_at + i, p_3);
-            }
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
-            const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
-            const F exp_avg_sq_divisor_mul(exp_avg_sq_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq = load(exp_avg_sq_kept + i);
-                const F exp_avg_number = exp_avg_scale_rcp * exp_avg;
-                const F exp_avg_number_abs = abs(exp_avg_number);
-                const F exp_avg_number_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, exp_avg_number_abs, 0.33076924085617065f), fma(11.111109733581543f, exp_avg_number_abs, 1.888888955116272f)), fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f))));
-                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
-                const F exp_avg_sq_exact = exp_avg_sq_divisor_mul * exp_avg_sq;
-                const F exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), exp_avg_sq_exact));
-                store(exp_avg_codes_at + i, exp_avg_code_2);
-                store(exp_avg_sq_codes_at + i, -1 - to_int(floor(0.5f - exp_avg_sq_exact_2)));
-            }
-        }
-
-        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
-        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
-        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
-        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        store(code_at + i, narrow_half(x));
     }
-};
-
-template <class Grad>
-struct adamw_bfloat16_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];     // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];     // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[2]);
-        const F one_minus_beta1_times_grad_scale(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F scalar_4(scalars[6]);
-
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F exp_avg = load(exp_avg_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);                      // bf16, nearest
-            const F g_cast = g_stored;
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
-            // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
-            const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
-            // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
-            const I p_x_bits = bits(p_3);
-            const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-        }
-    }
-};
-
-template <class Grad>
-struct adamw_bfloat16_vector {
-    static constexpr int BLOCK = 128, TILE = elements_of_tile(128, 2), SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}};
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                   // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[2];     // 4-bit codes [n]  read and written
-        float *__restrict exp_avg_scale_at = (float *)at[3];             // float32 [blocks of 128]  read and written
-        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[4];  // 4-bit codes [n]  read and written
-        float *__restrict exp_avg_sq_scale_at = (float *)at[5];          // float32 [blocks of 128]  read and written
-        const F beta1(scalars[0]);
-        const F one_minus_lr_times_weight_decay(scalars[1]);
-        const F one_minus_beta1_times_grad_scale(scalars[2]);
-        const F scalar_2(scalars[3]);
-        const F beta2_times_0p0625(scalars[4]);
-        const F scalar_4(scalars[5]);
-        const F scalar_5(scalars[6]);
-        alignas(64) uint8_t exp_avg_codes_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
-        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
-        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
-        alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float exp_avg_sq_kept[TILE];
-        alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_sq_divisor_mul_kept[TILE / BLOCK];
-        I exp_avg_top_kept[TILE / BLOCK];
-        I largest_of_block_kept[TILE / BLOCK];
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const F exp_avg_scale = load(exp_avg_scale_at + b);
-            const F exp_avg_sq_scale = load(exp_avg_sq_scale_at + b);
-            const F exp_avg_scale_mul = beta1 * exp_avg_scale;
-            const F exp_avg_sq_scale_mul = beta2_times_0p0625 * exp_avg_sq_scale;
-            store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
-            store(exp_avg_sq_scale_mul_kept + b, exp_avg_sq_scale_mul);
-        }
-
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
-            const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
-            const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
-            I exp_avg_top(INT32_MIN);
-            I largest_of_block(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
-                const I exp_avg_piece = to_int(exp_avg_code);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
-                const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
-                const F exp_avg_sq_code_3 = exp_avg_sq_code_2 + 1.0f;
-                const F g_cast = g_stored;
-                const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
-                const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
-                const F exp_avg_piece_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_piece_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_piece_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_piece_abs, -0.021500002592802048f))));
-                // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
-                // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul * exp_avg_sq_code_3);
-                const F exp_avg_sq_magnitude = abs(exp_avg_sq);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
-                largest_of_block = larger<RAGGED>(largest_of_block, bits(exp_avg_sq_magnitude), i, end);
-                store(exp_avg_kept + i, exp_avg);
-                store(exp_avg_sq_kept + i, exp_avg_sq);
-            }
-            exp_avg_top_kept[b] = exp_avg_top;
-            largest_of_block_kept[b] = largest_of_block;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
-            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
-            const F exp_avg_sq_top = max(F(3.009265538105056e-36f), as_float(largest_of_block));
-            const F exp_avg_sq_divisor = min(F(3.4028234663852886e+38f), exp_avg_sq_top);
-            const F exp_avg_sq_divisor_mul = 16.0f / exp_avg_sq_divisor;
-            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
-            store(exp_avg_sq_divisor_mul_kept + b, exp_avg_sq_divisor_mul);
-            store(exp_avg_scale_at + b, exp_avg_scale_2);
-            store(exp_avg_sq_scale_at + b, exp_avg_sq_top);
-        }
-
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq = load(exp_avg_sq_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const F p = widened(p_stored);                      // bf16, nearest
-                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(exp_avg_sq), scalar_4, scalar_5), p_2);
-                const I p_x_bits = bits(p_3);
-                const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-                store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-            }
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
-            const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
-            const F exp_avg_sq_divisor_mul(exp_avg_sq_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq = load(exp_avg_sq_kept + i);
-                const F exp_avg_number = exp_avg_scale_rcp * exp_avg;
-                const F exp_avg_number_abs = abs(exp_avg_number);
-                const F exp_avg_number_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, exp_avg_number_abs, 0.33076924085617065f), fma(11.111109733581543f, exp_avg_number_abs, 1.888888955116272f)), fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f))));
-                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
-                const F exp_avg_sq_exact = exp_avg_sq_divisor_mul * exp_avg_sq;
-                const F exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), exp_avg_sq_exact));
-                store(exp_avg_codes_at + i, exp_avg_code_2);
-                store(exp_avg_sq_codes_at + i, -1 - to_int(floor(0.5f - exp_avg_sq_exact_2)));
-            }
-        }
-
-        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
-        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
-        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
-        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
-    }
-};
-
-template <class Grad>
-struct adamw_float16_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];     // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];     // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[2]);
-        const F one_minus_beta1_times_grad_scale(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F scalar_4(scalars[6]);
-
-        // -- elements: decode, update  (specs/adamw.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F exp_avg = load(exp_avg_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);                   // f16, nearest
-            const F g_cast = g_stored;
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
-            // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
-            const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
-            // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
-            store(p_at + i, narrow_half(p_3));
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-        }
-    }
-};
-
-template <class Grad>
-struct adamw_float16_vector {
-    static constexpr int BLOCK = 128, TILE = elements_of_tile(128, 2), SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}};
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                   // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[2];     // 4-bit codes [n]  read and written
-        float *__restrict exp_avg_scale_at = (float *)at[3];             // float32 [blocks of 128]  read and written
-        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[4];  // 4-bit codes [n]  read and written
-        float *__restrict exp_avg_sq_scale_at = (float *)at[5];          // float32 [blocks of 128]  read and written
-        const F beta1(scalars[0]);
-        const F one_minus_lr_times_weight_decay(scalars[1]);
-        const F one_minus_beta1_times_grad_scale(scalars[2]);
-        const F scalar_2(scalars[3]);
-        const F beta2_times_0p0625(scalars[4]);
-        const F scalar_4(scalars[5]);
-        const F scalar_5(scalars[6]);
-        alignas(64) uint8_t exp_avg_codes_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
-        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
-        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
-        alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float exp_avg_sq_kept[TILE];
-        alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_sq_divisor_mul_kept[TILE / BLOCK];
-        I exp_avg_top_kept[TILE / BLOCK];
-        I largest_of_block_kept[TILE / BLOCK];
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const F exp_avg_scale = load(exp_avg_scale_at + b);
-            const F exp_avg_sq_scale = load(exp_avg_sq_scale_at + b);
-            const F exp_avg_scale_mul = beta1 * exp_avg_scale;
-            const F exp_avg_sq_scale_mul = beta2_times_0p0625 * exp_avg_sq_scale;
-            store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
-            store(exp_avg_sq_scale_mul_kept + b, exp_avg_sq_scale_mul);
-        }
-
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
-            const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
-            const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
-            I exp_avg_top(INT32_MIN);
-            I largest_of_block(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
-                const I exp_avg_piece = to_int(exp_avg_code);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
-                const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
-                const F exp_avg_sq_code_3 = exp_avg_sq_code_2 + 1.0f;
-                const F g_cast = g_stored;
-                const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
-                const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
-                const F exp_avg_piece_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_piece_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_piece_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_piece_abs, -0.021500002592802048f))));
-                // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
-                // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul * exp_avg_sq_code_3);
-                const F exp_avg_sq_magnitude = abs(exp_avg_sq);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
-                largest_of_block = larger<RAGGED>(largest_of_block, bits(exp_avg_sq_magnitude), i, end);
-                store(exp_avg_kept + i, exp_avg);
-                store(exp_avg_sq_kept + i, exp_avg_sq);
-            }
-            exp_avg_top_kept[b] = exp_avg_top;
-            largest_of_block_kept[b] = largest_of_block;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
-            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
-            const F exp_avg_sq_top = max(F(3.009265538105056e-36f), as_float(largest_of_block));
-            const F exp_avg_sq_divisor = min(F(3.4028234663852886e+38f), exp_avg_sq_top);
-            const F exp_avg_sq_divisor_mul = 16.0f / exp_avg_sq_divisor;
-            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
-            store(exp_avg_sq_divisor_mul_kept + b, exp_avg_sq_divisor_mul);
-            store(exp_avg_scale_at + b, exp_avg_scale_2);
-            store(exp_avg_sq_scale_at + b, exp_avg_sq_top);
-        }
-
-        // -- elements: decode, update  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq = load(exp_avg_sq_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const F p = widen_half(p_stored);                   // f16, nearest
-                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(exp_avg_sq), scalar_4, scalar_5), p_2);
-                store(p_at + i, narrow_half(p_3));
-            }
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
-            const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
-            const F exp_avg_sq_divisor_mul(exp_avg_sq_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq = load(exp_avg_sq_kept + i);
-                const F exp_avg_number = exp_avg_scale_rcp * exp_avg;
-                const F exp_avg_number_abs = abs(exp_avg_number);
-                const F exp_avg_number_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, exp_avg_number_abs, 0.33076924085617065f), fma(11.111109733581543f, exp_avg_number_abs, 1.888888955116272f)), fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f))));
-                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
-                const F exp_avg_sq_exact = exp_avg_sq_divisor_mul * exp_avg_sq;
-                const F exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), exp_avg_sq_exact));
-                store(exp_avg_codes_at + i, exp_avg_code_2);
-                store(exp_avg_sq_codes_at + i, -1 - to_int(floor(0.5f - exp_avg_sq_exact_2)));
-            }
-        }
-
-        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
-        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
-        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
-        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
-    }
-};
-
-template <class Grad>
-struct adamw_float32_amsgrad_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];               // float32 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];         // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];      // float32 [n]  read and written
-        float *__restrict max_exp_avg_sq_at = (float *)at[4];  // float32 [n]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[2]);
-        const F one_minus_beta1_times_grad_scale(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F scalar_4(scalars[6]);
-
-        // -- elements: decode, update  (specs/adamw.py)
-        for (int i = 0; i < count; i += W) {
-            const F g = Grad::load(g_at + i);
-            const F exp_avg = load(exp_avg_at + i);
-            const F max_exp_avg_sq = load(max_exp_avg_sq_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F p = load(p_at + i);
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
-            // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
-            // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-            const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
-            // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
-            store(p_at + i, p_3);
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-            store(max_exp_avg_sq_at + i, max_exp_avg_sq_2);
-        }
-    }
-};
-
-template <class Grad>
-struct adamw_float32_amsgrad_vector {
-    static constexpr int BLOCK = 128, TILE = elements_of_tile(128, 3), SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}};
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];                             // float32 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[2];         // 4-bit codes [n]  read and written
-        float *__restrict exp_avg_scale_at = (float *)at[3];                 // float32 [blocks of 128]  read and written
-        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[4];      // 4-bit codes [n]  read and written
-        float *__restrict exp_avg_sq_scale_at = (float *)at[5];              // float32 [blocks of 128]  read and written
-        uint8_t *__restrict max_exp_avg_sq_codes_packed = (uint8_t *)at[6];  // 4-bit codes [n]  read and written
-        float *__restrict max_exp_avg_sq_scale_at = (float *)at[7];          // float32 [blocks of 128]  read and written
-        const F beta1(scalars[0]);
-        const F one_minus_lr_times_weight_decay(scalars[1]);
-        const F one_minus_beta1_times_grad_scale(scalars[2]);
-        const F scalar_2(scalars[3]);
-        const F beta2_times_0p0625(scalars[4]);
-        const F scalar_4(scalars[5]);
-        const F scalar_5(scalars[6]);
-        alignas(64) uint8_t exp_avg_codes_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
-        alignas(64) uint8_t max_exp_avg_sq_codes_at[TILE];
-        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
-        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
-        unpack<4>(max_exp_avg_sq_codes_at, max_exp_avg_sq_codes_packed, BLOCK * blocks);
-        alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float max_exp_avg_sq_kept[TILE];
-        alignas(64) float exp_avg_sq_kept[TILE];
-        alignas(64) float max_exp_avg_sq_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_sq_divisor_mul_kept[TILE / BLOCK];
-        alignas(64) float max_exp_avg_sq_divisor_mul_kept[TILE / BLOCK];
-        I exp_avg_top_kept[TILE / BLOCK];
-        I largest_of_block_kept[TILE / BLOCK];
-        I largest_of_block_2_kept[TILE / BLOCK];
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const F exp_avg_scale = load(exp_avg_scale_at + b);
-            const F max_exp_avg_sq_scale = load(max_exp_avg_sq_scale_at + b);
-            const F max_exp_avg_sq_scale_mul = 0.0625f * max_exp_avg_sq_scale;
-            const F exp_avg_sq_scale = load(exp_avg_sq_scale_at + b);
-            const F exp_avg_scale_mul = beta1 * exp_avg_scale;
-            const F exp_avg_sq_scale_mul = beta2_times_0p0625 * exp_avg_sq_scale;
-            store(max_exp_avg_sq_scale_mul_kept + b, max_exp_avg_sq_scale_mul);
-            store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
-            store(exp_avg_sq_scale_mul_kept + b, exp_avg_sq_scale_mul);
-        }
-
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
-            const F max_exp_avg_sq_scale_mul(max_exp_avg_sq_scale_mul_kept[b]);
-            const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
-            const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
-            I exp_avg_top(INT32_MIN);
-            I largest_of_block(INT32_MIN);
-            I largest_of_block_2(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F g = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
-                const I exp_avg_piece = to_int(exp_avg_code);
-                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_codes_at + i);
-                const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_code);
-                const F max_exp_avg_sq_code_2 = as_float(max_exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
-                const F max_exp_avg_sq_code_3 = max_exp_avg_sq_code_2 + 1.0f;
-                const F max_exp_avg_sq_value = max_exp_avg_sq_scale_mul * max_exp_avg_sq_code_3;
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
-                const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
-                const F exp_avg_sq_code_3 = exp_avg_sq_code_2 + 1.0f;
-                const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
-                const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
-                const F exp_avg_piece_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_piece_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_piece_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_piece_abs, -0.021500002592802048f))));
-                // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
-                // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_2 * g, g, exp_avg_sq_scale_mul * exp_avg_sq_code_3);
-                // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-                const F max_exp_avg_sq = max(max_exp_avg_sq_value, exp_avg_sq);
-                const F exp_avg_sq_magnitude = abs(exp_avg_sq);
-                const F max_exp_avg_sq_magnitude = abs(max_exp_avg_sq);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
-                largest_of_block = larger<RAGGED>(largest_of_block, bits(exp_avg_sq_magnitude), i, end);
-                largest_of_block_2 = larger<RAGGED>(largest_of_block_2, bits(max_exp_avg_sq_magnitude), i, end);
-                store(exp_avg_kept + i, exp_avg);
-                store(max_exp_avg_sq_kept + i, max_exp_avg_sq);
-                store(exp_avg_sq_kept + i, exp_avg_sq);
-            }
-            exp_avg_top_kept[b] = exp_avg_top;
-            largest_of_block_kept[b] = largest_of_block;
-            largest_of_block_2_kept[b] = largest_of_block_2;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
-            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
-            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
-            const F exp_avg_sq_top = max(F(3.009265538105056e-36f), as_float(largest_of_block));
-            const F exp_avg_sq_divisor = min(F(3.4028234663852886e+38f), exp_avg_sq_top);
-            const F exp_avg_sq_divisor_mul = 16.0f / exp_avg_sq_divisor;
-            const F max_exp_avg_sq_top = max(F(3.009265538105056e-36f), as_float(largest_of_block_2));
-            const F max_exp_avg_sq_divisor = min(F(3.4028234663852886e+38f), max_exp_avg_sq_top);
-            const F max_exp_avg_sq_divisor_mul = 16.0f / max_exp_avg_sq_divisor;
-            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
-            store(exp_avg_sq_divisor_mul_kept + b, exp_avg_sq_divisor_mul);
-            store(max_exp_avg_sq_divisor_mul_kept + b, max_exp_avg_sq_divisor_mul);
-            store(exp_avg_scale_at + b, exp_avg_scale_2);
-            store(exp_avg_sq_scale_at + b, exp_avg_sq_top);
-            store(max_exp_avg_sq_scale_at + b, max_exp_avg_sq_top);
-        }
-
-        // -- elements: decode, update  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
-                const F p = load(p_at + i);
-                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(max_exp_avg_sq), scalar_4, scalar_5), p_2);
-                store(p_at + i, p_3);
-            }
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_codes_packed, b + TILE / BLOCK);
-            const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
-            const F exp_avg_sq_divisor_mul(exp_avg_sq_divisor_mul_kept[b]);
-            const F max_exp_avg_sq_divisor_mul(max_exp_avg_sq_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq = load(exp_avg_sq_kept + i);
-                const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
-                const F exp_avg_number = exp_avg_scale_rcp * exp_avg;
-                const F exp_avg_number_abs = abs(exp_avg_number);
-                const F exp_avg_number_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, exp_avg_number_abs, 0.33076924085617065f), fma(11.111109733581543f, exp_avg_number_abs, 1.888888955116272f)), fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f))));
-                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
-                const F exp_avg_sq_exact = exp_avg_sq_divisor_mul * exp_avg_sq;
-                const F exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), exp_avg_sq_exact));
-                const F max_exp_avg_sq_exact = max_exp_avg_sq_divisor_mul * max_exp_avg_sq;
-                const F max_exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), max_exp_avg_sq_exact));
-                store(exp_avg_codes_at + i, exp_avg_code_2);
-                store(exp_avg_sq_codes_at + i, -1 - to_int(floor(0.5f - exp_avg_sq_exact_2)));
-                store(max_exp_avg_sq_codes_at + i, -1 - to_int(floor(0.5f - max_exp_avg_sq_exact_2)));
-            }
-        }
-
-        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
-        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
-        no_codes<BLOCK>(max_exp_avg_sq_codes_at, blocks, live);
-        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
-        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
-        pack<4>(max_exp_avg_sq_codes_packed, max_exp_avg_sq_codes_at, BLOCK * blocks);
-    }
-};
-
-template <class Grad>
-struct adamw_bfloat16_amsgrad_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];         // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];         // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];      // float32 [n]  read and written
-        float *__restrict max_exp_avg_sq_at = (float *)at[4];  // float32 [n]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[2]);
-        const F one_minus_beta1_times_grad_scale(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F scalar_4(scalars[6]);
-
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F exp_avg = load(exp_avg_at + i);
-            const F max_exp_avg_sq = load(max_exp_avg_sq_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);                                 // bf16, nearest
-            const F g_cast = g_stored;
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
-            // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
-            // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-            const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
-            const F p_2 = one_minus_lr_times_weight_decay * p;             // 30  p = decoupled(p, rate, weight_decay)
-            // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
-            const I p_x_bits = bits(p_3);
-            const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-            store(max_exp_avg_sq_at + i, max_exp_avg_sq_2);
-        }
-    }
-};
-
-template <class Grad>
-struct adamw_bfloat16_amsgrad_vector {
-    static constexpr int BLOCK = 128, TILE = elements_of_tile(128, 3), SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}};
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                       // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[2];         // 4-bit codes [n]  read and written
-        float *__restrict exp_avg_scale_at = (float *)at[3];                 // float32 [blocks of 128]  read and written
-        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[4];      // 4-bit codes [n]  read and written
-        float *__restrict exp_avg_sq_scale_at = (float *)at[5];              // float32 [blocks of 128]  read and written
-        uint8_t *__restrict max_exp_avg_sq_codes_packed = (uint8_t *)at[6];  // 4-bit codes [n]  read and written
-        float *__restrict max_exp_avg_sq_scale_at = (float *)at[7];          // float32 [blocks of 128]  read and written
-        const F beta1(scalars[0]);
-        const F one_minus_lr_times_weight_decay(scalars[1]);
-        const F one_minus_beta1_times_grad_scale(scalars[2]);
-        const F scalar_2(scalars[3]);
-        const F beta2_times_0p0625(scalars[4]);
-        const F scalar_4(scalars[5]);
-        const F scalar_5(scalars[6]);
-        alignas(64) uint8_t exp_avg_codes_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
-        alignas(64) uint8_t max_exp_avg_sq_codes_at[TILE];
-        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
-        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
-        unpack<4>(max_exp_avg_sq_codes_at, max_exp_avg_sq_codes_packed, BLOCK * blocks);
-        alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float max_exp_avg_sq_kept[TILE];
-        alignas(64) float exp_avg_sq_kept[TILE];
-        alignas(64) float max_exp_avg_sq_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_sq_divisor_mul_kept[TILE / BLOCK];
-        alignas(64) float max_exp_avg_sq_divisor_mul_kept[TILE / BLOCK];
-        I exp_avg_top_kept[TILE / BLOCK];
-        I largest_of_block_kept[TILE / BLOCK];
-        I largest_of_block_2_kept[TILE / BLOCK];
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const F exp_avg_scale = load(exp_avg_scale_at + b);
-            const F max_exp_avg_sq_scale = load(max_exp_avg_sq_scale_at + b);
-            const F max_exp_avg_sq_scale_mul = 0.0625f * max_exp_avg_sq_scale;
-            const F exp_avg_sq_scale = load(exp_avg_sq_scale_at + b);
-            const F exp_avg_scale_mul = beta1 * exp_avg_scale;
-            const F exp_avg_sq_scale_mul = beta2_times_0p0625 * exp_avg_sq_scale;
-            store(max_exp_avg_sq_scale_mul_kept + b, max_exp_avg_sq_scale_mul);
-            store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
-            store(exp_avg_sq_scale_mul_kept + b, exp_avg_sq_scale_mul);
-        }
-
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
-            const F max_exp_avg_sq_scale_mul(max_exp_avg_sq_scale_mul_kept[b]);
-            const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
-            const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
-            I exp_avg_top(INT32_MIN);
-            I largest_of_block(INT32_MIN);
-            I largest_of_block_2(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
-                const I exp_avg_piece = to_int(exp_avg_code);
-                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_codes_at + i);
-                const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_code);
-                const F max_exp_avg_sq_code_2 = as_float(max_exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
-                const F max_exp_avg_sq_code_3 = max_exp_avg_sq_code_2 + 1.0f;
-                const F max_exp_avg_sq_value = max_exp_avg_sq_scale_mul * max_exp_avg_sq_code_3;
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
-                const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
-                const F exp_avg_sq_code_3 = exp_avg_sq_code_2 + 1.0f;
-                const F g_cast = g_stored;
-                const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
-                const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
-                const F exp_avg_piece_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_piece_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_piece_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_piece_abs, -0.021500002592802048f))));
-                // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
-                // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul * exp_avg_sq_code_3);
-                // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-                const F max_exp_avg_sq = max(max_exp_avg_sq_value, exp_avg_sq);
-                const F exp_avg_sq_magnitude = abs(exp_avg_sq);
-                const F max_exp_avg_sq_magnitude = abs(max_exp_avg_sq);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
-                largest_of_block = larger<RAGGED>(largest_of_block, bits(exp_avg_sq_magnitude), i, end);
-                largest_of_block_2 = larger<RAGGED>(largest_of_block_2, bits(max_exp_avg_sq_magnitude), i, end);
-                store(exp_avg_kept + i, exp_avg);
-                store(max_exp_avg_sq_kept + i, max_exp_avg_sq);
-                store(exp_avg_sq_kept + i, exp_avg_sq);
-            }
-            exp_avg_top_kept[b] = exp_avg_top;
-            largest_of_block_kept[b] = largest_of_block;
-            largest_of_block_2_kept[b] = largest_of_block_2;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
-            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
-            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
-            const F exp_avg_sq_top = max(F(3.009265538105056e-36f), as_float(largest_of_block));
-            const F exp_avg_sq_divisor = min(F(3.4028234663852886e+38f), exp_avg_sq_top);
-            const F exp_avg_sq_divisor_mul = 16.0f / exp_avg_sq_divisor;
-            const F max_exp_avg_sq_top = max(F(3.009265538105056e-36f), as_float(largest_of_block_2));
-            const F max_exp_avg_sq_divisor = min(F(3.4028234663852886e+38f), max_exp_avg_sq_top);
-            const F max_exp_avg_sq_divisor_mul = 16.0f / max_exp_avg_sq_divisor;
-            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
-            store(exp_avg_sq_divisor_mul_kept + b, exp_avg_sq_divisor_mul);
-            store(max_exp_avg_sq_divisor_mul_kept + b, max_exp_avg_sq_divisor_mul);
-            store(exp_avg_scale_at + b, exp_avg_scale_2);
-            store(exp_avg_sq_scale_at + b, exp_avg_sq_top);
-            store(max_exp_avg_sq_scale_at + b, max_exp_avg_sq_top);
-        }
-
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const F p = widened(p_stored);                      // bf16, nearest
-                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(max_exp_avg_sq), scalar_4, scalar_5), p_2);
-                const I p_x_bits = bits(p_3);
-                const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-                store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-            }
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_codes_packed, b + TILE / BLOCK);
-            const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
-            const F exp_avg_sq_divisor_mul(exp_avg_sq_divisor_mul_kept[b]);
-            const F max_exp_avg_sq_divisor_mul(max_exp_avg_sq_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq = load(exp_avg_sq_kept + i);
-                const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
-                const F exp_avg_number = exp_avg_scale_rcp * exp_avg;
-                const F exp_avg_number_abs = abs(exp_avg_number);
-                const F exp_avg_number_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, exp_avg_number_abs, 0.33076924085617065f), fma(11.111109733581543f, exp_avg_number_abs, 1.888888955116272f)), fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f))));
-                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
-                const F exp_avg_sq_exact = exp_avg_sq_divisor_mul * exp_avg_sq;
-                const F exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), exp_avg_sq_exact));
-                const F max_exp_avg_sq_exact = max_exp_avg_sq_divisor_mul * max_exp_avg_sq;
-                const F max_exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), max_exp_avg_sq_exact));
-                store(exp_avg_codes_at + i, exp_avg_code_2);
-                store(exp_avg_sq_codes_at + i, -1 - to_int(floor(0.5f - exp_avg_sq_exact_2)));
-                store(max_exp_avg_sq_codes_at + i, -1 - to_int(floor(0.5f - max_exp_avg_sq_exact_2)));
-            }
-        }
-
-        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
-        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
-        no_codes<BLOCK>(max_exp_avg_sq_codes_at, blocks, live);
-        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
-        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
-        pack<4>(max_exp_avg_sq_codes_packed, max_exp_avg_sq_codes_at, BLOCK * blocks);
-    }
-};
-
-template <class Grad>
-struct adamw_float16_amsgrad_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];         // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];         // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];      // float32 [n]  read and written
-        float *__restrict max_exp_avg_sq_at = (float *)at[4];  // float32 [n]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[2]);
-        const F one_minus_beta1_times_grad_scale(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F scalar_4(scalars[6]);
-
-        // -- elements: decode, update  (specs/adamw.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F exp_avg = load(exp_avg_at + i);
-            const F max_exp_avg_sq = load(max_exp_avg_sq_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);                              // f16, nearest
-            const F g_cast = g_stored;
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
-            // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
-            // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-            const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
-            const F p_2 = one_minus_lr_times_weight_decay * p;             // 30  p = decoupled(p, rate, weight_decay)
-            // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
-            store(p_at + i, narrow_half(p_3));
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-            store(max_exp_avg_sq_at + i, max_exp_avg_sq_2);
-        }
-    }
-};
-
-template <class Grad>
-struct adamw_float16_amsgrad_vector {
-    static constexpr int BLOCK = 128, TILE = elements_of_tile(128, 3), SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}};
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                       // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[2];         // 4-bit codes [n]  read and written
-        float *__restrict exp_avg_scale_at = (float *)at[3];                 // float32 [blocks of 128]  read and written
-        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[4];      // 4-bit codes [n]  read and written
-        float *__restrict exp_avg_sq_scale_at = (float *)at[5];              // float32 [blocks of 128]  read and written
-        uint8_t *__restrict max_exp_avg_sq_codes_packed = (uint8_t *)at[6];  // 4-bit codes [n]  read and written
-        float *__restrict max_exp_avg_sq_scale_at = (float *)at[7];          // float32 [blocks of 128]  read and written
-        const F beta1(scalars[0]);
-        const F one_minus_lr_times_weight_decay(scalars[1]);
-        const F one_minus_beta1_times_grad_scale(scalars[2]);
-        const F scalar_2(scalars[3]);
-        const F beta2_times_0p0625(scalars[4]);
-        const F scalar_4(scalars[5]);
-        const F scalar_5(scalars[6]);
-        alignas(64) uint8_t exp_avg_codes_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
-        alignas(64) uint8_t max_exp_avg_sq_codes_at[TILE];
-        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
-        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
-        unpack<4>(max_exp_avg_sq_codes_at, max_exp_avg_sq_codes_packed, BLOCK * blocks);
-        alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float max_exp_avg_sq_kept[TILE];
-        alignas(64) float exp_avg_sq_kept[TILE];
-        alignas(64) float max_exp_avg_sq_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_sq_divisor_mul_kept[TILE / BLOCK];
-        alignas(64) float max_exp_avg_sq_divisor_mul_kept[TILE / BLOCK];
-        I exp_avg_top_kept[TILE / BLOCK];
-        I largest_of_block_kept[TILE / BLOCK];
-        I largest_of_block_2_kept[TILE / BLOCK];
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const F exp_avg_scale = load(exp_avg_scale_at + b);
-            const F max_exp_avg_sq_scale = load(max_exp_avg_sq_scale_at + b);
-            const F max_exp_avg_sq_scale_mul = 0.0625f * max_exp_avg_sq_scale;
-            const F exp_avg_sq_scale = load(exp_avg_sq_scale_at + b);
-            const F exp_avg_scale_mul = beta1 * exp_avg_scale;
-            const F exp_avg_sq_scale_mul = beta2_times_0p0625 * exp_avg_sq_scale;
-            store(max_exp_avg_sq_scale_mul_kept + b, max_exp_avg_sq_scale_mul);
-            store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
-            store(exp_avg_sq_scale_mul_kept + b, exp_avg_sq_scale_mul);
-        }
-
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
-            const F max_exp_avg_sq_scale_mul(max_exp_avg_sq_scale_mul_kept[b]);
-            const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
-            const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
-            I exp_avg_top(INT32_MIN);
-            I largest_of_block(INT32_MIN);
-            I largest_of_block_2(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
-                const I exp_avg_piece = to_int(exp_avg_code);
-                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_codes_at + i);
-                const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_code);
-                const F max_exp_avg_sq_code_2 = as_float(max_exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
-                const F max_exp_avg_sq_code_3 = max_exp_avg_sq_code_2 + 1.0f;
-                const F max_exp_avg_sq_value = max_exp_avg_sq_scale_mul * max_exp_avg_sq_code_3;
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
-                const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
-                const F exp_avg_sq_code_3 = exp_avg_sq_code_2 + 1.0f;
-                const F g_cast = g_stored;
-                const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
-                const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
-                const F exp_avg_piece_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_piece_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_piece_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_piece_abs, -0.021500002592802048f))));
-                // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
-                // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul * exp_avg_sq_code_3);
-                // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-                const F max_exp_avg_sq = max(max_exp_avg_sq_value, exp_avg_sq);
-                const F exp_avg_sq_magnitude = abs(exp_avg_sq);
-                const F max_exp_avg_sq_magnitude = abs(max_exp_avg_sq);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
-                largest_of_block = larger<RAGGED>(largest_of_block, bits(exp_avg_sq_magnitude), i, end);
-                largest_of_block_2 = larger<RAGGED>(largest_of_block_2, bits(max_exp_avg_sq_magnitude), i, end);
-                store(exp_avg_kept + i, exp_avg);
-                store(max_exp_avg_sq_kept + i, max_exp_avg_sq);
-                store(exp_avg_sq_kept + i, exp_avg_sq);
-            }
-            exp_avg_top_kept[b] = exp_avg_top;
-            largest_of_block_kept[b] = largest_of_block;
-            largest_of_block_2_kept[b] = largest_of_block_2;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
-            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
-            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
-            const F exp_avg_sq_top = max(F(3.009265538105056e-36f), as_float(largest_of_block));
-            const F exp_avg_sq_divisor = min(F(3.4028234663852886e+38f), exp_avg_sq_top);
-            const F exp_avg_sq_divisor_mul = 16.0f / exp_avg_sq_divisor;
-            const F max_exp_avg_sq_top = max(F(3.009265538105056e-36f), as_float(largest_of_block_2));
-            const F max_exp_avg_sq_divisor = min(F(3.4028234663852886e+38f), max_exp_avg_sq_top);
-            const F max_exp_avg_sq_divisor_mul = 16.0f / max_exp_avg_sq_divisor;
-            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
-            store(exp_avg_sq_divisor_mul_kept + b, exp_avg_sq_divisor_mul);
-            store(max_exp_avg_sq_divisor_mul_kept + b, max_exp_avg_sq_divisor_mul);
-            store(exp_avg_scale_at + b, exp_avg_scale_2);
-            store(exp_avg_sq_scale_at + b, exp_avg_sq_top);
-            store(max_exp_avg_sq_scale_at + b, max_exp_avg_sq_top);
-        }
-
-        // -- elements: decode, update  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const F p = widen_half(p_stored);                   // f16, nearest
-                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(max_exp_avg_sq), scalar_4, scalar_5), p_2);
-                store(p_at + i, narrow_half(p_3));
-            }
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_codes_packed, b + TILE / BLOCK);
-            const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
-            const F exp_avg_sq_divisor_mul(exp_avg_sq_divisor_mul_kept[b]);
-            const F max_exp_avg_sq_divisor_mul(max_exp_avg_sq_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq = load(exp_avg_sq_kept + i);
-                const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
-                const F exp_avg_number = exp_avg_scale_rcp * exp_avg;
-                const F exp_avg_number_abs = abs(exp_avg_number);
-                const F exp_avg_number_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, exp_avg_number_abs, 0.33076924085617065f), fma(11.111109733581543f, exp_avg_number_abs, 1.888888955116272f)), fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f))));
-                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
-                const F exp_avg_sq_exact = exp_avg_sq_divisor_mul * exp_avg_sq;
-                const F exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), exp_avg_sq_exact));
-                const F max_exp_avg_sq_exact = max_exp_avg_sq_divisor_mul * max_exp_avg_sq;
-                const F max_exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), max_exp_avg_sq_exact));
-                store(exp_avg_codes_at + i, exp_avg_code_2);
-                store(exp_avg_sq_codes_at + i, -1 - to_int(floor(0.5f - exp_avg_sq_exact_2)));
-                store(max_exp_avg_sq_codes_at + i, -1 - to_int(floor(0.5f - max_exp_avg_sq_exact_2)));
-            }
-        }
-
-        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
-        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
-        no_codes<BLOCK>(max_exp_avg_sq_codes_at, blocks, live);
-        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
-        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
-        pack<4>(max_exp_avg_sq_codes_packed, max_exp_avg_sq_codes_at, BLOCK * blocks);
-    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); }
 };
 
 // row: values of rows
-template <class Grad>
-struct adamw_float32_1 {
+template <class Weight, class Grad>
+struct adamw_kernel_1 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {4, -1, 4, ROW, true, false, NONE, 0},  // exp_avg_sq_row
         {6, -1, 4, ROW, false, true, NONE, 1},  // exp_avg_sq_least
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -1303,20 +82,20 @@ struct adamw_float32_1 {
 };
 
 // a sweep: row_sum, col_sum
-template <class Grad>
-struct adamw_float32_2 {
+template <class Weight, class Grad>
+struct adamw_kernel_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {4, -1, 4, ROW, true, false, NONE, 1},  // exp_avg_sq_row
         {5, -1, 4, COLUMN, true, false, NONE, 2},  // exp_avg_sq_col
         {7, 13, 4, ROW, false, true, TOTAL, 3},  // row_sum_for_exp_avg_sq_row_means
         {8, 14, 4, COLUMN, false, true, TOTAL, 3},  // col_sum_for_exp_avg_sq_col_factor
         {6, -1, 4, ROW, true, false, NONE, 5},  // exp_avg_sq_least
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -1342,17 +121,17 @@ struct adamw_float32_2 {
 };
 
 // row: values of rows
-template <class Grad>
-struct adamw_float32_3 {
+template <class Weight, class Grad>
+struct adamw_kernel_3 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {9, -1, 4, ROW, false, true, NONE, 0},  // exp_avg_sq_row_means
         {10, -1, 4, MATRIX, false, true, TOTAL, 1},  // mat_sum_for_exp_avg_sq_row_factor
         {7, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_exp_avg_sq_row_means
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -1374,16 +153,16 @@ struct adamw_float32_3 {
 };
 
 // col: values of columns
-template <class Grad>
-struct adamw_float32_4 {
+template <class Weight, class Grad>
+struct adamw_kernel_4 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = COLUMN;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {5, -1, 4, COLUMN, false, true, NONE, 0},  // exp_avg_sq_col
         {8, -1, 4, COLUMN, true, false, NONE, 1},  // col_sum_for_exp_avg_sq_col_factor
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -1402,16 +181,16 @@ struct adamw_float32_4 {
 };
 
 // mat: values of matrices
-template <class Grad>
-struct adamw_float32_5 {
+template <class Weight, class Grad>
+struct adamw_kernel_5 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = MATRIX;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {11, -1, 4, MATRIX, false, true, NONE, 0},  // mat_max
         {10, -1, 4, MATRIX, true, false, NONE, 1},  // mat_sum_for_exp_avg_sq_row_factor
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -1429,18 +208,18 @@ struct adamw_float32_5 {
 };
 
 // row: values of rows
-template <class Grad>
-struct adamw_float32_6 {
+template <class Weight, class Grad>
+struct adamw_kernel_6 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {4, -1, 4, ROW, false, true, NONE, 0},  // exp_avg_sq_row
         {12, -1, 4, ROW, false, true, NONE, 1},  // exp_avg_sq_row_factor_min_1p1754943508222875em38
         {9, -1, 4, ROW, true, false, NONE, 2},  // exp_avg_sq_row_means
         {11, -1, 4, MATRIX, true, false, NONE, 3},  // mat_max
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -1462,21 +241,23 @@ struct adamw_float32_6 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct adamw_float32_7 {
+template <class Weight, class Grad>
+struct adamw_kernel_7 {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = NOISE.mask({P});
     static constexpr int BLOCK = 128, TILE = 2048;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, EIGHTH, true, true, NONE, 2},  // exp_avg_codes
-        {3, -1, 4, BLOCK_OF, true, true, NONE, 3},  // exp_avg_scale
-        {4, -1, 4, ROW, true, false, NONE, 4},  // exp_avg_sq_row
-        {5, -1, 4, COLUMN, true, false, NONE, 5},  // exp_avg_sq_col
-        {12, -1, 4, ROW, true, false, NONE, 6},  // exp_avg_sq_row_factor_min_1p1754943508222875em38
-    };
+    static constexpr bool MATRICES = true, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {2, -1, 4, EIGHTH, true, true, NONE, 1},  // exp_avg_codes
+        {3, -1, 4, BLOCK_OF, true, true, NONE, 2},  // exp_avg_scale
+        {4, -1, 4, ROW, true, false, NONE, 3},  // exp_avg_sq_row
+        {5, -1, 4, COLUMN, true, false, NONE, 4},  // exp_avg_sq_col
+        {12, -1, 4, ROW, true, false, NONE, 5},  // exp_avg_sq_row_factor_min_1p1754943508222875em38
+    });
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
                      int row_mask, const Known &known) {
@@ -1486,15 +267,17 @@ struct adamw_float32_7 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                           // float32 [n]  read and written
+        Weight weight(at[6], at + 7);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[2];       // 4-bit codes [n]  read and written
-        float *__restrict exp_avg_scale_at = (float *)at[3];               // float32 [blocks of 128]  read and written
-        const float *__restrict exp_avg_sq_row_at = (const float *)at[4];  // float32 [row]  read
-        const float *__restrict exp_avg_sq_col_at = (const float *)at[5];  // float32 [col]  read
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[1];       // 4-bit codes [n]  read and written
+        float *__restrict exp_avg_scale_at = (float *)at[2];               // float32 [blocks of 128]  read and written
+        const float *__restrict exp_avg_sq_row_at = (const float *)at[3];  // float32 [row]  read
+        const float *__restrict exp_avg_sq_col_at = (const float *)at[4];  // float32 [col]  read
         // float32 [row]  read
-        const float *__restrict exp_avg_sq_row_factor_min_1p1754943508222875em38_at = (const float *)at[6];
+        const float *__restrict exp_avg_sq_row_factor_min_1p1754943508222875em38_at = (const float *)at[5];
+        const int32_t step_key = known.step_key;
+        const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[2]);
         const F one_minus_lr_times_weight_decay(known.scalars[3]);
         const F one_minus_beta1_times_grad_scale(known.scalars[4]);
@@ -1506,6 +289,7 @@ struct adamw_float32_7 {
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
+        Words<adamw_kernel_7> words(BLOCK * blocks, first, stream_key, step_key);
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
@@ -1517,11 +301,12 @@ struct adamw_float32_7 {
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
+            fetch_weight<BLOCK>(weight, b);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const auto noise = words.at(i);
                 const F g = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
@@ -1531,6 +316,7 @@ struct adamw_float32_7 {
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
+                words.keep(noise, i);
                 store(exp_avg_kept + i, exp_avg);
             }
             exp_avg_top_kept[b] = exp_avg_top;
@@ -1550,14 +336,15 @@ struct adamw_float32_7 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
                 const F exp_avg = load(exp_avg_kept + i);
-                const F p = load(p_at + i);
+                const F p = weight.decode(i);
                 // exp_avg_sq as it is kept
                 const F exp_avg_sq_kept_ = max(load(exp_avg_sq_row_at + (i & row_mask)) * load(exp_avg_sq_col_at + i), load(exp_avg_sq_row_factor_min_1p1754943508222875em38_at + (i & row_mask)));
                 const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(exp_avg_sq_kept_), scalar_2, scalar_3), p_2);
-                store(p_at + i, p_3);
+                weight.encode(i, p_3, noise);
             }
         }
 
@@ -1581,251 +368,159 @@ struct adamw_float32_7 {
     }
 };
 
-// a sweep: row_sum, col_sum
-template <class Grad>
-struct adamw_bfloat16_2 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {4, -1, 4, ROW, true, false, NONE, 1},  // exp_avg_sq_row
-        {5, -1, 4, COLUMN, true, false, NONE, 2},  // exp_avg_sq_col
-        {7, 13, 4, ROW, false, true, TOTAL, 3},  // row_sum_for_exp_avg_sq_row_means
-        {8, 14, 4, COLUMN, false, true, TOTAL, 3},  // col_sum_for_exp_avg_sq_col_factor
-        {6, -1, 4, ROW, true, false, NONE, 5},  // exp_avg_sq_least
-    };
+template <class Weight, class Grad>
+struct adamw_small_kernel {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
+    // bytes per entry, of what, written
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}});
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+        Weight weight(at[0], at + 2);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        const float *__restrict exp_avg_sq_row_at = (const float *)at[1];        // float32 [row]  read
-        const float *__restrict exp_avg_sq_col_at = (const float *)at[2];        // float32 [col]  read
-        float *__restrict row_sum_for_exp_avg_sq_row_means_at = (float *)at[3];  // float32 [row]  for row_sum
-        const float *__restrict exp_avg_sq_least_at = (const float *)at[5];      // float32 [row]  read
-        const F beta2(known.scalars[0]);
-        const F scalar_0(known.scalars[1]);
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
+        float *__restrict exp_avg_at = (float *)at[parts<Weight>() + 1];     // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[parts<Weight>() + 2];  // float32 [n]  read and written
+        const F beta1(scalars[0]);
+        const F beta2(scalars[1]);
+        const F one_minus_lr_times_weight_decay(scalars[2]);
+        const F one_minus_beta1_times_grad_scale(scalars[3]);
+        const F scalar_2(scalars[4]);
+        const F scalar_3(scalars[5]);
+        const F scalar_4(scalars[6]);
+        Words<adamw_small_kernel> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            // means of rows and columns, f32, the new value read as kept
-            const F exp_avg_sq = max(load(exp_avg_sq_row_at + (i & row_mask)) * load(exp_avg_sq_col_at + i), load(exp_avg_sq_least_at + (i & row_mask)));
-            const F g_cast = g_stored;
+            const auto noise = words.at(i);
+            const F g = Grad::load(g_at + i);
+            const F exp_avg = load(exp_avg_at + i);
+            const F exp_avg_sq = load(exp_avg_sq_at + i);
+            const F p = weight.decode(i);
+            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq);
-            store(row_sum_for_exp_avg_sq_row_means_at + i, exp_avg_sq_2);
+            const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
+            const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
+            // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
+            weight.encode(i, p_3, noise);
+            store(exp_avg_at + i, exp_avg_2);
+            store(exp_avg_sq_at + i, exp_avg_sq_2);
         }
     }
 };
 
-// a sweep: the update
-template <class Grad>
-struct adamw_bfloat16_7 {
-    static constexpr int BLOCK = 128, TILE = 2048;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, EIGHTH, true, true, NONE, 2},  // exp_avg_codes
-        {3, -1, 4, BLOCK_OF, true, true, NONE, 3},  // exp_avg_scale
-        {4, -1, 4, ROW, true, false, NONE, 4},  // exp_avg_sq_row
-        {5, -1, 4, COLUMN, true, false, NONE, 5},  // exp_avg_sq_col
-        {12, -1, 4, ROW, true, false, NONE, 6},  // exp_avg_sq_row_factor_min_1p1754943508222875em38
-    };
+template <class Weight, class Grad>
+struct adamw_vector_kernel {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = NOISE.mask({P});
+    static constexpr int BLOCK = 128, TILE = elements_of_tile(128, 2 + count(KEPT)), SCALARS = 7;
+    // bytes per entry, of what, written
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}});
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
     }
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                     // bfloat16 [n]  read and written
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
+        Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[2];       // 4-bit codes [n]  read and written
-        float *__restrict exp_avg_scale_at = (float *)at[3];               // float32 [blocks of 128]  read and written
-        const float *__restrict exp_avg_sq_row_at = (const float *)at[4];  // float32 [row]  read
-        const float *__restrict exp_avg_sq_col_at = (const float *)at[5];  // float32 [col]  read
-        // float32 [row]  read
-        const float *__restrict exp_avg_sq_row_factor_min_1p1754943508222875em38_at = (const float *)at[6];
-        const F beta1(known.scalars[2]);
-        const F one_minus_lr_times_weight_decay(known.scalars[3]);
-        const F one_minus_beta1_times_grad_scale(known.scalars[4]);
-        const F scalar_2(known.scalars[5]);
-        const F scalar_3(known.scalars[6]);
+        // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[parts<Weight>() + 1];
+        float *__restrict exp_avg_scale_at = (float *)at[parts<Weight>() + 2];  // float32 [blocks of 128]  read and written
+        // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[parts<Weight>() + 3];
+        // float32 [blocks of 128]  read and written
+        float *__restrict exp_avg_sq_scale_at = (float *)at[parts<Weight>() + 4];
+        const F beta1(scalars[0]);
+        const F one_minus_lr_times_weight_decay(scalars[1]);
+        const F one_minus_beta1_times_grad_scale(scalars[2]);
+        const F scalar_2(scalars[3]);
+        const F beta2_times_0p0625(scalars[4]);
+        const F scalar_4(scalars[5]);
+        const F scalar_5(scalars[6]);
         alignas(64) uint8_t exp_avg_codes_at[TILE];
+        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
         unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
         alignas(64) float exp_avg_kept[TILE];
+        alignas(64) float exp_avg_sq_kept[TILE];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_sq_divisor_mul_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
+        I largest_of_block_kept[TILE / BLOCK];
+        Words<adamw_vector_kernel> words(BLOCK * blocks, first, stream_key, step_key);
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const F exp_avg_scale = load(exp_avg_scale_at + b);
+            const F exp_avg_sq_scale = load(exp_avg_sq_scale_at + b);
             const F exp_avg_scale_mul = beta1 * exp_avg_scale;
+            const F exp_avg_sq_scale_mul = beta2_times_0p0625 * exp_avg_sq_scale;
             store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
-        }
-
-        // -- elements: decode, update  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
-            const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
-            I exp_avg_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
-                const I exp_avg_piece = to_int(exp_avg_code);
-                const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
-                const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
-                const F exp_avg_piece_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_piece_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_piece_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_piece_abs, -0.021500002592802048f))));
-                // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_stored, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
-                store(exp_avg_kept + i, exp_avg);
-            }
-            exp_avg_top_kept[b] = exp_avg_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
-            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
-            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
-            store(exp_avg_scale_at + b, exp_avg_scale_2);
+            store(exp_avg_sq_scale_mul_kept + b, exp_avg_sq_scale_mul);
         }
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const F p = widened(p_stored);                      // bf16, nearest
-                // exp_avg_sq as it is kept
-                const F exp_avg_sq_kept_ = max(load(exp_avg_sq_row_at + (i & row_mask)) * load(exp_avg_sq_col_at + i), load(exp_avg_sq_row_factor_min_1p1754943508222875em38_at + (i & row_mask)));
-                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(exp_avg_sq_kept_), scalar_2, scalar_3), p_2);
-                const I p_x_bits = bits(p_3);
-                const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-                store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-            }
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
-            const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_number = exp_avg_scale_rcp * exp_avg;
-                const F exp_avg_number_abs = abs(exp_avg_number);
-                const F exp_avg_number_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, exp_avg_number_abs, 0.33076924085617065f), fma(11.111109733581543f, exp_avg_number_abs, 1.888888955116272f)), fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f))));
-                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
-                store(exp_avg_codes_at + i, exp_avg_code_2);
-            }
-        }
-
-        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
-        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct adamw_float16_7 {
-    static constexpr int BLOCK = 128, TILE = 2048;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, EIGHTH, true, true, NONE, 2},  // exp_avg_codes
-        {3, -1, 4, BLOCK_OF, true, true, NONE, 3},  // exp_avg_scale
-        {4, -1, 4, ROW, true, false, NONE, 4},  // exp_avg_sq_row
-        {5, -1, 4, COLUMN, true, false, NONE, 5},  // exp_avg_sq_col
-        {12, -1, 4, ROW, true, false, NONE, 6},  // exp_avg_sq_row_factor_min_1p1754943508222875em38
-    };
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                     // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[2];       // 4-bit codes [n]  read and written
-        float *__restrict exp_avg_scale_at = (float *)at[3];               // float32 [blocks of 128]  read and written
-        const float *__restrict exp_avg_sq_row_at = (const float *)at[4];  // float32 [row]  read
-        const float *__restrict exp_avg_sq_col_at = (const float *)at[5];  // float32 [col]  read
-        // float32 [row]  read
-        const float *__restrict exp_avg_sq_row_factor_min_1p1754943508222875em38_at = (const float *)at[6];
-        const F beta1(known.scalars[2]);
-        const F one_minus_lr_times_weight_decay(known.scalars[3]);
-        const F one_minus_beta1_times_grad_scale(known.scalars[4]);
-        const F scalar_2(known.scalars[5]);
-        const F scalar_3(known.scalars[6]);
-        alignas(64) uint8_t exp_avg_codes_at[TILE];
-        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
-        alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
-        I exp_avg_top_kept[TILE / BLOCK];
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const F exp_avg_scale = load(exp_avg_scale_at + b);
-            const F exp_avg_scale_mul = beta1 * exp_avg_scale;
-            store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
-        }
-
-        // -- elements: decode, update  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
+            fetch_weight<BLOCK>(weight, b);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
+            const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
+            I largest_of_block(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const F g_stored = Grad::load(g_at + i);
+                const auto noise = words.at(i);
+                const F g = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
+                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
+                const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
+                const F exp_avg_sq_code_3 = exp_avg_sq_code_2 + 1.0f;
                 const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
                 const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
                 const F exp_avg_piece_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_piece_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_piece_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_piece_abs, -0.021500002592802048f))));
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_stored, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
+                // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
+                const F exp_avg_sq = fma(scalar_2 * g, g, exp_avg_sq_scale_mul * exp_avg_sq_code_3);
+                const F exp_avg_sq_magnitude = abs(exp_avg_sq);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, bits(exp_avg_sq_magnitude), i, end);
+                words.keep(noise, i);
                 store(exp_avg_kept + i, exp_avg);
+                store(exp_avg_sq_kept + i, exp_avg_sq);
             }
             exp_avg_top_kept[b] = exp_avg_top;
+            largest_of_block_kept[b] = largest_of_block;
         }
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
+            const I largest_of_block = largest(largest_of_block_kept + b);
             const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
             const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
+            const F exp_avg_sq_top = max(F(3.009265538105056e-36f), as_float(largest_of_block));
+            const F exp_avg_sq_divisor = min(F(3.4028234663852886e+38f), exp_avg_sq_top);
+            const F exp_avg_sq_divisor_mul = 16.0f / exp_avg_sq_divisor;
             store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
+            store(exp_avg_sq_divisor_mul_kept + b, exp_avg_sq_divisor_mul);
             store(exp_avg_scale_at + b, exp_avg_scale_2);
+            store(exp_avg_sq_scale_at + b, exp_avg_sq_top);
         }
 
         // -- elements: decode, update  (specs/adamw.py)
@@ -1833,51 +528,58 @@ struct adamw_float16_7 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
                 const F exp_avg = load(exp_avg_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const F p = widen_half(p_stored);                   // f16, nearest
-                // exp_avg_sq as it is kept
-                const F exp_avg_sq_kept_ = max(load(exp_avg_sq_row_at + (i & row_mask)) * load(exp_avg_sq_col_at + i), load(exp_avg_sq_row_factor_min_1p1754943508222875em38_at + (i & row_mask)));
+                const F exp_avg_sq = load(exp_avg_sq_kept + i);
+                const F p = weight.decode(i);
                 const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(exp_avg_sq_kept_), scalar_2, scalar_3), p_2);
-                store(p_at + i, narrow_half(p_3));
+                const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(exp_avg_sq), scalar_4, scalar_5), p_2);
+                weight.encode(i, p_3, noise);
             }
         }
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
+            const F exp_avg_sq_divisor_mul(exp_avg_sq_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
+                const F exp_avg_sq = load(exp_avg_sq_kept + i);
                 const F exp_avg_number = exp_avg_scale_rcp * exp_avg;
                 const F exp_avg_number_abs = abs(exp_avg_number);
                 const F exp_avg_number_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, exp_avg_number_abs, 0.33076924085617065f), fma(11.111109733581543f, exp_avg_number_abs, 1.888888955116272f)), fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f))));
                 const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
+                const F exp_avg_sq_exact = exp_avg_sq_divisor_mul * exp_avg_sq;
+                const F exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), exp_avg_sq_exact));
                 store(exp_avg_codes_at + i, exp_avg_code_2);
+                store(exp_avg_sq_codes_at + i, -1 - to_int(floor(0.5f - exp_avg_sq_exact_2)));
             }
         }
 
         no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
         pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
+        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
     }
 };
 
 // row: values of rows
-template <class Grad>
-struct adamw_float32_amsgrad_1 {
+template <class Weight, class Grad>
+struct adamw_amsgrad_kernel_1 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {4, -1, 4, ROW, true, false, NONE, 0},  // exp_avg_sq_row
         {6, -1, 4, ROW, true, false, NONE, 1},  // max_exp_avg_sq_row
         {8, -1, 4, ROW, false, true, NONE, 2},  // max_exp_avg_sq_least
         {9, -1, 4, ROW, false, true, NONE, 3},  // exp_avg_sq_least
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -1899,20 +601,20 @@ struct adamw_float32_amsgrad_1 {
 };
 
 // a sweep: row_sum, col_sum
-template <class Grad>
-struct adamw_float32_amsgrad_2 {
+template <class Weight, class Grad>
+struct adamw_amsgrad_kernel_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {4, -1, 4, ROW, true, false, NONE, 1},  // exp_avg_sq_row
         {5, -1, 4, COLUMN, true, false, NONE, 2},  // exp_avg_sq_col
         {10, 22, 4, ROW, false, true, TOTAL, 3},  // row_sum_for_exp_avg_sq_row_means
         {11, 23, 4, COLUMN, false, true, TOTAL, 3},  // col_sum_for_exp_avg_sq_col_factor
         {9, -1, 4, ROW, true, false, NONE, 5},  // exp_avg_sq_least
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -1938,17 +640,17 @@ struct adamw_float32_amsgrad_2 {
 };
 
 // row: values of rows
-template <class Grad>
-struct adamw_float32_amsgrad_3 {
+template <class Weight, class Grad>
+struct adamw_amsgrad_kernel_3 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {12, -1, 4, ROW, false, true, NONE, 0},  // exp_avg_sq_row_means
         {13, -1, 4, MATRIX, false, true, TOTAL, 1},  // mat_sum_for_exp_avg_sq_row_factor
         {10, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_exp_avg_sq_row_means
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -1970,16 +672,16 @@ struct adamw_float32_amsgrad_3 {
 };
 
 // col: values of columns
-template <class Grad>
-struct adamw_float32_amsgrad_4 {
+template <class Weight, class Grad>
+struct adamw_amsgrad_kernel_4 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = COLUMN;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {5, -1, 4, COLUMN, false, true, NONE, 0},  // exp_avg_sq_col
         {11, -1, 4, COLUMN, true, false, NONE, 1},  // col_sum_for_exp_avg_sq_col_factor
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -1998,16 +700,16 @@ struct adamw_float32_amsgrad_4 {
 };
 
 // mat: values of matrices
-template <class Grad>
-struct adamw_float32_amsgrad_5 {
+template <class Weight, class Grad>
+struct adamw_amsgrad_kernel_5 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = MATRIX;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {14, -1, 4, MATRIX, false, true, NONE, 0},  // mat_max
         {13, -1, 4, MATRIX, true, false, NONE, 1},  // mat_sum_for_exp_avg_sq_row_factor
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -2025,18 +727,18 @@ struct adamw_float32_amsgrad_5 {
 };
 
 // row: values of rows
-template <class Grad>
-struct adamw_float32_amsgrad_6 {
+template <class Weight, class Grad>
+struct adamw_amsgrad_kernel_6 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {4, -1, 4, ROW, false, true, NONE, 0},  // exp_avg_sq_row
         {15, -1, 4, ROW, false, true, NONE, 1},  // exp_avg_sq_row_factor_min_1p1754943508222875em38
         {12, -1, 4, ROW, true, false, NONE, 2},  // exp_avg_sq_row_means
         {14, -1, 4, MATRIX, true, false, NONE, 3},  // mat_max
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -2058,13 +760,13 @@ struct adamw_float32_amsgrad_6 {
 };
 
 // a sweep: row_sum, col_sum
-template <class Grad>
-struct adamw_float32_amsgrad_7 {
+template <class Weight, class Grad>
+struct adamw_amsgrad_kernel_7 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {4, -1, 4, ROW, true, false, NONE, 0},  // exp_avg_sq_row
         {5, -1, 4, COLUMN, true, false, NONE, 1},  // exp_avg_sq_col
         {6, -1, 4, ROW, true, false, NONE, 2},  // max_exp_avg_sq_row
@@ -2073,7 +775,7 @@ struct adamw_float32_amsgrad_7 {
         {17, 25, 4, COLUMN, false, true, TOTAL, 4},  // col_sum_for_max_exp_avg_sq_col_factor
         {8, -1, 4, ROW, true, false, NONE, 6},  // max_exp_avg_sq_least
         {15, -1, 4, ROW, true, false, NONE, 7},  // exp_avg_sq_row_factor_min_1p1754943508222875em38
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -2101,17 +803,17 @@ struct adamw_float32_amsgrad_7 {
 };
 
 // row: values of rows
-template <class Grad>
-struct adamw_float32_amsgrad_8 {
+template <class Weight, class Grad>
+struct adamw_amsgrad_kernel_8 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {18, -1, 4, ROW, false, true, NONE, 0},  // max_exp_avg_sq_row_means
         {19, -1, 4, MATRIX, false, true, TOTAL, 1},  // mat_sum_for_max_exp_avg_sq_row_factor
         {16, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_max_exp_avg_sq_row_means
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -2133,16 +835,16 @@ struct adamw_float32_amsgrad_8 {
 };
 
 // col: values of columns
-template <class Grad>
-struct adamw_float32_amsgrad_9 {
+template <class Weight, class Grad>
+struct adamw_amsgrad_kernel_9 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = COLUMN;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {7, -1, 4, COLUMN, false, true, NONE, 0},  // max_exp_avg_sq_col
         {17, -1, 4, COLUMN, true, false, NONE, 1},  // col_sum_for_max_exp_avg_sq_col_factor
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -2161,16 +863,16 @@ struct adamw_float32_amsgrad_9 {
 };
 
 // mat: values of matrices
-template <class Grad>
-struct adamw_float32_amsgrad_10 {
+template <class Weight, class Grad>
+struct adamw_amsgrad_kernel_10 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = MATRIX;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {20, -1, 4, MATRIX, false, true, NONE, 0},  // mat_max_2
         {19, -1, 4, MATRIX, true, false, NONE, 1},  // mat_sum_for_max_exp_avg_sq_row_factor
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -2188,18 +890,18 @@ struct adamw_float32_amsgrad_10 {
 };
 
 // row: values of rows
-template <class Grad>
-struct adamw_float32_amsgrad_11 {
+template <class Weight, class Grad>
+struct adamw_amsgrad_kernel_11 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {6, -1, 4, ROW, false, true, NONE, 0},  // max_exp_avg_sq_row
         {21, -1, 4, ROW, false, true, NONE, 1},  // row_min
         {18, -1, 4, ROW, true, false, NONE, 2},  // max_exp_avg_sq_row_means
         {20, -1, 4, MATRIX, true, false, NONE, 3},  // mat_max_2
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -2221,21 +923,23 @@ struct adamw_float32_amsgrad_11 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct adamw_float32_amsgrad_12 {
+template <class Weight, class Grad>
+struct adamw_amsgrad_kernel_12 {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = NOISE.mask({P});
     static constexpr int BLOCK = 128, TILE = 2048;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, EIGHTH, true, true, NONE, 2},  // exp_avg_codes
-        {3, -1, 4, BLOCK_OF, true, true, NONE, 3},  // exp_avg_scale
-        {6, -1, 4, ROW, true, false, NONE, 4},  // max_exp_avg_sq_row
-        {7, -1, 4, COLUMN, true, false, NONE, 5},  // max_exp_avg_sq_col
-        {21, -1, 4, ROW, true, false, NONE, 6},  // row_min
-    };
+    static constexpr bool MATRICES = true, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {2, -1, 4, EIGHTH, true, true, NONE, 1},  // exp_avg_codes
+        {3, -1, 4, BLOCK_OF, true, true, NONE, 2},  // exp_avg_scale
+        {6, -1, 4, ROW, true, false, NONE, 3},  // max_exp_avg_sq_row
+        {7, -1, 4, COLUMN, true, false, NONE, 4},  // max_exp_avg_sq_col
+        {21, -1, 4, ROW, true, false, NONE, 5},  // row_min
+    });
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
                      int row_mask, const Known &known) {
@@ -2245,14 +949,16 @@ struct adamw_float32_amsgrad_12 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                               // float32 [n]  read and written
+        Weight weight(at[6], at + 7);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[2];           // 4-bit codes [n]  read and written
-        float *__restrict exp_avg_scale_at = (float *)at[3];                   // float32 [blocks of 128]  read and written
-        const float *__restrict max_exp_avg_sq_row_at = (const float *)at[4];  // float32 [row]  read
-        const float *__restrict max_exp_avg_sq_col_at = (const float *)at[5];  // float32 [col]  read
-        const float *__restrict row_min_at = (const float *)at[6];             // float32 [row]  read
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[1];           // 4-bit codes [n]  read and written
+        float *__restrict exp_avg_scale_at = (float *)at[2];                   // float32 [blocks of 128]  read and written
+        const float *__restrict max_exp_avg_sq_row_at = (const float *)at[3];  // float32 [row]  read
+        const float *__restrict max_exp_avg_sq_col_at = (const float *)at[4];  // float32 [col]  read
+        const float *__restrict row_min_at = (const float *)at[5];             // float32 [row]  read
+        const int32_t step_key = known.step_key;
+        const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[2]);
         const F one_minus_lr_times_weight_decay(known.scalars[3]);
         const F one_minus_beta1_times_grad_scale(known.scalars[4]);
@@ -2264,6 +970,7 @@ struct adamw_float32_amsgrad_12 {
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
+        Words<adamw_amsgrad_kernel_12> words(BLOCK * blocks, first, stream_key, step_key);
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
@@ -2275,11 +982,12 @@ struct adamw_float32_amsgrad_12 {
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
+            fetch_weight<BLOCK>(weight, b);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const auto noise = words.at(i);
                 const F g = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
@@ -2289,6 +997,7 @@ struct adamw_float32_amsgrad_12 {
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
+                words.keep(noise, i);
                 store(exp_avg_kept + i, exp_avg);
             }
             exp_avg_top_kept[b] = exp_avg_top;
@@ -2308,14 +1017,15 @@ struct adamw_float32_amsgrad_12 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
                 const F exp_avg = load(exp_avg_kept + i);
-                const F p = load(p_at + i);
+                const F p = weight.decode(i);
                 // max_exp_avg_sq as it is kept
                 const F max_exp_avg_sq_kept_ = max(load(max_exp_avg_sq_row_at + (i & row_mask)) * load(max_exp_avg_sq_col_at + i), load(row_min_at + (i & row_mask)));
                 const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(max_exp_avg_sq_kept_), scalar_2, scalar_3), p_2);
-                store(p_at + i, p_3);
+                weight.encode(i, p_3, noise);
             }
         }
 
@@ -2339,296 +1049,256 @@ struct adamw_float32_amsgrad_12 {
     }
 };
 
-// a sweep: row_sum, col_sum
-template <class Grad>
-struct adamw_bfloat16_amsgrad_2 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {4, -1, 4, ROW, true, false, NONE, 1},  // exp_avg_sq_row
-        {5, -1, 4, COLUMN, true, false, NONE, 2},  // exp_avg_sq_col
-        {10, 22, 4, ROW, false, true, TOTAL, 3},  // row_sum_for_exp_avg_sq_row_means
-        {11, 23, 4, COLUMN, false, true, TOTAL, 3},  // col_sum_for_exp_avg_sq_col_factor
-        {9, -1, 4, ROW, true, false, NONE, 5},  // exp_avg_sq_least
-    };
+template <class Weight, class Grad>
+struct adamw_amsgrad_small_kernel {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
+    // bytes per entry, of what, written
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}});
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+        Weight weight(at[0], at + 2);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        const float *__restrict exp_avg_sq_row_at = (const float *)at[1];        // float32 [row]  read
-        const float *__restrict exp_avg_sq_col_at = (const float *)at[2];        // float32 [col]  read
-        float *__restrict row_sum_for_exp_avg_sq_row_means_at = (float *)at[3];  // float32 [row]  for row_sum
-        const float *__restrict exp_avg_sq_least_at = (const float *)at[5];      // float32 [row]  read
-        const F beta2(known.scalars[0]);
-        const F scalar_0(known.scalars[1]);
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
+        float *__restrict exp_avg_at = (float *)at[parts<Weight>() + 1];         // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[parts<Weight>() + 2];      // float32 [n]  read and written
+        float *__restrict max_exp_avg_sq_at = (float *)at[parts<Weight>() + 3];  // float32 [n]  read and written
+        const F beta1(scalars[0]);
+        const F beta2(scalars[1]);
+        const F one_minus_lr_times_weight_decay(scalars[2]);
+        const F one_minus_beta1_times_grad_scale(scalars[3]);
+        const F scalar_2(scalars[4]);
+        const F scalar_3(scalars[5]);
+        const F scalar_4(scalars[6]);
+        Words<adamw_amsgrad_small_kernel> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            // means of rows and columns, f32, the new value read as kept
-            const F exp_avg_sq = max(load(exp_avg_sq_row_at + (i & row_mask)) * load(exp_avg_sq_col_at + i), load(exp_avg_sq_least_at + (i & row_mask)));
-            const F g_cast = g_stored;
+            const auto noise = words.at(i);
+            const F g = Grad::load(g_at + i);
+            const F exp_avg = load(exp_avg_at + i);
+            const F max_exp_avg_sq = load(max_exp_avg_sq_at + i);
+            const F exp_avg_sq = load(exp_avg_sq_at + i);
+            const F p = weight.decode(i);
+            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq);
-            store(row_sum_for_exp_avg_sq_row_means_at + i, exp_avg_sq_2);
+            const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
+            // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
+            const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
+            const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
+            // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
+            weight.encode(i, p_3, noise);
+            store(exp_avg_at + i, exp_avg_2);
+            store(exp_avg_sq_at + i, exp_avg_sq_2);
+            store(max_exp_avg_sq_at + i, max_exp_avg_sq_2);
         }
     }
 };
 
-// a sweep: the update
-template <class Grad>
-struct adamw_bfloat16_amsgrad_12 {
-    static constexpr int BLOCK = 128, TILE = 2048;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, EIGHTH, true, true, NONE, 2},  // exp_avg_codes
-        {3, -1, 4, BLOCK_OF, true, true, NONE, 3},  // exp_avg_scale
-        {6, -1, 4, ROW, true, false, NONE, 4},  // max_exp_avg_sq_row
-        {7, -1, 4, COLUMN, true, false, NONE, 5},  // max_exp_avg_sq_col
-        {21, -1, 4, ROW, true, false, NONE, 6},  // row_min
-    };
+template <class Weight, class Grad>
+struct adamw_amsgrad_vector_kernel {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = NOISE.mask({P});
+    static constexpr int BLOCK = 128, TILE = elements_of_tile(128, 3 + count(KEPT)), SCALARS = 7;
+    // bytes per entry, of what, written
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}});
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
     }
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                         // bfloat16 [n]  read and written
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
+        Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[2];           // 4-bit codes [n]  read and written
-        float *__restrict exp_avg_scale_at = (float *)at[3];                   // float32 [blocks of 128]  read and written
-        const float *__restrict max_exp_avg_sq_row_at = (const float *)at[4];  // float32 [row]  read
-        const float *__restrict max_exp_avg_sq_col_at = (const float *)at[5];  // float32 [col]  read
-        const float *__restrict row_min_at = (const float *)at[6];             // float32 [row]  read
-        const F beta1(known.scalars[2]);
-        const F one_minus_lr_times_weight_decay(known.scalars[3]);
-        const F one_minus_beta1_times_grad_scale(known.scalars[4]);
-        const F scalar_2(known.scalars[5]);
-        const F scalar_3(known.scalars[6]);
+        // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[parts<Weight>() + 1];
+        float *__restrict exp_avg_scale_at = (float *)at[parts<Weight>() + 2];  // float32 [blocks of 128]  read and written
+        // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[parts<Weight>() + 3];
+        // float32 [blocks of 128]  read and written
+        float *__restrict exp_avg_sq_scale_at = (float *)at[parts<Weight>() + 4];
+        // 4-bit codes [n]  read and written
+        uint8_t *__restrict max_exp_avg_sq_codes_packed = (uint8_t *)at[parts<Weight>() + 5];
+        // float32 [blocks of 128]  read and written
+        float *__restrict max_exp_avg_sq_scale_at = (float *)at[parts<Weight>() + 6];
+        const F beta1(scalars[0]);
+        const F one_minus_lr_times_weight_decay(scalars[1]);
+        const F one_minus_beta1_times_grad_scale(scalars[2]);
+        const F scalar_2(scalars[3]);
+        const F beta2_times_0p0625(scalars[4]);
+        const F scalar_4(scalars[5]);
+        const F scalar_5(scalars[6]);
         alignas(64) uint8_t exp_avg_codes_at[TILE];
+        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
+        alignas(64) uint8_t max_exp_avg_sq_codes_at[TILE];
         unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
+        unpack<4>(max_exp_avg_sq_codes_at, max_exp_avg_sq_codes_packed, BLOCK * blocks);
         alignas(64) float exp_avg_kept[TILE];
+        alignas(64) float max_exp_avg_sq_kept[TILE];
+        alignas(64) float exp_avg_sq_kept[TILE];
+        alignas(64) float max_exp_avg_sq_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_sq_divisor_mul_kept[TILE / BLOCK];
+        alignas(64) float max_exp_avg_sq_divisor_mul_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
+        I largest_of_block_kept[TILE / BLOCK];
+        I largest_of_block_2_kept[TILE / BLOCK];
+        Words<adamw_amsgrad_vector_kernel> words(BLOCK * blocks, first, stream_key, step_key);
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const F exp_avg_scale = load(exp_avg_scale_at + b);
+            const F max_exp_avg_sq_scale = load(max_exp_avg_sq_scale_at + b);
+            const F max_exp_avg_sq_scale_mul = 0.0625f * max_exp_avg_sq_scale;
+            const F exp_avg_sq_scale = load(exp_avg_sq_scale_at + b);
             const F exp_avg_scale_mul = beta1 * exp_avg_scale;
+            const F exp_avg_sq_scale_mul = beta2_times_0p0625 * exp_avg_sq_scale;
+            store(max_exp_avg_sq_scale_mul_kept + b, max_exp_avg_sq_scale_mul);
             store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
-        }
-
-        // -- elements: decode, update  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
-            const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
-            I exp_avg_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
-                const I exp_avg_piece = to_int(exp_avg_code);
-                const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
-                const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
-                const F exp_avg_piece_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_piece_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_piece_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_piece_abs, -0.021500002592802048f))));
-                // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_stored, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
-                store(exp_avg_kept + i, exp_avg);
-            }
-            exp_avg_top_kept[b] = exp_avg_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
-            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
-            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
-            store(exp_avg_scale_at + b, exp_avg_scale_2);
+            store(exp_avg_sq_scale_mul_kept + b, exp_avg_sq_scale_mul);
         }
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const F p = widened(p_stored);                      // bf16, nearest
-                // max_exp_avg_sq as it is kept
-                const F max_exp_avg_sq_kept_ = max(load(max_exp_avg_sq_row_at + (i & row_mask)) * load(max_exp_avg_sq_col_at + i), load(row_min_at + (i & row_mask)));
-                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(max_exp_avg_sq_kept_), scalar_2, scalar_3), p_2);
-                const I p_x_bits = bits(p_3);
-                const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-                store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-            }
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
-            const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_number = exp_avg_scale_rcp * exp_avg;
-                const F exp_avg_number_abs = abs(exp_avg_number);
-                const F exp_avg_number_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, exp_avg_number_abs, 0.33076924085617065f), fma(11.111109733581543f, exp_avg_number_abs, 1.888888955116272f)), fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f))));
-                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
-                store(exp_avg_codes_at + i, exp_avg_code_2);
-            }
-        }
-
-        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
-        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct adamw_float16_amsgrad_12 {
-    static constexpr int BLOCK = 128, TILE = 2048;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, EIGHTH, true, true, NONE, 2},  // exp_avg_codes
-        {3, -1, 4, BLOCK_OF, true, true, NONE, 3},  // exp_avg_scale
-        {6, -1, 4, ROW, true, false, NONE, 4},  // max_exp_avg_sq_row
-        {7, -1, 4, COLUMN, true, false, NONE, 5},  // max_exp_avg_sq_col
-        {21, -1, 4, ROW, true, false, NONE, 6},  // row_min
-    };
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                         // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[2];           // 4-bit codes [n]  read and written
-        float *__restrict exp_avg_scale_at = (float *)at[3];                   // float32 [blocks of 128]  read and written
-        const float *__restrict max_exp_avg_sq_row_at = (const float *)at[4];  // float32 [row]  read
-        const float *__restrict max_exp_avg_sq_col_at = (const float *)at[5];  // float32 [col]  read
-        const float *__restrict row_min_at = (const float *)at[6];             // float32 [row]  read
-        const F beta1(known.scalars[2]);
-        const F one_minus_lr_times_weight_decay(known.scalars[3]);
-        const F one_minus_beta1_times_grad_scale(known.scalars[4]);
-        const F scalar_2(known.scalars[5]);
-        const F scalar_3(known.scalars[6]);
-        alignas(64) uint8_t exp_avg_codes_at[TILE];
-        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
-        alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
-        I exp_avg_top_kept[TILE / BLOCK];
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const F exp_avg_scale = load(exp_avg_scale_at + b);
-            const F exp_avg_scale_mul = beta1 * exp_avg_scale;
-            store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
-        }
-
-        // -- elements: decode, update  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
+            fetch_weight<BLOCK>(weight, b);
+            const F max_exp_avg_sq_scale_mul(max_exp_avg_sq_scale_mul_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
+            const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
+            I largest_of_block(INT32_MIN);
+            I largest_of_block_2(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const F g_stored = Grad::load(g_at + i);
+                const auto noise = words.at(i);
+                const F g = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
+                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_codes_at + i);
+                const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_code);
+                const F max_exp_avg_sq_code_2 = as_float(max_exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
+                const F max_exp_avg_sq_code_3 = max_exp_avg_sq_code_2 + 1.0f;
+                const F max_exp_avg_sq_value = max_exp_avg_sq_scale_mul * max_exp_avg_sq_code_3;
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
+                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
+                const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
+                const F exp_avg_sq_code_3 = exp_avg_sq_code_2 + 1.0f;
                 const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
                 const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
                 const F exp_avg_piece_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_piece_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_piece_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_piece_abs, -0.021500002592802048f))));
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_stored, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
+                // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
+                const F exp_avg_sq = fma(scalar_2 * g, g, exp_avg_sq_scale_mul * exp_avg_sq_code_3);
+                // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
+                const F max_exp_avg_sq = max(max_exp_avg_sq_value, exp_avg_sq);
+                const F exp_avg_sq_magnitude = abs(exp_avg_sq);
+                const F max_exp_avg_sq_magnitude = abs(max_exp_avg_sq);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, bits(exp_avg_sq_magnitude), i, end);
+                largest_of_block_2 = larger<RAGGED>(largest_of_block_2, bits(max_exp_avg_sq_magnitude), i, end);
+                words.keep(noise, i);
                 store(exp_avg_kept + i, exp_avg);
+                store(max_exp_avg_sq_kept + i, max_exp_avg_sq);
+                store(exp_avg_sq_kept + i, exp_avg_sq);
             }
             exp_avg_top_kept[b] = exp_avg_top;
+            largest_of_block_kept[b] = largest_of_block;
+            largest_of_block_2_kept[b] = largest_of_block_2;
         }
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
+            const I largest_of_block = largest(largest_of_block_kept + b);
+            const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
             const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
             const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
+            const F exp_avg_sq_top = max(F(3.009265538105056e-36f), as_float(largest_of_block));
+            const F exp_avg_sq_divisor = min(F(3.4028234663852886e+38f), exp_avg_sq_top);
+            const F exp_avg_sq_divisor_mul = 16.0f / exp_avg_sq_divisor;
+            const F max_exp_avg_sq_top = max(F(3.009265538105056e-36f), as_float(largest_of_block_2));
+            const F max_exp_avg_sq_divisor = min(F(3.4028234663852886e+38f), max_exp_avg_sq_top);
+            const F max_exp_avg_sq_divisor_mul = 16.0f / max_exp_avg_sq_divisor;
             store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
+            store(exp_avg_sq_divisor_mul_kept + b, exp_avg_sq_divisor_mul);
+            store(max_exp_avg_sq_divisor_mul_kept + b, max_exp_avg_sq_divisor_mul);
             store(exp_avg_scale_at + b, exp_avg_scale_2);
+            store(exp_avg_sq_scale_at + b, exp_avg_sq_top);
+            store(max_exp_avg_sq_scale_at + b, max_exp_avg_sq_top);
         }
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
                 const F exp_avg = load(exp_avg_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const F p = widen_half(p_stored);                   // f16, nearest
-                // max_exp_avg_sq as it is kept
-                const F max_exp_avg_sq_kept_ = max(load(max_exp_avg_sq_row_at + (i & row_mask)) * load(max_exp_avg_sq_col_at + i), load(row_min_at + (i & row_mask)));
+                const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
+                const F p = weight.decode(i);
                 const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(max_exp_avg_sq_kept_), scalar_2, scalar_3), p_2);
-                store(p_at + i, narrow_half(p_3));
+                const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(max_exp_avg_sq), scalar_4, scalar_5), p_2);
+                weight.encode(i, p_3, noise);
             }
         }
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_codes_packed, b + TILE / BLOCK);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
+            const F exp_avg_sq_divisor_mul(exp_avg_sq_divisor_mul_kept[b]);
+            const F max_exp_avg_sq_divisor_mul(max_exp_avg_sq_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
+                const F exp_avg_sq = load(exp_avg_sq_kept + i);
+                const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
                 const F exp_avg_number = exp_avg_scale_rcp * exp_avg;
                 const F exp_avg_number_abs = abs(exp_avg_number);
                 const F exp_avg_number_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, exp_avg_number_abs, 0.33076924085617065f), fma(11.111109733581543f, exp_avg_number_abs, 1.888888955116272f)), fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f))));
                 const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
+                const F exp_avg_sq_exact = exp_avg_sq_divisor_mul * exp_avg_sq;
+                const F exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), exp_avg_sq_exact));
+                const F max_exp_avg_sq_exact = max_exp_avg_sq_divisor_mul * max_exp_avg_sq;
+                const F max_exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), max_exp_avg_sq_exact));
                 store(exp_avg_codes_at + i, exp_avg_code_2);
+                store(exp_avg_sq_codes_at + i, -1 - to_int(floor(0.5f - exp_avg_sq_exact_2)));
+                store(max_exp_avg_sq_codes_at + i, -1 - to_int(floor(0.5f - max_exp_avg_sq_exact_2)));
             }
         }
 
         no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
+        no_codes<BLOCK>(max_exp_avg_sq_codes_at, blocks, live);
         pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
+        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
+        pack<4>(max_exp_avg_sq_codes_packed, max_exp_avg_sq_codes_at, BLOCK * blocks);
     }
 };
 
-template <class Grad>
-struct adamw_float32 {
+template <class Weight, class Grad>
+struct adamw_step {
     typedef void staged;
     static constexpr int SCALARS = 7, BLOCK = 128;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {4, EIGHTH},  // exp_avg_codes
         {4, BLOCK_OF},  // exp_avg_scale
         {4, ROW},  // exp_avg_sq_row
@@ -2642,92 +1312,24 @@ struct adamw_float32 {
         {4, ROW},  // exp_avg_sq_row_factor_min_1p1754943508222875em38
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row_means
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col_factor
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<adamw_float32_1<Grad>>(),
-        stage<adamw_float32_2<Grad>>(),
-        stage<adamw_float32_3<Grad>>(),
-        stage<adamw_float32_4<Grad>>(),
-        stage<adamw_float32_5<Grad>>(),
-        stage<adamw_float32_6<Grad>>(),
-        stage<adamw_float32_7<Grad>>(),
+        stage<adamw_kernel_1<Weight, Grad>>(),
+        stage<adamw_kernel_2<Weight, Grad>>(),
+        stage<adamw_kernel_3<Weight, Grad>>(),
+        stage<adamw_kernel_4<Weight, Grad>>(),
+        stage<adamw_kernel_5<Weight, Grad>>(),
+        stage<adamw_kernel_6<Weight, Grad>>(),
+        stage<adamw_kernel_7<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct adamw_bfloat16 {
+template <class Weight, class Grad>
+struct adamw_amsgrad_step {
     typedef void staged;
     static constexpr int SCALARS = 7, BLOCK = 128;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, EIGHTH},  // exp_avg_codes
-        {4, BLOCK_OF},  // exp_avg_scale
-        {4, ROW},  // exp_avg_sq_row
-        {4, COLUMN},  // exp_avg_sq_col
-        {4, ROW},  // exp_avg_sq_least
-        {4, ROW},  // row_sum_for_exp_avg_sq_row_means
-        {4, COLUMN},  // col_sum_for_exp_avg_sq_col_factor
-        {4, ROW},  // exp_avg_sq_row_means
-        {4, MATRIX},  // mat_sum_for_exp_avg_sq_row_factor
-        {4, MATRIX},  // mat_max
-        {4, ROW},  // exp_avg_sq_row_factor_min_1p1754943508222875em38
-        {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row_means
-        {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col_factor
-    };
-    static constexpr Stage STAGES[] = {
-        stage<adamw_float32_1<Grad>>(),
-        stage<adamw_bfloat16_2<Grad>>(),
-        stage<adamw_float32_3<Grad>>(),
-        stage<adamw_float32_4<Grad>>(),
-        stage<adamw_float32_5<Grad>>(),
-        stage<adamw_float32_6<Grad>>(),
-        stage<adamw_bfloat16_7<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct adamw_float16 {
-    typedef void staged;
-    static constexpr int SCALARS = 7, BLOCK = 128;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, EIGHTH},  // exp_avg_codes
-        {4, BLOCK_OF},  // exp_avg_scale
-        {4, ROW},  // exp_avg_sq_row
-        {4, COLUMN},  // exp_avg_sq_col
-        {4, ROW},  // exp_avg_sq_least
-        {4, ROW},  // row_sum_for_exp_avg_sq_row_means
-        {4, COLUMN},  // col_sum_for_exp_avg_sq_col_factor
-        {4, ROW},  // exp_avg_sq_row_means
-        {4, MATRIX},  // mat_sum_for_exp_avg_sq_row_factor
-        {4, MATRIX},  // mat_max
-        {4, ROW},  // exp_avg_sq_row_factor_min_1p1754943508222875em38
-        {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row_means
-        {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col_factor
-    };
-    static constexpr Stage STAGES[] = {
-        stage<adamw_float32_1<Grad>>(),
-        stage<adamw_bfloat16_2<Grad>>(),
-        stage<adamw_float32_3<Grad>>(),
-        stage<adamw_float32_4<Grad>>(),
-        stage<adamw_float32_5<Grad>>(),
-        stage<adamw_float32_6<Grad>>(),
-        stage<adamw_float16_7<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct adamw_float32_amsgrad {
-    typedef void staged;
-    static constexpr int SCALARS = 7, BLOCK = 128;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {4, EIGHTH},  // exp_avg_codes
         {4, BLOCK_OF},  // exp_avg_scale
         {4, ROW},  // exp_avg_sq_row
@@ -2752,120 +1354,41 @@ struct adamw_float32_amsgrad {
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col_factor
         {4, ROW + 8},  // partial results of row_sum_for_max_exp_avg_sq_row_means
         {4, COLUMN + 8},  // partial results of col_sum_for_max_exp_avg_sq_col_factor
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<adamw_float32_amsgrad_1<Grad>>(),
-        stage<adamw_float32_amsgrad_2<Grad>>(),
-        stage<adamw_float32_amsgrad_3<Grad>>(),
-        stage<adamw_float32_amsgrad_4<Grad>>(),
-        stage<adamw_float32_amsgrad_5<Grad>>(),
-        stage<adamw_float32_amsgrad_6<Grad>>(),
-        stage<adamw_float32_amsgrad_7<Grad>>(),
-        stage<adamw_float32_amsgrad_8<Grad>>(),
-        stage<adamw_float32_amsgrad_9<Grad>>(),
-        stage<adamw_float32_amsgrad_10<Grad>>(),
-        stage<adamw_float32_amsgrad_11<Grad>>(),
-        stage<adamw_float32_amsgrad_12<Grad>>(),
+        stage<adamw_amsgrad_kernel_1<Weight, Grad>>(),
+        stage<adamw_amsgrad_kernel_2<Weight, Grad>>(),
+        stage<adamw_amsgrad_kernel_3<Weight, Grad>>(),
+        stage<adamw_amsgrad_kernel_4<Weight, Grad>>(),
+        stage<adamw_amsgrad_kernel_5<Weight, Grad>>(),
+        stage<adamw_amsgrad_kernel_6<Weight, Grad>>(),
+        stage<adamw_amsgrad_kernel_7<Weight, Grad>>(),
+        stage<adamw_amsgrad_kernel_8<Weight, Grad>>(),
+        stage<adamw_amsgrad_kernel_9<Weight, Grad>>(),
+        stage<adamw_amsgrad_kernel_10<Weight, Grad>>(),
+        stage<adamw_amsgrad_kernel_11<Weight, Grad>>(),
+        stage<adamw_amsgrad_kernel_12<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct adamw_bfloat16_amsgrad {
-    typedef void staged;
-    static constexpr int SCALARS = 7, BLOCK = 128;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, EIGHTH},  // exp_avg_codes
-        {4, BLOCK_OF},  // exp_avg_scale
-        {4, ROW},  // exp_avg_sq_row
-        {4, COLUMN},  // exp_avg_sq_col
-        {4, ROW},  // max_exp_avg_sq_row
-        {4, COLUMN},  // max_exp_avg_sq_col
-        {4, ROW},  // max_exp_avg_sq_least
-        {4, ROW},  // exp_avg_sq_least
-        {4, ROW},  // row_sum_for_exp_avg_sq_row_means
-        {4, COLUMN},  // col_sum_for_exp_avg_sq_col_factor
-        {4, ROW},  // exp_avg_sq_row_means
-        {4, MATRIX},  // mat_sum_for_exp_avg_sq_row_factor
-        {4, MATRIX},  // mat_max
-        {4, ROW},  // exp_avg_sq_row_factor_min_1p1754943508222875em38
-        {4, ROW},  // row_sum_for_max_exp_avg_sq_row_means
-        {4, COLUMN},  // col_sum_for_max_exp_avg_sq_col_factor
-        {4, ROW},  // max_exp_avg_sq_row_means
-        {4, MATRIX},  // mat_sum_for_max_exp_avg_sq_row_factor
-        {4, MATRIX},  // mat_max_2
-        {4, ROW},  // row_min
-        {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row_means
-        {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col_factor
-        {4, ROW + 8},  // partial results of row_sum_for_max_exp_avg_sq_row_means
-        {4, COLUMN + 8},  // partial results of col_sum_for_max_exp_avg_sq_col_factor
-    };
-    static constexpr Stage STAGES[] = {
-        stage<adamw_float32_amsgrad_1<Grad>>(),
-        stage<adamw_bfloat16_amsgrad_2<Grad>>(),
-        stage<adamw_float32_amsgrad_3<Grad>>(),
-        stage<adamw_float32_amsgrad_4<Grad>>(),
-        stage<adamw_float32_amsgrad_5<Grad>>(),
-        stage<adamw_float32_amsgrad_6<Grad>>(),
-        stage<adamw_float32_amsgrad_7<Grad>>(),
-        stage<adamw_float32_amsgrad_8<Grad>>(),
-        stage<adamw_float32_amsgrad_9<Grad>>(),
-        stage<adamw_float32_amsgrad_10<Grad>>(),
-        stage<adamw_float32_amsgrad_11<Grad>>(),
-        stage<adamw_bfloat16_amsgrad_12<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct adamw_float16_amsgrad {
-    typedef void staged;
-    static constexpr int SCALARS = 7, BLOCK = 128;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, EIGHTH},  // exp_avg_codes
-        {4, BLOCK_OF},  // exp_avg_scale
-        {4, ROW},  // exp_avg_sq_row
-        {4, COLUMN},  // exp_avg_sq_col
-        {4, ROW},  // max_exp_avg_sq_row
-        {4, COLUMN},  // max_exp_avg_sq_col
-        {4, ROW},  // max_exp_avg_sq_least
-        {4, ROW},  // exp_avg_sq_least
-        {4, ROW},  // row_sum_for_exp_avg_sq_row_means
-        {4, COLUMN},  // col_sum_for_exp_avg_sq_col_factor
-        {4, ROW},  // exp_avg_sq_row_means
-        {4, MATRIX},  // mat_sum_for_exp_avg_sq_row_factor
-        {4, MATRIX},  // mat_max
-        {4, ROW},  // exp_avg_sq_row_factor_min_1p1754943508222875em38
-        {4, ROW},  // row_sum_for_max_exp_avg_sq_row_means
-        {4, COLUMN},  // col_sum_for_max_exp_avg_sq_col_factor
-        {4, ROW},  // max_exp_avg_sq_row_means
-        {4, MATRIX},  // mat_sum_for_max_exp_avg_sq_row_factor
-        {4, MATRIX},  // mat_max_2
-        {4, ROW},  // row_min
-        {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row_means
-        {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col_factor
-        {4, ROW + 8},  // partial results of row_sum_for_max_exp_avg_sq_row_means
-        {4, COLUMN + 8},  // partial results of col_sum_for_max_exp_avg_sq_col_factor
-    };
-    static constexpr Stage STAGES[] = {
-        stage<adamw_float32_amsgrad_1<Grad>>(),
-        stage<adamw_bfloat16_amsgrad_2<Grad>>(),
-        stage<adamw_float32_amsgrad_3<Grad>>(),
-        stage<adamw_float32_amsgrad_4<Grad>>(),
-        stage<adamw_float32_amsgrad_5<Grad>>(),
-        stage<adamw_float32_amsgrad_6<Grad>>(),
-        stage<adamw_float32_amsgrad_7<Grad>>(),
-        stage<adamw_float32_amsgrad_8<Grad>>(),
-        stage<adamw_float32_amsgrad_9<Grad>>(),
-        stage<adamw_float32_amsgrad_10<Grad>>(),
-        stage<adamw_float32_amsgrad_11<Grad>>(),
-        stage<adamw_float16_amsgrad_12<Grad>>(),
-    };
-};
+template <class Grad> using adamw_float32 = adamw_step<weight_float32, Grad>;
+template <class Grad> using adamw_float32_small = adamw_small_kernel<weight_float32, Grad>;
+template <class Grad> using adamw_float32_vector = adamw_vector_kernel<weight_float32, Grad>;
+template <class Grad> using adamw_bfloat16 = adamw_step<weight_bfloat16, Grad>;
+template <class Grad> using adamw_bfloat16_small = adamw_small_kernel<weight_bfloat16, Grad>;
+template <class Grad> using adamw_bfloat16_vector = adamw_vector_kernel<weight_bfloat16, Grad>;
+template <class Grad> using adamw_float16 = adamw_step<weight_float16, Grad>;
+template <class Grad> using adamw_float16_small = adamw_small_kernel<weight_float16, Grad>;
+template <class Grad> using adamw_float16_vector = adamw_vector_kernel<weight_float16, Grad>;
+template <class Grad> using adamw_float32_amsgrad = adamw_amsgrad_step<weight_float32, Grad>;
+template <class Grad> using adamw_float32_amsgrad_small = adamw_amsgrad_small_kernel<weight_float32, Grad>;
+template <class Grad> using adamw_float32_amsgrad_vector = adamw_amsgrad_vector_kernel<weight_float32, Grad>;
+template <class Grad> using adamw_bfloat16_amsgrad = adamw_amsgrad_step<weight_bfloat16, Grad>;
+template <class Grad> using adamw_bfloat16_amsgrad_small = adamw_amsgrad_small_kernel<weight_bfloat16, Grad>;
+template <class Grad> using adamw_bfloat16_amsgrad_vector = adamw_amsgrad_vector_kernel<weight_bfloat16, Grad>;
+template <class Grad> using adamw_float16_amsgrad = adamw_amsgrad_step<weight_float16, Grad>;
+template <class Grad> using adamw_float16_amsgrad_small = adamw_amsgrad_small_kernel<weight_float16, Grad>;
+template <class Grad> using adamw_float16_amsgrad_vector = adamw_amsgrad_vector_kernel<weight_float16, Grad>;
 
 }  // namespace
 

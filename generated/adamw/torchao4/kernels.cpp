@@ -18,11 +18,50 @@
 
 namespace {
 
-template <class Grad>
-struct adamw_float32 {
-    static constexpr int BLOCK = 128, TILE = elements_of_tile(128, 2), SCALARS = 7;
+// bf16, nearest
+struct weight_bfloat16 {
+    static constexpr int NOISE = 0;
+    static constexpr Part PARTS[] = {{2, true}};  // code
+    uint16_t *__restrict code_at;
+
+    weight_bfloat16(char *p, char *const *more) : code_at((uint16_t *)p) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        return widened(code_stored);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        const I x_bits = bits(x);
+        const I carry = (x_bits >> 16 & 1) + 32767;
+        store_half<2>(code_at + i, bits_or_nan(as_float(x_bits)) + carry);
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); }
+};
+
+// f16, nearest
+struct weight_float16 {
+    static constexpr int NOISE = 0;
+    static constexpr Part PARTS[] = {{2, true}};  // code
+    uint16_t *__restrict code_at;
+
+    weight_float16(char *p, char *const *more) : code_at((uint16_t *)p) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        return widen_half(code_stored);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        store(code_at + i, narrow_half(x));
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); }
+};
+
+template <class Weight, class Grad>
+struct adamw_kernel {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = NOISE.mask({P});
+    static constexpr int BLOCK = 128, TILE = elements_of_tile(128, 2 + count(KEPT)), SCALARS = 7;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}};
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}});
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
                      const float *scalars, int32_t step_key, int32_t stream_key) {
@@ -32,13 +71,16 @@ struct adamw_float32 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];                         // float32 [n]  read and written
+        Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[2];     // 4-bit codes [n]  read and written
-        float *__restrict exp_avg_scale_at = (float *)at[3];             // float32 [blocks of 128]  read and written
-        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[4];  // 4-bit codes [n]  read and written
-        float *__restrict exp_avg_sq_scale_at = (float *)at[5];          // float32 [blocks of 128]  read and written
+        // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[parts<Weight>() + 1];
+        float *__restrict exp_avg_scale_at = (float *)at[parts<Weight>() + 2];  // float32 [blocks of 128]  read and written
+        // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[parts<Weight>() + 3];
+        // float32 [blocks of 128]  read and written
+        float *__restrict exp_avg_sq_scale_at = (float *)at[parts<Weight>() + 4];
         const F beta1(scalars[0]);
         const F one_minus_lr_times_weight_decay(scalars[1]);
         const F one_minus_beta1_times_grad_scale(scalars[2]);
@@ -58,6 +100,7 @@ struct adamw_float32 {
         alignas(64) float exp_avg_sq_scale_rcp_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I exp_avg_sq_top_kept[TILE / BLOCK];
+        Words<adamw_kernel> words(BLOCK * blocks, first, stream_key, step_key);
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
@@ -72,13 +115,14 @@ struct adamw_float32 {
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
+            fetch_weight<BLOCK>(weight, b);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             I exp_avg_sq_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const auto noise = words.at(i);
                 const F g = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
@@ -93,6 +137,7 @@ struct adamw_float32 {
                 const F exp_avg_sq = fma(scalar_2 * g, g, exp_avg_sq_scale_mul * (as_float(exp_avg_sq_piece + 1 | 0x4b000000) - 8388608.0f));
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
                 exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(abs(exp_avg_sq)), i, end);
+                words.keep(noise, i);
                 store(exp_avg_kept + i, exp_avg);
                 store(exp_avg_sq_kept + i, exp_avg_sq);
             }
@@ -119,13 +164,14 @@ struct adamw_float32 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
-                const F p = load(p_at + i);
+                const F p = weight.decode(i);
                 const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(exp_avg_sq), scalar_4, scalar_5), p_2);
-                store(p_at + i, p_3);
+                weight.encode(i, p_3, noise);
             }
         }
 
@@ -157,19 +203,22 @@ struct adamw_float32 {
     }
 };
 
-template <class Grad>
-struct adamw_float32_small {
+template <class Weight, class Grad>
+struct adamw_small_kernel {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}});
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];           // float32 [n]  read and written
+        Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];     // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
+        float *__restrict exp_avg_at = (float *)at[parts<Weight>() + 1];     // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[parts<Weight>() + 2];  // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -177,13 +226,15 @@ struct adamw_float32_small {
         const F scalar_2(scalars[4]);
         const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
+        Words<adamw_small_kernel> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int i = 0; i < count; i += W) {
+            const auto noise = words.at(i);
             const F g = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
@@ -191,18 +242,21 @@ struct adamw_float32_small {
             const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
-            store(p_at + i, p_3);
+            weight.encode(i, p_3, noise);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
         }
     }
 };
 
-template <class Grad>
-struct adamw_bfloat16 {
-    static constexpr int BLOCK = 128, TILE = elements_of_tile(128, 2), SCALARS = 7;
+template <class Weight, class Grad>
+struct adamw_amsgrad_kernel {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = NOISE.mask({P});
+    static constexpr int BLOCK = 128, TILE = elements_of_tile(128, 3 + count(KEPT)), SCALARS = 7;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}};
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}});
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
                      const float *scalars, int32_t step_key, int32_t stream_key) {
@@ -212,387 +266,20 @@ struct adamw_bfloat16 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                   // bfloat16 [n]  read and written
+        Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[2];     // 4-bit codes [n]  read and written
-        float *__restrict exp_avg_scale_at = (float *)at[3];             // float32 [blocks of 128]  read and written
-        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[4];  // 4-bit codes [n]  read and written
-        float *__restrict exp_avg_sq_scale_at = (float *)at[5];          // float32 [blocks of 128]  read and written
-        const F beta1(scalars[0]);
-        const F one_minus_lr_times_weight_decay(scalars[1]);
-        const F one_minus_beta1_times_grad_scale(scalars[2]);
-        const F scalar_2(scalars[3]);
-        const F beta2_times_0p0625(scalars[4]);
-        const F scalar_4(scalars[5]);
-        const F scalar_5(scalars[6]);
-        alignas(64) uint8_t exp_avg_codes_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
-        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
-        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
-        alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float exp_avg_sq_kept[TILE];
-        alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_sq_scale_rcp_kept[TILE / BLOCK];
-        I exp_avg_top_kept[TILE / BLOCK];
-        I exp_avg_sq_top_kept[TILE / BLOCK];
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const F exp_avg_scale = load(exp_avg_scale_at + b);
-            const F exp_avg_sq_scale = load(exp_avg_sq_scale_at + b);
-            const F exp_avg_scale_mul = beta1 * exp_avg_scale;
-            const F exp_avg_sq_scale_mul = beta2_times_0p0625 * exp_avg_sq_scale;
-            store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
-            store(exp_avg_sq_scale_mul_kept + b, exp_avg_sq_scale_mul);
-        }
-
-        // -- elements: decode, update  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
-            const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
-            const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
-            I exp_avg_top(INT32_MIN);
-            I exp_avg_sq_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
-                const I exp_avg_piece = to_int(exp_avg_code);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
-                const F g_cast = g_stored;
-                const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
-                const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
-                const F exp_avg_piece_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_piece_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_piece_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_piece_abs, -0.021500002592802048f))));
-                // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
-                // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul * (as_float(exp_avg_sq_piece + 1 | 0x4b000000) - 8388608.0f));
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
-                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(abs(exp_avg_sq)), i, end);
-                store(exp_avg_kept + i, exp_avg);
-                store(exp_avg_sq_kept + i, exp_avg_sq);
-            }
-            exp_avg_top_kept[b] = exp_avg_top;
-            exp_avg_sq_top_kept[b] = exp_avg_sq_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
-            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x2b8cbccc), exp_avg_top), I(0x7fc00000)));
-            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
-            const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_top < 0x7f800000, max(I(0x2b8cbccc), exp_avg_sq_top), I(0x7fc00000)));
-            const F exp_avg_sq_scale_rcp = 1.0f / exp_avg_sq_scale_2;
-            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
-            store(exp_avg_sq_scale_rcp_kept + b, exp_avg_sq_scale_rcp);
-            store(exp_avg_scale_at + b, exp_avg_scale_2);
-            store(exp_avg_sq_scale_at + b, exp_avg_sq_scale_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq = load(exp_avg_sq_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const F p = widened(p_stored);                      // bf16, nearest
-                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(exp_avg_sq), scalar_4, scalar_5), p_2);
-                const I p_x_bits = bits(p_3);
-                const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-                store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-            }
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
-            const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
-            const F exp_avg_sq_scale_rcp(exp_avg_sq_scale_rcp_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq = load(exp_avg_sq_kept + i);
-                const F exp_avg_number = exp_avg_scale_rcp * exp_avg;
-                const F exp_avg_number_abs = abs(exp_avg_number);
-                const F exp_avg_number_rint = rint(min(F(7.0f), min(min(fma(61.538455963134766f, exp_avg_number_abs, 0.33076924085617065f), fma(11.111111640930176f, exp_avg_number_abs, 1.8888888359069824f)), fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f))));
-                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
-                const F exp_avg_sq_number = exp_avg_sq_scale_rcp * exp_avg_sq;
-                const I exp_avg_sq_code_2 = to_int(rint(min(F(16.0f), max(F(1.0f), 16.0f * max(F(0.0f), exp_avg_sq_number)))) - 1.0f);
-                store(exp_avg_codes_at + i, exp_avg_code_2);
-                store(exp_avg_sq_codes_at + i, exp_avg_sq_code_2);
-            }
-        }
-
-        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
-        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
-        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
-        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
-    }
-};
-
-template <class Grad>
-struct adamw_bfloat16_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];     // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];     // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[2]);
-        const F one_minus_beta1_times_grad_scale(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F scalar_4(scalars[6]);
-
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F exp_avg = load(exp_avg_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);                      // bf16, nearest
-            const F g_cast = g_stored;
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
-            // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
-            const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
-            // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
-            const I p_x_bits = bits(p_3);
-            const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-        }
-    }
-};
-
-template <class Grad>
-struct adamw_float16 {
-    static constexpr int BLOCK = 128, TILE = elements_of_tile(128, 2), SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}};
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                   // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[2];     // 4-bit codes [n]  read and written
-        float *__restrict exp_avg_scale_at = (float *)at[3];             // float32 [blocks of 128]  read and written
-        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[4];  // 4-bit codes [n]  read and written
-        float *__restrict exp_avg_sq_scale_at = (float *)at[5];          // float32 [blocks of 128]  read and written
-        const F beta1(scalars[0]);
-        const F one_minus_lr_times_weight_decay(scalars[1]);
-        const F one_minus_beta1_times_grad_scale(scalars[2]);
-        const F scalar_2(scalars[3]);
-        const F beta2_times_0p0625(scalars[4]);
-        const F scalar_4(scalars[5]);
-        const F scalar_5(scalars[6]);
-        alignas(64) uint8_t exp_avg_codes_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
-        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
-        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
-        alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float exp_avg_sq_kept[TILE];
-        alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_sq_scale_rcp_kept[TILE / BLOCK];
-        I exp_avg_top_kept[TILE / BLOCK];
-        I exp_avg_sq_top_kept[TILE / BLOCK];
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const F exp_avg_scale = load(exp_avg_scale_at + b);
-            const F exp_avg_sq_scale = load(exp_avg_sq_scale_at + b);
-            const F exp_avg_scale_mul = beta1 * exp_avg_scale;
-            const F exp_avg_sq_scale_mul = beta2_times_0p0625 * exp_avg_sq_scale;
-            store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
-            store(exp_avg_sq_scale_mul_kept + b, exp_avg_sq_scale_mul);
-        }
-
-        // -- elements: decode, update  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
-            const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
-            const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
-            I exp_avg_top(INT32_MIN);
-            I exp_avg_sq_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
-                const I exp_avg_piece = to_int(exp_avg_code);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
-                const F g_cast = g_stored;
-                const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
-                const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
-                const F exp_avg_piece_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_piece_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_piece_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_piece_abs, -0.021500002592802048f))));
-                // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
-                // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul * (as_float(exp_avg_sq_piece + 1 | 0x4b000000) - 8388608.0f));
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
-                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(abs(exp_avg_sq)), i, end);
-                store(exp_avg_kept + i, exp_avg);
-                store(exp_avg_sq_kept + i, exp_avg_sq);
-            }
-            exp_avg_top_kept[b] = exp_avg_top;
-            exp_avg_sq_top_kept[b] = exp_avg_sq_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
-            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x2b8cbccc), exp_avg_top), I(0x7fc00000)));
-            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
-            const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_top < 0x7f800000, max(I(0x2b8cbccc), exp_avg_sq_top), I(0x7fc00000)));
-            const F exp_avg_sq_scale_rcp = 1.0f / exp_avg_sq_scale_2;
-            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
-            store(exp_avg_sq_scale_rcp_kept + b, exp_avg_sq_scale_rcp);
-            store(exp_avg_scale_at + b, exp_avg_scale_2);
-            store(exp_avg_sq_scale_at + b, exp_avg_sq_scale_2);
-        }
-
-        // -- elements: decode, update  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq = load(exp_avg_sq_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const F p = widen_half(p_stored);                   // f16, nearest
-                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(exp_avg_sq), scalar_4, scalar_5), p_2);
-                store(p_at + i, narrow_half(p_3));
-            }
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
-            const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
-            const F exp_avg_sq_scale_rcp(exp_avg_sq_scale_rcp_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq = load(exp_avg_sq_kept + i);
-                const F exp_avg_number = exp_avg_scale_rcp * exp_avg;
-                const F exp_avg_number_abs = abs(exp_avg_number);
-                const F exp_avg_number_rint = rint(min(F(7.0f), min(min(fma(61.538455963134766f, exp_avg_number_abs, 0.33076924085617065f), fma(11.111111640930176f, exp_avg_number_abs, 1.8888888359069824f)), fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f))));
-                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
-                const F exp_avg_sq_number = exp_avg_sq_scale_rcp * exp_avg_sq;
-                const I exp_avg_sq_code_2 = to_int(rint(min(F(16.0f), max(F(1.0f), 16.0f * max(F(0.0f), exp_avg_sq_number)))) - 1.0f);
-                store(exp_avg_codes_at + i, exp_avg_code_2);
-                store(exp_avg_sq_codes_at + i, exp_avg_sq_code_2);
-            }
-        }
-
-        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
-        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
-        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
-        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
-    }
-};
-
-template <class Grad>
-struct adamw_float16_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];     // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];     // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[2]);
-        const F one_minus_beta1_times_grad_scale(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F scalar_4(scalars[6]);
-
-        // -- elements: decode, update  (specs/adamw.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F exp_avg = load(exp_avg_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);                   // f16, nearest
-            const F g_cast = g_stored;
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
-            // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
-            const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
-            // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
-            store(p_at + i, narrow_half(p_3));
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-        }
-    }
-};
-
-template <class Grad>
-struct adamw_float32_amsgrad {
-    static constexpr int BLOCK = 128, TILE = elements_of_tile(128, 3), SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}};
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];                             // float32 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[2];         // 4-bit codes [n]  read and written
-        float *__restrict exp_avg_scale_at = (float *)at[3];                 // float32 [blocks of 128]  read and written
-        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[4];      // 4-bit codes [n]  read and written
-        float *__restrict exp_avg_sq_scale_at = (float *)at[5];              // float32 [blocks of 128]  read and written
-        uint8_t *__restrict max_exp_avg_sq_codes_packed = (uint8_t *)at[6];  // 4-bit codes [n]  read and written
-        float *__restrict max_exp_avg_sq_scale_at = (float *)at[7];          // float32 [blocks of 128]  read and written
+        // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[parts<Weight>() + 1];
+        float *__restrict exp_avg_scale_at = (float *)at[parts<Weight>() + 2];  // float32 [blocks of 128]  read and written
+        // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[parts<Weight>() + 3];
+        // float32 [blocks of 128]  read and written
+        float *__restrict exp_avg_sq_scale_at = (float *)at[parts<Weight>() + 4];
+        // 4-bit codes [n]  read and written
+        uint8_t *__restrict max_exp_avg_sq_codes_packed = (uint8_t *)at[parts<Weight>() + 5];
+        // float32 [blocks of 128]  read and written
+        float *__restrict max_exp_avg_sq_scale_at = (float *)at[parts<Weight>() + 6];
         const F beta1(scalars[0]);
         const F one_minus_lr_times_weight_decay(scalars[1]);
         const F one_minus_beta1_times_grad_scale(scalars[2]);
@@ -618,6 +305,7 @@ struct adamw_float32_amsgrad {
         I exp_avg_top_kept[TILE / BLOCK];
         I exp_avg_sq_top_kept[TILE / BLOCK];
         I max_exp_avg_sq_top_kept[TILE / BLOCK];
+        Words<adamw_amsgrad_kernel> words(BLOCK * blocks, first, stream_key, step_key);
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
@@ -635,7 +323,7 @@ struct adamw_float32_amsgrad {
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
+            fetch_weight<BLOCK>(weight, b);
             const F max_exp_avg_sq_scale_mul(max_exp_avg_sq_scale_mul_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
@@ -644,6 +332,7 @@ struct adamw_float32_amsgrad {
             I max_exp_avg_sq_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const auto noise = words.at(i);
                 const F g = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
@@ -664,6 +353,7 @@ struct adamw_float32_amsgrad {
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
                 exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(abs(exp_avg_sq)), i, end);
                 max_exp_avg_sq_top = larger<RAGGED>(max_exp_avg_sq_top, bits(abs(max_exp_avg_sq)), i, end);
+                words.keep(noise, i);
                 store(exp_avg_kept + i, exp_avg);
                 store(max_exp_avg_sq_kept + i, max_exp_avg_sq);
                 store(exp_avg_sq_kept + i, exp_avg_sq);
@@ -698,13 +388,14 @@ struct adamw_float32_amsgrad {
             fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
-                const F p = load(p_at + i);
+                const F p = weight.decode(i);
                 const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(max_exp_avg_sq), scalar_4, scalar_5), p_2);
-                store(p_at + i, p_3);
+                weight.encode(i, p_3, noise);
             }
         }
 
@@ -743,20 +434,23 @@ struct adamw_float32_amsgrad {
     }
 };
 
-template <class Grad>
-struct adamw_float32_amsgrad_small {
+template <class Weight, class Grad>
+struct adamw_amsgrad_small_kernel {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}});
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];               // float32 [n]  read and written
+        Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];         // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];      // float32 [n]  read and written
-        float *__restrict max_exp_avg_sq_at = (float *)at[4];  // float32 [n]  read and written
+        float *__restrict exp_avg_at = (float *)at[parts<Weight>() + 1];         // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[parts<Weight>() + 2];      // float32 [n]  read and written
+        float *__restrict max_exp_avg_sq_at = (float *)at[parts<Weight>() + 3];  // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -764,14 +458,16 @@ struct adamw_float32_amsgrad_small {
         const F scalar_2(scalars[4]);
         const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
+        Words<adamw_amsgrad_small_kernel> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int i = 0; i < count; i += W) {
+            const auto noise = words.at(i);
             const F g = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F max_exp_avg_sq = load(max_exp_avg_sq_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
@@ -781,7 +477,7 @@ struct adamw_float32_amsgrad_small {
             const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
-            store(p_at + i, p_3);
+            weight.encode(i, p_3, noise);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
             store(max_exp_avg_sq_at + i, max_exp_avg_sq_2);
@@ -789,455 +485,18 @@ struct adamw_float32_amsgrad_small {
     }
 };
 
-template <class Grad>
-struct adamw_bfloat16_amsgrad {
-    static constexpr int BLOCK = 128, TILE = elements_of_tile(128, 3), SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}};
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                       // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[2];         // 4-bit codes [n]  read and written
-        float *__restrict exp_avg_scale_at = (float *)at[3];                 // float32 [blocks of 128]  read and written
-        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[4];      // 4-bit codes [n]  read and written
-        float *__restrict exp_avg_sq_scale_at = (float *)at[5];              // float32 [blocks of 128]  read and written
-        uint8_t *__restrict max_exp_avg_sq_codes_packed = (uint8_t *)at[6];  // 4-bit codes [n]  read and written
-        float *__restrict max_exp_avg_sq_scale_at = (float *)at[7];          // float32 [blocks of 128]  read and written
-        const F beta1(scalars[0]);
-        const F one_minus_lr_times_weight_decay(scalars[1]);
-        const F one_minus_beta1_times_grad_scale(scalars[2]);
-        const F scalar_2(scalars[3]);
-        const F beta2_times_0p0625(scalars[4]);
-        const F scalar_4(scalars[5]);
-        const F scalar_5(scalars[6]);
-        alignas(64) uint8_t exp_avg_codes_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
-        alignas(64) uint8_t max_exp_avg_sq_codes_at[TILE];
-        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
-        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
-        unpack<4>(max_exp_avg_sq_codes_at, max_exp_avg_sq_codes_packed, BLOCK * blocks);
-        alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float max_exp_avg_sq_kept[TILE];
-        alignas(64) float exp_avg_sq_kept[TILE];
-        alignas(64) float max_exp_avg_sq_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_sq_scale_rcp_kept[TILE / BLOCK];
-        alignas(64) float max_exp_avg_sq_scale_rcp_kept[TILE / BLOCK];
-        I exp_avg_top_kept[TILE / BLOCK];
-        I exp_avg_sq_top_kept[TILE / BLOCK];
-        I max_exp_avg_sq_top_kept[TILE / BLOCK];
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const F exp_avg_scale = load(exp_avg_scale_at + b);
-            const F max_exp_avg_sq_scale = load(max_exp_avg_sq_scale_at + b);
-            const F max_exp_avg_sq_scale_mul = 0.0625f * max_exp_avg_sq_scale;
-            const F exp_avg_sq_scale = load(exp_avg_sq_scale_at + b);
-            const F exp_avg_scale_mul = beta1 * exp_avg_scale;
-            const F exp_avg_sq_scale_mul = beta2_times_0p0625 * exp_avg_sq_scale;
-            store(max_exp_avg_sq_scale_mul_kept + b, max_exp_avg_sq_scale_mul);
-            store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
-            store(exp_avg_sq_scale_mul_kept + b, exp_avg_sq_scale_mul);
-        }
-
-        // -- elements: decode, update  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
-            const F max_exp_avg_sq_scale_mul(max_exp_avg_sq_scale_mul_kept[b]);
-            const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
-            const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
-            I exp_avg_top(INT32_MIN);
-            I exp_avg_sq_top(INT32_MIN);
-            I max_exp_avg_sq_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
-                const I exp_avg_piece = to_int(exp_avg_code);
-                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_codes_at + i);
-                const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_code);
-                const F max_exp_avg_sq_value = max_exp_avg_sq_scale_mul * (as_float(max_exp_avg_sq_piece + 1 | 0x4b000000) - 8388608.0f);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
-                const F g_cast = g_stored;
-                const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
-                const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
-                const F exp_avg_piece_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_piece_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_piece_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_piece_abs, -0.021500002592802048f))));
-                // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
-                // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul * (as_float(exp_avg_sq_piece + 1 | 0x4b000000) - 8388608.0f));
-                // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-                const F max_exp_avg_sq = max(max_exp_avg_sq_value, exp_avg_sq);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
-                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(abs(exp_avg_sq)), i, end);
-                max_exp_avg_sq_top = larger<RAGGED>(max_exp_avg_sq_top, bits(abs(max_exp_avg_sq)), i, end);
-                store(exp_avg_kept + i, exp_avg);
-                store(max_exp_avg_sq_kept + i, max_exp_avg_sq);
-                store(exp_avg_sq_kept + i, exp_avg_sq);
-            }
-            exp_avg_top_kept[b] = exp_avg_top;
-            exp_avg_sq_top_kept[b] = exp_avg_sq_top;
-            max_exp_avg_sq_top_kept[b] = max_exp_avg_sq_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
-            const I max_exp_avg_sq_top = largest(max_exp_avg_sq_top_kept + b);
-            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x2b8cbccc), exp_avg_top), I(0x7fc00000)));
-            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
-            const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_top < 0x7f800000, max(I(0x2b8cbccc), exp_avg_sq_top), I(0x7fc00000)));
-            const F exp_avg_sq_scale_rcp = 1.0f / exp_avg_sq_scale_2;
-            const F max_exp_avg_sq_scale_2 = as_float(where(max_exp_avg_sq_top < 0x7f800000, max(I(0x2b8cbccc), max_exp_avg_sq_top), I(0x7fc00000)));
-            const F max_exp_avg_sq_scale_rcp = 1.0f / max_exp_avg_sq_scale_2;
-            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
-            store(exp_avg_sq_scale_rcp_kept + b, exp_avg_sq_scale_rcp);
-            store(max_exp_avg_sq_scale_rcp_kept + b, max_exp_avg_sq_scale_rcp);
-            store(exp_avg_scale_at + b, exp_avg_scale_2);
-            store(exp_avg_sq_scale_at + b, exp_avg_sq_scale_2);
-            store(max_exp_avg_sq_scale_at + b, max_exp_avg_sq_scale_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const F p = widened(p_stored);                      // bf16, nearest
-                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(max_exp_avg_sq), scalar_4, scalar_5), p_2);
-                const I p_x_bits = bits(p_3);
-                const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-                store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-            }
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_codes_packed, b + TILE / BLOCK);
-            const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
-            const F exp_avg_sq_scale_rcp(exp_avg_sq_scale_rcp_kept[b]);
-            const F max_exp_avg_sq_scale_rcp(max_exp_avg_sq_scale_rcp_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq = load(exp_avg_sq_kept + i);
-                const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
-                const F exp_avg_number = exp_avg_scale_rcp * exp_avg;
-                const F exp_avg_number_abs = abs(exp_avg_number);
-                const F exp_avg_number_rint = rint(min(F(7.0f), min(min(fma(61.538455963134766f, exp_avg_number_abs, 0.33076924085617065f), fma(11.111111640930176f, exp_avg_number_abs, 1.8888888359069824f)), fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f))));
-                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
-                const F exp_avg_sq_number = exp_avg_sq_scale_rcp * exp_avg_sq;
-                const I exp_avg_sq_code_2 = to_int(rint(min(F(16.0f), max(F(1.0f), 16.0f * max(F(0.0f), exp_avg_sq_number)))) - 1.0f);
-                const F max_exp_avg_sq_number = max_exp_avg_sq_scale_rcp * max_exp_avg_sq;
-                const I max_exp_avg_sq_code_2 = to_int(rint(min(F(16.0f), max(F(1.0f), 16.0f * max(F(0.0f), max_exp_avg_sq_number)))) - 1.0f);
-                store(exp_avg_codes_at + i, exp_avg_code_2);
-                store(exp_avg_sq_codes_at + i, exp_avg_sq_code_2);
-                store(max_exp_avg_sq_codes_at + i, max_exp_avg_sq_code_2);
-            }
-        }
-
-        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
-        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
-        no_codes<BLOCK>(max_exp_avg_sq_codes_at, blocks, live);
-        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
-        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
-        pack<4>(max_exp_avg_sq_codes_packed, max_exp_avg_sq_codes_at, BLOCK * blocks);
-    }
-};
-
-template <class Grad>
-struct adamw_bfloat16_amsgrad_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];         // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];         // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];      // float32 [n]  read and written
-        float *__restrict max_exp_avg_sq_at = (float *)at[4];  // float32 [n]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[2]);
-        const F one_minus_beta1_times_grad_scale(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F scalar_4(scalars[6]);
-
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F exp_avg = load(exp_avg_at + i);
-            const F max_exp_avg_sq = load(max_exp_avg_sq_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);                                 // bf16, nearest
-            const F g_cast = g_stored;
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
-            // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
-            // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-            const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
-            const F p_2 = one_minus_lr_times_weight_decay * p;             // 30  p = decoupled(p, rate, weight_decay)
-            // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
-            const I p_x_bits = bits(p_3);
-            const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-            store(max_exp_avg_sq_at + i, max_exp_avg_sq_2);
-        }
-    }
-};
-
-template <class Grad>
-struct adamw_float16_amsgrad {
-    static constexpr int BLOCK = 128, TILE = elements_of_tile(128, 3), SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}};
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                       // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[2];         // 4-bit codes [n]  read and written
-        float *__restrict exp_avg_scale_at = (float *)at[3];                 // float32 [blocks of 128]  read and written
-        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[4];      // 4-bit codes [n]  read and written
-        float *__restrict exp_avg_sq_scale_at = (float *)at[5];              // float32 [blocks of 128]  read and written
-        uint8_t *__restrict max_exp_avg_sq_codes_packed = (uint8_t *)at[6];  // 4-bit codes [n]  read and written
-        float *__restrict max_exp_avg_sq_scale_at = (float *)at[7];          // float32 [blocks of 128]  read and written
-        const F beta1(scalars[0]);
-        const F one_minus_lr_times_weight_decay(scalars[1]);
-        const F one_minus_beta1_times_grad_scale(scalars[2]);
-        const F scalar_2(scalars[3]);
-        const F beta2_times_0p0625(scalars[4]);
-        const F scalar_4(scalars[5]);
-        const F scalar_5(scalars[6]);
-        alignas(64) uint8_t exp_avg_codes_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
-        alignas(64) uint8_t max_exp_avg_sq_codes_at[TILE];
-        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
-        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
-        unpack<4>(max_exp_avg_sq_codes_at, max_exp_avg_sq_codes_packed, BLOCK * blocks);
-        alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float max_exp_avg_sq_kept[TILE];
-        alignas(64) float exp_avg_sq_kept[TILE];
-        alignas(64) float max_exp_avg_sq_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_sq_scale_rcp_kept[TILE / BLOCK];
-        alignas(64) float max_exp_avg_sq_scale_rcp_kept[TILE / BLOCK];
-        I exp_avg_top_kept[TILE / BLOCK];
-        I exp_avg_sq_top_kept[TILE / BLOCK];
-        I max_exp_avg_sq_top_kept[TILE / BLOCK];
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const F exp_avg_scale = load(exp_avg_scale_at + b);
-            const F max_exp_avg_sq_scale = load(max_exp_avg_sq_scale_at + b);
-            const F max_exp_avg_sq_scale_mul = 0.0625f * max_exp_avg_sq_scale;
-            const F exp_avg_sq_scale = load(exp_avg_sq_scale_at + b);
-            const F exp_avg_scale_mul = beta1 * exp_avg_scale;
-            const F exp_avg_sq_scale_mul = beta2_times_0p0625 * exp_avg_sq_scale;
-            store(max_exp_avg_sq_scale_mul_kept + b, max_exp_avg_sq_scale_mul);
-            store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
-            store(exp_avg_sq_scale_mul_kept + b, exp_avg_sq_scale_mul);
-        }
-
-        // -- elements: decode, update  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
-            const F max_exp_avg_sq_scale_mul(max_exp_avg_sq_scale_mul_kept[b]);
-            const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
-            const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
-            I exp_avg_top(INT32_MIN);
-            I exp_avg_sq_top(INT32_MIN);
-            I max_exp_avg_sq_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
-                const I exp_avg_piece = to_int(exp_avg_code);
-                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_codes_at + i);
-                const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_code);
-                const F max_exp_avg_sq_value = max_exp_avg_sq_scale_mul * (as_float(max_exp_avg_sq_piece + 1 | 0x4b000000) - 8388608.0f);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
-                const F g_cast = g_stored;
-                const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
-                const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
-                const F exp_avg_piece_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_piece_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_piece_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_piece_abs, -0.021500002592802048f))));
-                // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
-                // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul * (as_float(exp_avg_sq_piece + 1 | 0x4b000000) - 8388608.0f));
-                // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-                const F max_exp_avg_sq = max(max_exp_avg_sq_value, exp_avg_sq);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
-                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(abs(exp_avg_sq)), i, end);
-                max_exp_avg_sq_top = larger<RAGGED>(max_exp_avg_sq_top, bits(abs(max_exp_avg_sq)), i, end);
-                store(exp_avg_kept + i, exp_avg);
-                store(max_exp_avg_sq_kept + i, max_exp_avg_sq);
-                store(exp_avg_sq_kept + i, exp_avg_sq);
-            }
-            exp_avg_top_kept[b] = exp_avg_top;
-            exp_avg_sq_top_kept[b] = exp_avg_sq_top;
-            max_exp_avg_sq_top_kept[b] = max_exp_avg_sq_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
-            const I max_exp_avg_sq_top = largest(max_exp_avg_sq_top_kept + b);
-            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x2b8cbccc), exp_avg_top), I(0x7fc00000)));
-            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
-            const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_top < 0x7f800000, max(I(0x2b8cbccc), exp_avg_sq_top), I(0x7fc00000)));
-            const F exp_avg_sq_scale_rcp = 1.0f / exp_avg_sq_scale_2;
-            const F max_exp_avg_sq_scale_2 = as_float(where(max_exp_avg_sq_top < 0x7f800000, max(I(0x2b8cbccc), max_exp_avg_sq_top), I(0x7fc00000)));
-            const F max_exp_avg_sq_scale_rcp = 1.0f / max_exp_avg_sq_scale_2;
-            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
-            store(exp_avg_sq_scale_rcp_kept + b, exp_avg_sq_scale_rcp);
-            store(max_exp_avg_sq_scale_rcp_kept + b, max_exp_avg_sq_scale_rcp);
-            store(exp_avg_scale_at + b, exp_avg_scale_2);
-            store(exp_avg_sq_scale_at + b, exp_avg_sq_scale_2);
-            store(max_exp_avg_sq_scale_at + b, max_exp_avg_sq_scale_2);
-        }
-
-        // -- elements: decode, update  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const F p = widen_half(p_stored);                   // f16, nearest
-                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(max_exp_avg_sq), scalar_4, scalar_5), p_2);
-                store(p_at + i, narrow_half(p_3));
-            }
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_codes_packed, b + TILE / BLOCK);
-            const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
-            const F exp_avg_sq_scale_rcp(exp_avg_sq_scale_rcp_kept[b]);
-            const F max_exp_avg_sq_scale_rcp(max_exp_avg_sq_scale_rcp_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq = load(exp_avg_sq_kept + i);
-                const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
-                const F exp_avg_number = exp_avg_scale_rcp * exp_avg;
-                const F exp_avg_number_abs = abs(exp_avg_number);
-                const F exp_avg_number_rint = rint(min(F(7.0f), min(min(fma(61.538455963134766f, exp_avg_number_abs, 0.33076924085617065f), fma(11.111111640930176f, exp_avg_number_abs, 1.8888888359069824f)), fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f))));
-                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
-                const F exp_avg_sq_number = exp_avg_sq_scale_rcp * exp_avg_sq;
-                const I exp_avg_sq_code_2 = to_int(rint(min(F(16.0f), max(F(1.0f), 16.0f * max(F(0.0f), exp_avg_sq_number)))) - 1.0f);
-                const F max_exp_avg_sq_number = max_exp_avg_sq_scale_rcp * max_exp_avg_sq;
-                const I max_exp_avg_sq_code_2 = to_int(rint(min(F(16.0f), max(F(1.0f), 16.0f * max(F(0.0f), max_exp_avg_sq_number)))) - 1.0f);
-                store(exp_avg_codes_at + i, exp_avg_code_2);
-                store(exp_avg_sq_codes_at + i, exp_avg_sq_code_2);
-                store(max_exp_avg_sq_codes_at + i, max_exp_avg_sq_code_2);
-            }
-        }
-
-        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
-        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
-        no_codes<BLOCK>(max_exp_avg_sq_codes_at, blocks, live);
-        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
-        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
-        pack<4>(max_exp_avg_sq_codes_packed, max_exp_avg_sq_codes_at, BLOCK * blocks);
-    }
-};
-
-template <class Grad>
-struct adamw_float16_amsgrad_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];         // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];         // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];      // float32 [n]  read and written
-        float *__restrict max_exp_avg_sq_at = (float *)at[4];  // float32 [n]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[2]);
-        const F one_minus_beta1_times_grad_scale(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F scalar_4(scalars[6]);
-
-        // -- elements: decode, update  (specs/adamw.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F exp_avg = load(exp_avg_at + i);
-            const F max_exp_avg_sq = load(max_exp_avg_sq_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);                              // f16, nearest
-            const F g_cast = g_stored;
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
-            // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
-            // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-            const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
-            const F p_2 = one_minus_lr_times_weight_decay * p;             // 30  p = decoupled(p, rate, weight_decay)
-            // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
-            store(p_at + i, narrow_half(p_3));
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-            store(max_exp_avg_sq_at + i, max_exp_avg_sq_2);
-        }
-    }
-};
+template <class Grad> using adamw_float32 = adamw_kernel<weight_float32, Grad>;
+template <class Grad> using adamw_float32_small = adamw_small_kernel<weight_float32, Grad>;
+template <class Grad> using adamw_bfloat16 = adamw_kernel<weight_bfloat16, Grad>;
+template <class Grad> using adamw_bfloat16_small = adamw_small_kernel<weight_bfloat16, Grad>;
+template <class Grad> using adamw_float16 = adamw_kernel<weight_float16, Grad>;
+template <class Grad> using adamw_float16_small = adamw_small_kernel<weight_float16, Grad>;
+template <class Grad> using adamw_float32_amsgrad = adamw_amsgrad_kernel<weight_float32, Grad>;
+template <class Grad> using adamw_float32_amsgrad_small = adamw_amsgrad_small_kernel<weight_float32, Grad>;
+template <class Grad> using adamw_bfloat16_amsgrad = adamw_amsgrad_kernel<weight_bfloat16, Grad>;
+template <class Grad> using adamw_bfloat16_amsgrad_small = adamw_amsgrad_small_kernel<weight_bfloat16, Grad>;
+template <class Grad> using adamw_float16_amsgrad = adamw_amsgrad_kernel<weight_float16, Grad>;
+template <class Grad> using adamw_float16_amsgrad_small = adamw_amsgrad_small_kernel<weight_float16, Grad>;
 
 }  // namespace
 

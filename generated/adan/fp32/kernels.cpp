@@ -22,21 +22,60 @@
 
 namespace {
 
-template <class Grad>
-struct adan_float32 {
+// bf16, nearest
+struct weight_bfloat16 {
+    static constexpr int NOISE = 0;
+    static constexpr Part PARTS[] = {{2, true}};  // code
+    uint16_t *__restrict code_at;
+
+    weight_bfloat16(char *p, char *const *more) : code_at((uint16_t *)p) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        return widened(code_stored);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        const I x_bits = bits(x);
+        const I carry = (x_bits >> 16 & 1) + 32767;
+        store_half<2>(code_at + i, bits_or_nan(as_float(x_bits)) + carry);
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); }
+};
+
+// f16, nearest
+struct weight_float16 {
+    static constexpr int NOISE = 0;
+    static constexpr Part PARTS[] = {{2, true}};  // code
+    uint16_t *__restrict code_at;
+
+    weight_float16(char *p, char *const *more) : code_at((uint16_t *)p) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        return widen_half(code_stored);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        store(code_at + i, narrow_half(x));
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); }
+};
+
+template <class Weight, class Grad>
+struct adan_kernel {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 13;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}});
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];             // float32 [n]  read and written
+        Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];       // float32 [n]  read and written
-        float *__restrict exp_avg_diff_at = (float *)at[3];  // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[4];    // float32 [n]  read and written
-        float *__restrict prev_grad_at = (float *)at[5];     // float32 [n]  read and written
+        float *__restrict exp_avg_at = (float *)at[parts<Weight>() + 1];       // float32 [n]  read and written
+        float *__restrict exp_avg_diff_at = (float *)at[parts<Weight>() + 2];  // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[parts<Weight>() + 3];    // float32 [n]  read and written
+        float *__restrict prev_grad_at = (float *)at[parts<Weight>() + 4];     // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F beta3(scalars[2]);
@@ -50,29 +89,31 @@ struct adan_float32 {
         const F scalar_6(scalars[10]);
         const F scalar_7(scalars[11]);
         const F one_over_one_plus_lr_times_weight_decay(scalars[12]);
+        Words<adan_kernel> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/adan.py)
         for (int i = 0; i < count; i += W) {
+            const auto noise = words.at(i);
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
             const F prev_grad = load(prev_grad_at + i);
             const F exp_avg_diff = load(exp_avg_diff_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             // 25  change = where(t > 1, g - prev_grad, 0.0)
             const F change = where(0.0f < where_lt_one_t_one_zero, g_2 - prev_grad, F(0.0f));
             // 27  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
             const F exp_avg_diff_2 = fma(one_minus_beta2, change, beta2 * exp_avg_diff);
             // 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
-            const F ahead = fma(beta2, change, g_2);                      // 28  ahead = g + beta2 * change
+            const F ahead_ = fma(beta2, change, g_2);                     // 28  ahead = g + beta2 * change
             // 29  exp_avg_sq = beta3 * exp_avg_sq + (1 - beta3) * ahead * ahead
-            const F exp_avg_sq_2 = fma(one_minus_beta3 * ahead, ahead, beta3 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(one_minus_beta3 * ahead_, ahead_, beta3 * exp_avg_sq);
             // 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
             const F p_2 = fma(-fma(diff_lr, exp_avg_diff_2, avg_lr * exp_avg_2), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_6, scalar_7), p);
             const F p_3 = one_over_one_plus_lr_times_weight_decay * p_2;  // 34  p = proximal(p, lr, weight_decay)
-            store(p_at + i, p_3);
+            weight.encode(i, p_3, noise);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_diff_at + i, exp_avg_diff_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -81,129 +122,9 @@ struct adan_float32 {
     }
 };
 
-template <class Grad>
-struct adan_bfloat16 {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 13;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];       // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];       // float32 [n]  read and written
-        float *__restrict exp_avg_diff_at = (float *)at[3];  // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[4];    // float32 [n]  read and written
-        float *__restrict prev_grad_at = (float *)at[5];     // float32 [n]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F beta3(scalars[2]);
-        const F grad_scale(scalars[3]);
-        const F where_lt_one_t_one_zero(scalars[4]);
-        const F one_minus_beta1_times_grad_scale(scalars[5]);
-        const F one_minus_beta2(scalars[6]);
-        const F one_minus_beta3(scalars[7]);
-        const F avg_lr(scalars[8]);
-        const F diff_lr(scalars[9]);
-        const F scalar_6(scalars[10]);
-        const F scalar_7(scalars[11]);
-        const F one_over_one_plus_lr_times_weight_decay(scalars[12]);
-
-        // -- elements: decode, update, encode  (specs/adan.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g_cast = g_stored;
-            const F g = grad_scale * g_cast;
-            const F prev_grad = load(prev_grad_at + i);
-            const F exp_avg_diff = load(exp_avg_diff_at + i);
-            const F exp_avg = load(exp_avg_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);                                // bf16, nearest
-            // 25  change = where(t > 1, g - prev_grad, 0.0)
-            const F change = where(0.0f < where_lt_one_t_one_zero, g - prev_grad, F(0.0f));
-            // 27  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
-            const F exp_avg_diff_2 = fma(one_minus_beta2, change, beta2 * exp_avg_diff);
-            // 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
-            const F ahead = fma(beta2, change, g);                        // 28  ahead = g + beta2 * change
-            // 29  exp_avg_sq = beta3 * exp_avg_sq + (1 - beta3) * ahead * ahead
-            const F exp_avg_sq_2 = fma(one_minus_beta3 * ahead, ahead, beta3 * exp_avg_sq);
-            // 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
-            const F p_2 = fma(-fma(diff_lr, exp_avg_diff_2, avg_lr * exp_avg_2), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_6, scalar_7), p);
-            const F p_3 = one_over_one_plus_lr_times_weight_decay * p_2;  // 34  p = proximal(p, lr, weight_decay)
-            const I p_x_bits = bits(p_3);
-            const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_diff_at + i, exp_avg_diff_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-            store(prev_grad_at + i, g);
-        }
-    }
-};
-
-template <class Grad>
-struct adan_float16 {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 13;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];       // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];       // float32 [n]  read and written
-        float *__restrict exp_avg_diff_at = (float *)at[3];  // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[4];    // float32 [n]  read and written
-        float *__restrict prev_grad_at = (float *)at[5];     // float32 [n]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F beta3(scalars[2]);
-        const F grad_scale(scalars[3]);
-        const F where_lt_one_t_one_zero(scalars[4]);
-        const F one_minus_beta1_times_grad_scale(scalars[5]);
-        const F one_minus_beta2(scalars[6]);
-        const F one_minus_beta3(scalars[7]);
-        const F avg_lr(scalars[8]);
-        const F diff_lr(scalars[9]);
-        const F scalar_6(scalars[10]);
-        const F scalar_7(scalars[11]);
-        const F one_over_one_plus_lr_times_weight_decay(scalars[12]);
-
-        // -- elements: decode, update  (specs/adan.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g_cast = g_stored;
-            const F g = grad_scale * g_cast;
-            const F prev_grad = load(prev_grad_at + i);
-            const F exp_avg_diff = load(exp_avg_diff_at + i);
-            const F exp_avg = load(exp_avg_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);                             // f16, nearest
-            // 25  change = where(t > 1, g - prev_grad, 0.0)
-            const F change = where(0.0f < where_lt_one_t_one_zero, g - prev_grad, F(0.0f));
-            // 27  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
-            const F exp_avg_diff_2 = fma(one_minus_beta2, change, beta2 * exp_avg_diff);
-            // 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
-            const F ahead = fma(beta2, change, g);                        // 28  ahead = g + beta2 * change
-            // 29  exp_avg_sq = beta3 * exp_avg_sq + (1 - beta3) * ahead * ahead
-            const F exp_avg_sq_2 = fma(one_minus_beta3 * ahead, ahead, beta3 * exp_avg_sq);
-            // 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
-            const F p_2 = fma(-fma(diff_lr, exp_avg_diff_2, avg_lr * exp_avg_2), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_6, scalar_7), p);
-            const F p_3 = one_over_one_plus_lr_times_weight_decay * p_2;  // 34  p = proximal(p, lr, weight_decay)
-            store(p_at + i, narrow_half(p_3));
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_diff_at + i, exp_avg_diff_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-            store(prev_grad_at + i, g);
-        }
-    }
-};
+template <class Grad> using adan_float32 = adan_kernel<weight_float32, Grad>;
+template <class Grad> using adan_bfloat16 = adan_kernel<weight_bfloat16, Grad>;
+template <class Grad> using adan_float16 = adan_kernel<weight_float16, Grad>;
 
 }  // namespace
 

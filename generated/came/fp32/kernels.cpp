@@ -24,18 +24,54 @@
 
 namespace {
 
+// bf16, nearest
+struct weight_bfloat16 {
+    static constexpr int NOISE = 0;
+    static constexpr Part PARTS[] = {{2, true}};  // code
+    uint16_t *__restrict code_at;
+
+    weight_bfloat16(char *p, char *const *more) : code_at((uint16_t *)p) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        return widened(code_stored);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        const I x_bits = bits(x);
+        const I carry = (x_bits >> 16 & 1) + 32767;
+        store_half<2>(code_at + i, bits_or_nan(as_float(x_bits)) + carry);
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); }
+};
+
+// f16, nearest
+struct weight_float16 {
+    static constexpr int NOISE = 0;
+    static constexpr Part PARTS[] = {{2, true}};  // code
+    uint16_t *__restrict code_at;
+
+    weight_float16(char *p, char *const *more) : code_at((uint16_t *)p) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        return widen_half(code_stored);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        store(code_at + i, narrow_half(x));
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); }
+};
+
 // a sweep: exp_avg_sq_col (specs/came.py:31), exp_avg_sq_row (specs/came.py:30)
-template <class Grad>
-struct came_float32_1 {
+template <class Weight, class Grad>
+struct came_kernel_1 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {7, 23, 4, COLUMN, false, true, TOTAL, 1},  // col_sum_for_exp_avg_sq_col
         {8, 24, 4, ROW, false, true, TOTAL, 1},  // row_sum_for_exp_avg_sq_row
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -53,17 +89,17 @@ struct came_float32_1 {
 };
 
 // row: values of rows
-template <class Grad>
-struct came_float32_2 {
+template <class Weight, class Grad>
+struct came_kernel_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {3, -1, 4, ROW, true, true, NONE, 0},  // exp_avg_sq_row
         {9, -1, 4, MATRIX, false, true, TOTAL, 1},  // mat_sum_of_exp_avg_sq_row
         {8, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_exp_avg_sq_row
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -90,17 +126,17 @@ struct came_float32_2 {
 };
 
 // col: values of columns
-template <class Grad>
-struct came_float32_3 {
+template <class Weight, class Grad>
+struct came_kernel_3 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = COLUMN;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {4, -1, 4, COLUMN, true, true, NONE, 0},  // exp_avg_sq_col
         {10, -1, 4, COLUMN, false, true, NONE, 1},  // one_over_sqrt_exp_avg_sq_col_2
         {7, -1, 4, COLUMN, true, false, NONE, 2},  // col_sum_for_exp_avg_sq_col
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -127,16 +163,16 @@ struct came_float32_3 {
 };
 
 // mat: values of matrices
-template <class Grad>
-struct came_float32_4 {
+template <class Weight, class Grad>
+struct came_kernel_4 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = MATRIX;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {11, -1, 4, MATRIX, false, true, NONE, 0},  // mat_sum_of_exp_avg_sq_row_over_rows
         {9, -1, 4, MATRIX, true, false, NONE, 1},  // mat_sum_of_exp_avg_sq_row
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -155,17 +191,17 @@ struct came_float32_4 {
 };
 
 // row: values of rows
-template <class Grad>
-struct came_float32_5 {
+template <class Weight, class Grad>
+struct came_kernel_5 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {3, -1, 4, ROW, true, false, NONE, 0},  // exp_avg_sq_row
         {12, -1, 4, ROW, false, true, NONE, 1},  // one_over_sqrt_row_div
         {11, -1, 4, MATRIX, true, false, NONE, 2},  // mat_sum_of_exp_avg_sq_row_over_rows
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -184,18 +220,18 @@ struct came_float32_5 {
 };
 
 // a sweep: update (specs/came.py:36)
-template <class Grad>
-struct came_float32_6 {
+template <class Weight, class Grad>
+struct came_kernel_6 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {13, 25, 4, ROW, false, true, TOTAL, 1},  // row_sum_of_g
         {10, -1, 4, COLUMN, true, false, NONE, 2},  // one_over_sqrt_exp_avg_sq_col_2
         {12, -1, 4, ROW, true, false, NONE, 3},  // one_over_sqrt_row_div
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -217,16 +253,16 @@ struct came_float32_6 {
 };
 
 // row: values of rows
-template <class Grad>
-struct came_float32_7 {
+template <class Weight, class Grad>
+struct came_kernel_7 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {14, -1, 4, WHOLE, false, true, TOTAL, 0},  // tensor_sum_of_g
         {13, -1, 4, ROW, true, false, NONE, 1},  // row_sum_of_g
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -242,16 +278,16 @@ struct came_float32_7 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct came_float32_8 {
+template <class Weight, class Grad>
+struct came_kernel_8 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {15, -1, 4, WHOLE, false, true, NONE, 0},  // one_over_one_max_tensor_div
         {14, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_g
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -270,17 +306,17 @@ struct came_float32_8 {
 };
 
 // row: values of rows
-template <class Grad>
-struct came_float32_9 {
+template <class Weight, class Grad>
+struct came_kernel_9 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {16, -1, 4, ROW, false, true, NONE, 0},  // row_mul_3
         {12, -1, 4, ROW, true, false, NONE, 1},  // one_over_sqrt_row_div
         {15, -1, 4, WHOLE, true, false, NONE, 2},  // one_over_one_max_tensor_div
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -300,20 +336,20 @@ struct came_float32_9 {
 };
 
 // a sweep: exp_avg_res_row (specs/came.py:40), exp_avg_res_col (specs/came.py:41)
-template <class Grad>
-struct came_float32_10 {
+template <class Weight, class Grad>
+struct came_kernel_10 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {2, -1, 4, ELEMENT, true, true, NONE, 1},  // exp_avg
         {17, 26, 4, ROW, false, true, TOTAL, 2},  // row_sum_for_exp_avg_res_row
         {18, 27, 4, COLUMN, false, true, TOTAL, 2},  // col_sum_for_exp_avg_res_col
         {10, -1, 4, COLUMN, true, false, NONE, 4},  // one_over_sqrt_exp_avg_sq_col_2
         {16, -1, 4, ROW, true, false, NONE, 5},  // row_mul_3
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -344,17 +380,17 @@ struct came_float32_10 {
 };
 
 // row: values of rows
-template <class Grad>
-struct came_float32_11 {
+template <class Weight, class Grad>
+struct came_kernel_11 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {5, -1, 4, ROW, true, true, NONE, 0},  // exp_avg_res_row
         {19, -1, 4, MATRIX, false, true, TOTAL, 1},  // mat_sum_of_exp_avg_res_row
         {17, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_exp_avg_res_row
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -380,17 +416,17 @@ struct came_float32_11 {
 };
 
 // col: values of columns
-template <class Grad>
-struct came_float32_12 {
+template <class Weight, class Grad>
+struct came_kernel_12 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = COLUMN;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {6, -1, 4, COLUMN, true, true, NONE, 0},  // exp_avg_res_col
         {20, -1, 4, COLUMN, false, true, NONE, 1},  // one_over_sqrt_exp_avg_res_col_2
         {18, -1, 4, COLUMN, true, false, NONE, 2},  // col_sum_for_exp_avg_res_col
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -416,16 +452,16 @@ struct came_float32_12 {
 };
 
 // mat: values of matrices
-template <class Grad>
-struct came_float32_13 {
+template <class Weight, class Grad>
+struct came_kernel_13 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = MATRIX;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {21, -1, 4, MATRIX, false, true, NONE, 0},  // mat_sum_of_exp_avg_res_row_over_rows
         {19, -1, 4, MATRIX, true, false, NONE, 1},  // mat_sum_of_exp_avg_res_row
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -444,17 +480,17 @@ struct came_float32_13 {
 };
 
 // row: values of rows
-template <class Grad>
-struct came_float32_14 {
+template <class Weight, class Grad>
+struct came_kernel_14 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {5, -1, 4, ROW, true, false, NONE, 0},  // exp_avg_res_row
         {22, -1, 4, ROW, false, true, NONE, 1},  // one_over_sqrt_row_div_2
         {21, -1, 4, MATRIX, true, false, NONE, 2},  // mat_sum_of_exp_avg_res_row_over_rows
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -473,238 +509,60 @@ struct came_float32_14 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct came_float32_15 {
+template <class Weight, class Grad>
+struct came_kernel_15 {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {2, -1, 4, ELEMENT, true, false, NONE, 1},  // exp_avg
-        {22, -1, 4, ROW, true, false, NONE, 2},  // one_over_sqrt_row_div_2
-        {20, -1, 4, COLUMN, true, false, NONE, 3},  // one_over_sqrt_exp_avg_res_col_2
-    };
+    static constexpr bool MATRICES = true, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {2, -1, 4, ELEMENT, true, false, NONE, 0},  // exp_avg
+        {22, -1, 4, ROW, true, false, NONE, 1},  // one_over_sqrt_row_div_2
+        {20, -1, 4, COLUMN, true, false, NONE, 2},  // one_over_sqrt_exp_avg_res_col_2
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                    // float32 [n]  read and written
-        const float *__restrict exp_avg_at = (const float *)at[1];  // float32 [n]  read
+        Weight weight(at[3], at + 4);
+        const float *__restrict exp_avg_at = (const float *)at[0];  // float32 [n]  read
         // float32 [row]  read
-        const float *__restrict one_over_sqrt_row_div_2_at = (const float *)at[2];
+        const float *__restrict one_over_sqrt_row_div_2_at = (const float *)at[1];
         // float32 [col]  read
-        const float *__restrict one_over_sqrt_exp_avg_res_col_2_at = (const float *)at[3];
+        const float *__restrict one_over_sqrt_exp_avg_res_col_2_at = (const float *)at[2];
+        const int32_t step_key = known.step_key;
+        const int32_t stream_key = known.stream_key;
         const F lr(known.scalars[11]);
         const F one_minus_lr_times_weight_decay(known.scalars[12]);
+        Words<came_kernel_15> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/came.py)
         for (int i = 0; i < count; i += W) {
+            const auto noise = words.at(i);
             const F exp_avg = load(exp_avg_at + i);
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 45  p = policies.decoupled(p, lr, weight_decay)
             // 46  p = p - lr * step
             const F p_3 = fma(-(lr * load(one_over_sqrt_row_div_2_at + (i & row_mask))), exp_avg * load(one_over_sqrt_exp_avg_res_col_2_at + i), p_2);
-            store(p_at + i, p_3);
-        }
-    }
-};
-
-// a sweep: exp_avg_sq_col (specs/came.py:31), exp_avg_sq_row (specs/came.py:30)
-template <class Grad>
-struct came_bfloat16_1 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {7, 23, 4, COLUMN, false, true, TOTAL, 1},  // col_sum_for_exp_avg_sq_col
-        {8, 24, 4, ROW, false, true, TOTAL, 1},  // row_sum_for_exp_avg_sq_row
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        float *__restrict col_sum_for_exp_avg_sq_col_at = (float *)at[1];  // float32 [col]  for col_sum
-
-        // -- elements: decode, encode
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g_cast = g_stored;
-            const F g_mul = g_cast * g_cast;
-            store(col_sum_for_exp_avg_sq_col_at + i, g_mul);
+            weight.encode(i, p_3, noise);
         }
     }
 };
 
 // a sweep: update (specs/came.py:36)
-template <class Grad>
-struct came_bfloat16_6 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {13, 25, 4, ROW, false, true, TOTAL, 1},  // row_sum_of_g
-        {10, -1, 4, COLUMN, true, false, NONE, 2},  // one_over_sqrt_exp_avg_sq_col_2
-        {12, -1, 4, ROW, true, false, NONE, 3},  // one_over_sqrt_row_div
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        float *__restrict row_sum_of_g_at = (float *)at[1];  // float32 [row]  for row_sum
-        // float32 [col]  read
-        const float *__restrict one_over_sqrt_exp_avg_sq_col_2_at = (const float *)at[2];
-        // float32 [row]  read
-        const float *__restrict one_over_sqrt_row_div_at = (const float *)at[3];
-
-        // -- elements: decode, encode
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F one_over_sqrt_row_div_mul = g_stored * load(one_over_sqrt_exp_avg_sq_col_2_at + i) * load(one_over_sqrt_row_div_at + (i & row_mask));
-            store(row_sum_of_g_at + i, one_over_sqrt_row_div_mul * one_over_sqrt_row_div_mul);
-        }
-    }
-};
-
-// a sweep: exp_avg_res_row (specs/came.py:40), exp_avg_res_col (specs/came.py:41)
-template <class Grad>
-struct came_bfloat16_10 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 1},  // exp_avg
-        {17, 26, 4, ROW, false, true, TOTAL, 2},  // row_sum_for_exp_avg_res_row
-        {18, 27, 4, COLUMN, false, true, TOTAL, 2},  // col_sum_for_exp_avg_res_col
-        {10, -1, 4, COLUMN, true, false, NONE, 4},  // one_over_sqrt_exp_avg_sq_col_2
-        {16, -1, 4, ROW, true, false, NONE, 5},  // row_mul_3
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        float *__restrict exp_avg_at = (float *)at[1];                      // float32 [n]  read and written
-        float *__restrict row_sum_for_exp_avg_res_row_at = (float *)at[2];  // float32 [row]  for row_sum
-        // float32 [col]  read
-        const float *__restrict one_over_sqrt_exp_avg_sq_col_2_at = (const float *)at[4];
-        const float *__restrict row_mul_3_at = (const float *)at[5];        // float32 [row]  read
-        const F beta1(known.scalars[5]);
-        const F grad_scale(known.scalars[6]);
-        const F one_minus_beta1_times_grad_scale(known.scalars[7]);
-
-        // -- elements: decode, update, encode  (specs/came.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F exp_avg = load(exp_avg_at + i);
-            const F one_over_sqrt_exp_avg_sq_col_2_mul = g_stored * load(one_over_sqrt_exp_avg_sq_col_2_at + i);
-            // 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * load(row_mul_3_at + (i & row_mask)), one_over_sqrt_exp_avg_sq_col_2_mul, beta1 * exp_avg);
-            const F row_mul_3_fma = fma(grad_scale * load(row_mul_3_at + (i & row_mask)), one_over_sqrt_exp_avg_sq_col_2_mul, -exp_avg_2);
-            const F row_mul_3_mul = row_mul_3_fma * row_mul_3_fma;
-            store(exp_avg_at + i, exp_avg_2);
-            store(row_sum_for_exp_avg_res_row_at + i, row_mul_3_mul);
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct came_bfloat16_15 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {2, -1, 4, ELEMENT, true, false, NONE, 1},  // exp_avg
-        {22, -1, 4, ROW, true, false, NONE, 2},  // one_over_sqrt_row_div_2
-        {20, -1, 4, COLUMN, true, false, NONE, 3},  // one_over_sqrt_exp_avg_res_col_2
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];              // bfloat16 [n]  read and written
-        const float *__restrict exp_avg_at = (const float *)at[1];  // float32 [n]  read
-        // float32 [row]  read
-        const float *__restrict one_over_sqrt_row_div_2_at = (const float *)at[2];
-        // float32 [col]  read
-        const float *__restrict one_over_sqrt_exp_avg_res_col_2_at = (const float *)at[3];
-        const F lr(known.scalars[11]);
-        const F one_minus_lr_times_weight_decay(known.scalars[12]);
-
-        // -- elements: decode, update, encode  (specs/came.py)
-        for (int i = 0; i < count; i += W) {
-            const F exp_avg = load(exp_avg_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);                      // bf16, nearest
-            const F p_2 = one_minus_lr_times_weight_decay * p;  // 45  p = policies.decoupled(p, lr, weight_decay)
-            // 46  p = p - lr * step
-            const F p_3 = fma(-(lr * load(one_over_sqrt_row_div_2_at + (i & row_mask))), exp_avg * load(one_over_sqrt_exp_avg_res_col_2_at + i), p_2);
-            const I p_x_bits = bits(p_3);
-            const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct came_float16_15 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {2, -1, 4, ELEMENT, true, false, NONE, 1},  // exp_avg
-        {22, -1, 4, ROW, true, false, NONE, 2},  // one_over_sqrt_row_div_2
-        {20, -1, 4, COLUMN, true, false, NONE, 3},  // one_over_sqrt_exp_avg_res_col_2
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];              // float16 [n]  read and written
-        const float *__restrict exp_avg_at = (const float *)at[1];  // float32 [n]  read
-        // float32 [row]  read
-        const float *__restrict one_over_sqrt_row_div_2_at = (const float *)at[2];
-        // float32 [col]  read
-        const float *__restrict one_over_sqrt_exp_avg_res_col_2_at = (const float *)at[3];
-        const F lr(known.scalars[11]);
-        const F one_minus_lr_times_weight_decay(known.scalars[12]);
-
-        // -- elements: decode, update  (specs/came.py)
-        for (int i = 0; i < count; i += W) {
-            const F exp_avg = load(exp_avg_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);                   // f16, nearest
-            const F p_2 = one_minus_lr_times_weight_decay * p;  // 45  p = policies.decoupled(p, lr, weight_decay)
-            // 46  p = p - lr * step
-            const F p_3 = fma(-(lr * load(one_over_sqrt_row_div_2_at + (i & row_mask))), exp_avg * load(one_over_sqrt_exp_avg_res_col_2_at + i), p_2);
-            store(p_at + i, narrow_half(p_3));
-        }
-    }
-};
-
-// a sweep: update (specs/came.py:36)
-template <class Grad>
-struct came_float32_no_factored_1 {
+template <class Weight, class Grad>
+struct came_no_factored_kernel_1 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {3, -1, 4, ELEMENT, true, false, NONE, 1},  // exp_avg_sq
         {4, 6, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_of_g
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -731,16 +589,16 @@ struct came_float32_no_factored_1 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct came_float32_no_factored_2 {
+template <class Weight, class Grad>
+struct came_no_factored_kernel_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {5, -1, 4, WHOLE, false, true, NONE, 0},  // one_over_one_max_tensor_div
         {4, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_g
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -759,29 +617,33 @@ struct came_float32_no_factored_2 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct came_float32_no_factored_3 {
+template <class Weight, class Grad>
+struct came_no_factored_kernel_3 {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
-        {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
-        {5, -1, 4, WHOLE, true, false, NONE, 4},  // one_over_one_max_tensor_div
-    };
+    static constexpr bool MATRICES = false, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {2, -1, 4, ELEMENT, true, true, NONE, 1},  // exp_avg
+        {3, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg_sq
+        {5, -1, 4, WHOLE, true, false, NONE, 3},  // one_over_one_max_tensor_div
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];           // float32 [n]  read and written
+        Weight weight(at[4], at + 5);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];     // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        float *__restrict exp_avg_at = (float *)at[1];     // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[2];  // float32 [n]  read and written
         // float32 [tensor]  read
-        const float *__restrict one_over_one_max_tensor_div_at = (const float *)at[4];
+        const float *__restrict one_over_one_max_tensor_div_at = (const float *)at[3];
+        const int32_t step_key = known.step_key;
+        const int32_t stream_key = known.stream_key;
         const F eps1(known.scalars[0]);
         const F beta1(known.scalars[5]);
         const F beta2(known.scalars[1]);
@@ -791,13 +653,15 @@ struct came_float32_no_factored_3 {
         const F one_minus_lr_times_weight_decay(known.scalars[7]);
         const F minus_lr(known.scalars[8]);
         const F one_over_one_max_tensor_div = F(*one_over_one_max_tensor_div_at);
+        Words<came_no_factored_kernel_3> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/came.py)
         for (int i = 0; i < count; i += W) {
+            const auto noise = words.at(i);
             const F g = Grad::load(g_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F exp_avg = load(exp_avg_at + i);
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             const F square = fma(grad_scale_times_grad_scale * g, g, eps1);  // 28  square = g * g + eps1
             // 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
             const F exp_avg_sq_2 = fma(one_minus_beta2, square, beta2 * exp_avg_sq);
@@ -805,176 +669,19 @@ struct came_float32_no_factored_3 {
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g / sqrt(exp_avg_sq_2), beta1 * exp_avg);
             const F p_2 = one_minus_lr_times_weight_decay * p;               // 45  p = policies.decoupled(p, lr, weight_decay)
             const F p_3 = fma(minus_lr, exp_avg_2, p_2);                     // 46  p = p - lr * step
-            store(p_at + i, p_3);
+            weight.encode(i, p_3, noise);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
         }
     }
 };
 
-// a sweep: update (specs/came.py:36)
-template <class Grad>
-struct came_bfloat16_no_factored_1 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {3, -1, 4, ELEMENT, true, false, NONE, 1},  // exp_avg_sq
-        {4, 6, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_of_g
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        const float *__restrict exp_avg_sq_at = (const float *)at[1];  // float32 [n]  read
-        float *__restrict tensor_sum_of_g_at = (float *)at[2];         // float32 [tensor]  for tensor_sum
-        const F eps1(known.scalars[0]);
-        const F beta2(known.scalars[1]);
-        const F grad_scale_times_grad_scale(known.scalars[2]);
-        const F one_minus_beta2(known.scalars[3]);
-
-        // -- elements: decode, update, encode  (specs/came.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F g_cast = g_stored;
-            // 28  square = g * g + eps1
-            const F square = fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1);
-            // 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
-            const F exp_avg_sq_2 = fma(one_minus_beta2, square, beta2 * exp_avg_sq);
-            const F g_mul = g_cast / sqrt(exp_avg_sq_2);
-            store(tensor_sum_of_g_at + i, g_mul * g_mul);
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct came_bfloat16_no_factored_3 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
-        {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
-        {5, -1, 4, WHOLE, true, false, NONE, 4},  // one_over_one_max_tensor_div
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];     // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];     // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
-        // float32 [tensor]  read
-        const float *__restrict one_over_one_max_tensor_div_at = (const float *)at[4];
-        const F eps1(known.scalars[0]);
-        const F beta1(known.scalars[5]);
-        const F beta2(known.scalars[1]);
-        const F grad_scale_times_grad_scale(known.scalars[2]);
-        const F one_minus_beta2(known.scalars[3]);
-        const F one_minus_beta1_times_grad_scale(known.scalars[6]);
-        const F one_minus_lr_times_weight_decay(known.scalars[7]);
-        const F minus_lr(known.scalars[8]);
-        const F one_over_one_max_tensor_div = F(*one_over_one_max_tensor_div_at);
-
-        // -- elements: decode, update, encode  (specs/came.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F exp_avg = load(exp_avg_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);                      // bf16, nearest
-            const F g_cast = g_stored;
-            // 28  square = g * g + eps1
-            const F square = fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1);
-            // 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
-            const F exp_avg_sq_2 = fma(one_minus_beta2, square, beta2 * exp_avg_sq);
-            // 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_cast / sqrt(exp_avg_sq_2), beta1 * exp_avg);
-            const F p_2 = one_minus_lr_times_weight_decay * p;  // 45  p = policies.decoupled(p, lr, weight_decay)
-            const F p_3 = fma(minus_lr, exp_avg_2, p_2);        // 46  p = p - lr * step
-            const I p_x_bits = bits(p_3);
-            const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct came_float16_no_factored_3 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
-        {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
-        {5, -1, 4, WHOLE, true, false, NONE, 4},  // one_over_one_max_tensor_div
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];     // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];     // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
-        // float32 [tensor]  read
-        const float *__restrict one_over_one_max_tensor_div_at = (const float *)at[4];
-        const F eps1(known.scalars[0]);
-        const F beta1(known.scalars[5]);
-        const F beta2(known.scalars[1]);
-        const F grad_scale_times_grad_scale(known.scalars[2]);
-        const F one_minus_beta2(known.scalars[3]);
-        const F one_minus_beta1_times_grad_scale(known.scalars[6]);
-        const F one_minus_lr_times_weight_decay(known.scalars[7]);
-        const F minus_lr(known.scalars[8]);
-        const F one_over_one_max_tensor_div = F(*one_over_one_max_tensor_div_at);
-
-        // -- elements: decode, update  (specs/came.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F exp_avg = load(exp_avg_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);                   // f16, nearest
-            const F g_cast = g_stored;
-            // 28  square = g * g + eps1
-            const F square = fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1);
-            // 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
-            const F exp_avg_sq_2 = fma(one_minus_beta2, square, beta2 * exp_avg_sq);
-            // 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_cast / sqrt(exp_avg_sq_2), beta1 * exp_avg);
-            const F p_2 = one_minus_lr_times_weight_decay * p;  // 45  p = policies.decoupled(p, lr, weight_decay)
-            const F p_3 = fma(minus_lr, exp_avg_2, p_2);        // 46  p = p - lr * step
-            store(p_at + i, narrow_half(p_3));
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-        }
-    }
-};
-
-template <class Grad>
-struct came_float32 {
+template <class Weight, class Grad>
+struct came_step {
     typedef void staged;
     static constexpr int SCALARS = 13, BLOCK = 1;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {4, ELEMENT},  // exp_avg
         {4, ROW},  // exp_avg_sq_row
         {4, COLUMN},  // exp_avg_sq_col
@@ -1001,196 +708,51 @@ struct came_float32 {
         {4, ROW + 8},  // partial results of row_sum_of_g
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_res_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_res_col
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<came_float32_1<Grad>>(),
-        stage<came_float32_2<Grad>>(),
-        stage<came_float32_3<Grad>>(),
-        stage<came_float32_4<Grad>>(),
-        stage<came_float32_5<Grad>>(),
-        stage<came_float32_6<Grad>>(),
-        stage<came_float32_7<Grad>>(),
-        stage<came_float32_8<Grad>>(),
-        stage<came_float32_9<Grad>>(),
-        stage<came_float32_10<Grad>>(),
-        stage<came_float32_11<Grad>>(),
-        stage<came_float32_12<Grad>>(),
-        stage<came_float32_13<Grad>>(),
-        stage<came_float32_14<Grad>>(),
-        stage<came_float32_15<Grad>>(),
+        stage<came_kernel_1<Weight, Grad>>(),
+        stage<came_kernel_2<Weight, Grad>>(),
+        stage<came_kernel_3<Weight, Grad>>(),
+        stage<came_kernel_4<Weight, Grad>>(),
+        stage<came_kernel_5<Weight, Grad>>(),
+        stage<came_kernel_6<Weight, Grad>>(),
+        stage<came_kernel_7<Weight, Grad>>(),
+        stage<came_kernel_8<Weight, Grad>>(),
+        stage<came_kernel_9<Weight, Grad>>(),
+        stage<came_kernel_10<Weight, Grad>>(),
+        stage<came_kernel_11<Weight, Grad>>(),
+        stage<came_kernel_12<Weight, Grad>>(),
+        stage<came_kernel_13<Weight, Grad>>(),
+        stage<came_kernel_14<Weight, Grad>>(),
+        stage<came_kernel_15<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct came_bfloat16 {
-    typedef void staged;
-    static constexpr int SCALARS = 13, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, ELEMENT},  // exp_avg
-        {4, ROW},  // exp_avg_sq_row
-        {4, COLUMN},  // exp_avg_sq_col
-        {4, ROW},  // exp_avg_res_row
-        {4, COLUMN},  // exp_avg_res_col
-        {4, COLUMN},  // col_sum_for_exp_avg_sq_col
-        {4, ROW},  // row_sum_for_exp_avg_sq_row
-        {4, MATRIX},  // mat_sum_of_exp_avg_sq_row
-        {4, COLUMN},  // one_over_sqrt_exp_avg_sq_col_2
-        {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
-        {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_g
-        {4, WHOLE},  // tensor_sum_of_g
-        {4, WHOLE},  // one_over_one_max_tensor_div
-        {4, ROW},  // row_mul_3
-        {4, ROW},  // row_sum_for_exp_avg_res_row
-        {4, COLUMN},  // col_sum_for_exp_avg_res_col
-        {4, MATRIX},  // mat_sum_of_exp_avg_res_row
-        {4, COLUMN},  // one_over_sqrt_exp_avg_res_col_2
-        {4, MATRIX},  // mat_sum_of_exp_avg_res_row_over_rows
-        {4, ROW},  // one_over_sqrt_row_div_2
-        {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
-        {4, ROW + 8},  // partial results of row_sum_of_g
-        {4, ROW + 8},  // partial results of row_sum_for_exp_avg_res_row
-        {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_res_col
-    };
-    static constexpr Stage STAGES[] = {
-        stage<came_bfloat16_1<Grad>>(),
-        stage<came_float32_2<Grad>>(),
-        stage<came_float32_3<Grad>>(),
-        stage<came_float32_4<Grad>>(),
-        stage<came_float32_5<Grad>>(),
-        stage<came_bfloat16_6<Grad>>(),
-        stage<came_float32_7<Grad>>(),
-        stage<came_float32_8<Grad>>(),
-        stage<came_float32_9<Grad>>(),
-        stage<came_bfloat16_10<Grad>>(),
-        stage<came_float32_11<Grad>>(),
-        stage<came_float32_12<Grad>>(),
-        stage<came_float32_13<Grad>>(),
-        stage<came_float32_14<Grad>>(),
-        stage<came_bfloat16_15<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct came_float16 {
-    typedef void staged;
-    static constexpr int SCALARS = 13, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, ELEMENT},  // exp_avg
-        {4, ROW},  // exp_avg_sq_row
-        {4, COLUMN},  // exp_avg_sq_col
-        {4, ROW},  // exp_avg_res_row
-        {4, COLUMN},  // exp_avg_res_col
-        {4, COLUMN},  // col_sum_for_exp_avg_sq_col
-        {4, ROW},  // row_sum_for_exp_avg_sq_row
-        {4, MATRIX},  // mat_sum_of_exp_avg_sq_row
-        {4, COLUMN},  // one_over_sqrt_exp_avg_sq_col_2
-        {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
-        {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_g
-        {4, WHOLE},  // tensor_sum_of_g
-        {4, WHOLE},  // one_over_one_max_tensor_div
-        {4, ROW},  // row_mul_3
-        {4, ROW},  // row_sum_for_exp_avg_res_row
-        {4, COLUMN},  // col_sum_for_exp_avg_res_col
-        {4, MATRIX},  // mat_sum_of_exp_avg_res_row
-        {4, COLUMN},  // one_over_sqrt_exp_avg_res_col_2
-        {4, MATRIX},  // mat_sum_of_exp_avg_res_row_over_rows
-        {4, ROW},  // one_over_sqrt_row_div_2
-        {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
-        {4, ROW + 8},  // partial results of row_sum_of_g
-        {4, ROW + 8},  // partial results of row_sum_for_exp_avg_res_row
-        {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_res_col
-    };
-    static constexpr Stage STAGES[] = {
-        stage<came_bfloat16_1<Grad>>(),
-        stage<came_float32_2<Grad>>(),
-        stage<came_float32_3<Grad>>(),
-        stage<came_float32_4<Grad>>(),
-        stage<came_float32_5<Grad>>(),
-        stage<came_bfloat16_6<Grad>>(),
-        stage<came_float32_7<Grad>>(),
-        stage<came_float32_8<Grad>>(),
-        stage<came_float32_9<Grad>>(),
-        stage<came_bfloat16_10<Grad>>(),
-        stage<came_float32_11<Grad>>(),
-        stage<came_float32_12<Grad>>(),
-        stage<came_float32_13<Grad>>(),
-        stage<came_float32_14<Grad>>(),
-        stage<came_float16_15<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct came_float32_no_factored {
+template <class Weight, class Grad>
+struct came_no_factored_step {
     typedef void staged;
     static constexpr int SCALARS = 9, BLOCK = 1;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {4, ELEMENT},  // exp_avg
         {4, ELEMENT},  // exp_avg_sq
         {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // one_over_one_max_tensor_div
         {4, WHOLE + 8},  // partial results of tensor_sum_of_g
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<came_float32_no_factored_1<Grad>>(),
-        stage<came_float32_no_factored_2<Grad>>(),
-        stage<came_float32_no_factored_3<Grad>>(),
+        stage<came_no_factored_kernel_1<Weight, Grad>>(),
+        stage<came_no_factored_kernel_2<Weight, Grad>>(),
+        stage<came_no_factored_kernel_3<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct came_bfloat16_no_factored {
-    typedef void staged;
-    static constexpr int SCALARS = 9, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, ELEMENT},  // exp_avg
-        {4, ELEMENT},  // exp_avg_sq
-        {4, WHOLE},  // tensor_sum_of_g
-        {4, WHOLE},  // one_over_one_max_tensor_div
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
-    };
-    static constexpr Stage STAGES[] = {
-        stage<came_bfloat16_no_factored_1<Grad>>(),
-        stage<came_float32_no_factored_2<Grad>>(),
-        stage<came_bfloat16_no_factored_3<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct came_float16_no_factored {
-    typedef void staged;
-    static constexpr int SCALARS = 9, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, ELEMENT},  // exp_avg
-        {4, ELEMENT},  // exp_avg_sq
-        {4, WHOLE},  // tensor_sum_of_g
-        {4, WHOLE},  // one_over_one_max_tensor_div
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
-    };
-    static constexpr Stage STAGES[] = {
-        stage<came_bfloat16_no_factored_1<Grad>>(),
-        stage<came_float32_no_factored_2<Grad>>(),
-        stage<came_float16_no_factored_3<Grad>>(),
-    };
-};
+template <class Grad> using came_float32 = came_step<weight_float32, Grad>;
+template <class Grad> using came_bfloat16 = came_step<weight_bfloat16, Grad>;
+template <class Grad> using came_float16 = came_step<weight_float16, Grad>;
+template <class Grad> using came_float32_no_factored = came_no_factored_step<weight_float32, Grad>;
+template <class Grad> using came_bfloat16_no_factored = came_no_factored_step<weight_bfloat16, Grad>;
+template <class Grad> using came_float16_no_factored = came_no_factored_step<weight_float16, Grad>;
 
 }  // namespace
 

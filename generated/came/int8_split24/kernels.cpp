@@ -24,18 +24,77 @@
 
 namespace {
 
+// bf16 and 8 more bits, stochastic
+struct weight_bfloat16 {
+    static constexpr int NOISE = 8;
+    static constexpr Part PARTS[] = {{2, true}, {1, true}};  // code, low
+    uint16_t *__restrict code_at;
+    uint8_t *__restrict low_at;
+
+    weight_bfloat16(char *p, char *const *more) : code_at((uint16_t *)p), low_at((uint8_t *)more[0]) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        const U8 low_code = raw(low_at + i);
+        return as_float(joined(code_stored, low_code) - 32768);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        const I word = bits_or_nan(x) + (integer<P>(noise) | 0x8000);
+        store_half<2>(code_at + i, word);
+        store_byte<1>(low_at + i, word);
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); fetch<N>(low_at, b); }
+};
+
+// f16 and 8 more bits, stochastic
+struct weight_float16 {
+    static constexpr int NOISE = 8;
+    static constexpr Part PARTS[] = {{2, true}, {1, true}};  // code, low
+    uint16_t *__restrict code_at;
+    uint8_t *__restrict low_at;
+
+    weight_float16(char *p, char *const *more) : code_at((uint16_t *)p), low_at((uint8_t *)more[0]) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        const I high = extend16(extend16(to_int(code_stored)));
+        const U8 low_code = raw(low_at + i);
+        const I low = to_int(low_code);
+        const I offset = low - 128;
+        const I wide = ((high & 32767) << 8) + offset;
+        const I subnormal = bits(2.3283064365386963e-10f * to_float(wide));
+        const I normal = (wide << 5) + 0x38000000;
+        const I finite = where(wide < 0x40000, subnormal, normal);
+        return as_float(bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000))) | (high & 0x8000) << 16);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        const I x_bitcast = bits(x);
+        const I sign_ = x_bitcast >> 16 & 0x8000;
+        const I magnitude = x_bitcast & 0x7fffffff;
+        const F magnitude_bitcast = as_float(magnitude);
+        const M is_subnormal = magnitude_bitcast < 6.103515625e-05f;
+        const I subnormal = to_int(2199023255552.0f * magnitude_bitcast);
+        const I rebiased = min(I(0xf800000), magnitude - 0x38000000);
+        const I fixed = where(is_subnormal, subnormal, rebiased << 4);
+        const I wide = lshr(fixed + middle<P, 9>(noise), 9);
+        const I word = where(x == x, wide, I(0x7e0000)) + 128;
+        const I kept_ = word;
+        store(code_at + i, sign_ | word >> 8);
+        store(low_at + i, kept_);
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); fetch<N>(low_at, b); }
+};
+
 // a sweep: exp_avg_sq_col (specs/came.py:31), exp_avg_sq_row (specs/came.py:30)
-template <class Grad>
-struct came_float32_1 {
+template <class Weight, class Grad>
+struct came_kernel_1 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {8, 24, 4, COLUMN, false, true, TOTAL, 1},  // col_sum_for_exp_avg_sq_col
         {9, 25, 4, ROW, false, true, TOTAL, 1},  // row_sum_for_exp_avg_sq_row
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -53,17 +112,17 @@ struct came_float32_1 {
 };
 
 // row: values of rows
-template <class Grad>
-struct came_float32_2 {
+template <class Weight, class Grad>
+struct came_kernel_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {4, -1, 4, ROW, true, true, NONE, 0},  // exp_avg_sq_row
         {10, -1, 4, MATRIX, false, true, TOTAL, 1},  // mat_sum_of_exp_avg_sq_row
         {9, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_exp_avg_sq_row
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -90,17 +149,17 @@ struct came_float32_2 {
 };
 
 // col: values of columns
-template <class Grad>
-struct came_float32_3 {
+template <class Weight, class Grad>
+struct came_kernel_3 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = COLUMN;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {5, -1, 4, COLUMN, true, true, NONE, 0},  // exp_avg_sq_col
         {11, -1, 4, COLUMN, false, true, NONE, 1},  // one_over_sqrt_exp_avg_sq_col_2
         {8, -1, 4, COLUMN, true, false, NONE, 2},  // col_sum_for_exp_avg_sq_col
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -127,16 +186,16 @@ struct came_float32_3 {
 };
 
 // mat: values of matrices
-template <class Grad>
-struct came_float32_4 {
+template <class Weight, class Grad>
+struct came_kernel_4 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = MATRIX;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {12, -1, 4, MATRIX, false, true, NONE, 0},  // mat_sum_of_exp_avg_sq_row_over_rows
         {10, -1, 4, MATRIX, true, false, NONE, 1},  // mat_sum_of_exp_avg_sq_row
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -155,17 +214,17 @@ struct came_float32_4 {
 };
 
 // row: values of rows
-template <class Grad>
-struct came_float32_5 {
+template <class Weight, class Grad>
+struct came_kernel_5 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {4, -1, 4, ROW, true, false, NONE, 0},  // exp_avg_sq_row
         {13, -1, 4, ROW, false, true, NONE, 1},  // one_over_sqrt_row_div
         {12, -1, 4, MATRIX, true, false, NONE, 2},  // mat_sum_of_exp_avg_sq_row_over_rows
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -184,18 +243,18 @@ struct came_float32_5 {
 };
 
 // a sweep: update (specs/came.py:36)
-template <class Grad>
-struct came_float32_6 {
+template <class Weight, class Grad>
+struct came_kernel_6 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {14, 26, 4, ROW, false, true, TOTAL, 1},  // row_sum_of_g
         {11, -1, 4, COLUMN, true, false, NONE, 2},  // one_over_sqrt_exp_avg_sq_col_2
         {13, -1, 4, ROW, true, false, NONE, 3},  // one_over_sqrt_row_div
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -217,16 +276,16 @@ struct came_float32_6 {
 };
 
 // row: values of rows
-template <class Grad>
-struct came_float32_7 {
+template <class Weight, class Grad>
+struct came_kernel_7 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {15, -1, 4, WHOLE, false, true, TOTAL, 0},  // tensor_sum_of_g
         {14, -1, 4, ROW, true, false, NONE, 1},  // row_sum_of_g
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -242,16 +301,16 @@ struct came_float32_7 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct came_float32_8 {
+template <class Weight, class Grad>
+struct came_kernel_8 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {16, -1, 4, WHOLE, false, true, NONE, 0},  // one_over_one_max_tensor_div
         {15, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_g
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -270,17 +329,17 @@ struct came_float32_8 {
 };
 
 // row: values of rows
-template <class Grad>
-struct came_float32_9 {
+template <class Weight, class Grad>
+struct came_kernel_9 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {17, -1, 4, ROW, false, true, NONE, 0},  // row_mul_3
         {13, -1, 4, ROW, true, false, NONE, 1},  // one_over_sqrt_row_div
         {16, -1, 4, WHOLE, true, false, NONE, 2},  // one_over_one_max_tensor_div
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -300,13 +359,16 @@ struct came_float32_9 {
 };
 
 // a sweep: exp_avg_res_row (specs/came.py:40), exp_avg_res_col (specs/came.py:41)
-template <class Grad>
-struct came_float32_10 {
+template <class Weight, class Grad>
+struct came_kernel_10 {
+    // random bits of exp_avg, p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{12, false}, {Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({0}), KEPT = NOISE.mask({0});
     static constexpr int BLOCK = 64, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    static constexpr bool MATRICES = true, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {2, -1, 1, ELEMENT, true, true, NONE, 1},  // exp_avg_codes
         {3, -1, 2, BLOCK_OF, true, true, NONE, 2},  // exp_avg_scale
@@ -314,7 +376,7 @@ struct came_float32_10 {
         {19, 28, 4, COLUMN, false, true, TOTAL, 3},  // col_sum_for_exp_avg_res_col
         {11, -1, 4, COLUMN, true, false, NONE, 5},  // one_over_sqrt_exp_avg_sq_col_2
         {17, -1, 4, ROW, true, false, NONE, 6},  // row_mul_3
-    };
+    });
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
                      int row_mask, const Known &known) {
@@ -337,26 +399,11 @@ struct came_float32_10 {
         const F beta1(known.scalars[5]);
         const F grad_scale(known.scalars[6]);
         const F one_minus_beta1_times_grad_scale(known.scalars[7]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
+        Words<came_kernel_10> words(BLOCK * blocks, first, stream_key, step_key);
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
@@ -376,8 +423,7 @@ struct came_float32_10 {
             I exp_avg_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
+                const auto noise = words.at(i);
                 const F g = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
@@ -386,14 +432,11 @@ struct came_float32_10 {
                 // 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale * load(row_mul_3_at + (i & row_mask)), g_mul, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
                 const F exp_avg_abs = abs(exp_avg);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const F row_mul_3_fma = fma(grad_scale * load(row_mul_3_at + (i & row_mask)), g_mul, -exp_avg);
                 const F row_mul_3_mul = row_mul_3_fma * row_mul_3_fma;
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_abs), i, end);
+                words.keep(noise, i);
                 store(exp_avg_kept + i, exp_avg);
-                store(noise_kept + i, noise);
                 store(row_sum_for_exp_avg_res_row_at + i, row_mul_3_mul);
             }
             exp_avg_top_kept[b] = exp_avg_top;
@@ -416,27 +459,27 @@ struct came_float32_10 {
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
                 const F exp_avg = load(exp_avg_kept + i);
-                const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
-                store(exp_avg_codes_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + integer<0>(noise) >> 12);
             }
         }
     }
 };
 
 // row: values of rows
-template <class Grad>
-struct came_float32_11 {
+template <class Weight, class Grad>
+struct came_kernel_11 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {6, -1, 4, ROW, true, true, NONE, 0},  // exp_avg_res_row
         {20, -1, 4, MATRIX, false, true, TOTAL, 1},  // mat_sum_of_exp_avg_res_row
         {18, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_exp_avg_res_row
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -462,17 +505,17 @@ struct came_float32_11 {
 };
 
 // col: values of columns
-template <class Grad>
-struct came_float32_12 {
+template <class Weight, class Grad>
+struct came_kernel_12 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = COLUMN;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {7, -1, 4, COLUMN, true, true, NONE, 0},  // exp_avg_res_col
         {21, -1, 4, COLUMN, false, true, NONE, 1},  // one_over_sqrt_exp_avg_res_col_2
         {19, -1, 4, COLUMN, true, false, NONE, 2},  // col_sum_for_exp_avg_res_col
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -498,16 +541,16 @@ struct came_float32_12 {
 };
 
 // mat: values of matrices
-template <class Grad>
-struct came_float32_13 {
+template <class Weight, class Grad>
+struct came_kernel_13 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = MATRIX;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {22, -1, 4, MATRIX, false, true, NONE, 0},  // mat_sum_of_exp_avg_res_row_over_rows
         {20, -1, 4, MATRIX, true, false, NONE, 1},  // mat_sum_of_exp_avg_res_row
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -526,17 +569,17 @@ struct came_float32_13 {
 };
 
 // row: values of rows
-template <class Grad>
-struct came_float32_14 {
+template <class Weight, class Grad>
+struct came_kernel_14 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {6, -1, 4, ROW, true, false, NONE, 0},  // exp_avg_res_row
         {23, -1, 4, ROW, false, true, NONE, 1},  // one_over_sqrt_row_div_2
         {22, -1, 4, MATRIX, true, false, NONE, 2},  // mat_sum_of_exp_avg_res_row_over_rows
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -555,32 +598,37 @@ struct came_float32_14 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct came_float32_15 {
+template <class Weight, class Grad>
+struct came_kernel_15 {
+    // random bits of exp_avg, p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{12, false}, {Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 64, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {2, -1, 1, ELEMENT, true, false, NONE, 1},  // exp_avg_codes
-        {3, -1, 2, BLOCK_OF, true, false, NONE, 2},  // exp_avg_scale
-        {23, -1, 4, ROW, true, false, NONE, 3},  // one_over_sqrt_row_div_2
-        {21, -1, 4, COLUMN, true, false, NONE, 4},  // one_over_sqrt_exp_avg_res_col_2
-    };
+    static constexpr bool MATRICES = true, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {2, -1, 1, ELEMENT, true, false, NONE, 0},  // exp_avg_codes
+        {3, -1, 2, BLOCK_OF, true, false, NONE, 1},  // exp_avg_scale
+        {23, -1, 4, ROW, true, false, NONE, 2},  // one_over_sqrt_row_div_2
+        {21, -1, 4, COLUMN, true, false, NONE, 3},  // one_over_sqrt_exp_avg_res_col_2
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                              // float32 [n]  read and written
-        const uint8_t *__restrict exp_avg_codes_at = (const uint8_t *)at[1];  // uint8 [n]  read
-        const int16_t *__restrict exp_avg_scale_at = (const int16_t *)at[2];  // int16 [blocks of 64]  read
+        Weight weight(at[4], at + 5);
+        const uint8_t *__restrict exp_avg_codes_at = (const uint8_t *)at[0];  // uint8 [n]  read
+        const int16_t *__restrict exp_avg_scale_at = (const int16_t *)at[1];  // int16 [blocks of 64]  read
         // float32 [row]  read
-        const float *__restrict one_over_sqrt_row_div_2_at = (const float *)at[3];
+        const float *__restrict one_over_sqrt_row_div_2_at = (const float *)at[2];
         // float32 [col]  read
-        const float *__restrict one_over_sqrt_exp_avg_res_col_2_at = (const float *)at[4];
+        const float *__restrict one_over_sqrt_exp_avg_res_col_2_at = (const float *)at[3];
+        const int32_t step_key = known.step_key;
+        const int32_t stream_key = known.stream_key;
         const F lr(known.scalars[11]);
         const F one_minus_lr_times_weight_decay(known.scalars[12]);
         alignas(64) float exp_avg_scale_neg_kept[TILE / BLOCK];
+        Words<came_kernel_15> words(BLOCK * blocks, first, stream_key, step_key);
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
@@ -594,36 +642,37 @@ struct came_float32_15 {
 
         // -- elements: decode, update  (specs/came.py)
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch_weight<BLOCK>(weight, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
             const F exp_avg_scale_neg(exp_avg_scale_neg_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const auto noise = words.at(i);
                 const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const F p = load(p_at + i);
+                const F p = weight.decode(i);
                 const F p_2 = one_minus_lr_times_weight_decay * p;  // 45  p = policies.decoupled(p, lr, weight_decay)
                 // 46  p = p - lr * step
                 const F p_3 = fma(exp_avg_scale_neg, exp_avg_code_2 / (254.0f - exp_avg_bend) * load(one_over_sqrt_row_div_2_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_res_col_2_at + i), p_2);
-                store(p_at + i, p_3);
+                weight.encode(i, p_3, noise);
             }
         }
     }
 };
 
 // a sweep: exp_avg_sq_col (specs/came.py:31), exp_avg_sq_row (specs/came.py:30)
-template <class Grad>
-struct came_float32_small_1 {
+template <class Weight, class Grad>
+struct came_small_kernel_1 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {7, 23, 4, COLUMN, false, true, TOTAL, 1},  // col_sum_for_exp_avg_sq_col
         {8, 24, 4, ROW, false, true, TOTAL, 1},  // row_sum_for_exp_avg_sq_row
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -641,17 +690,17 @@ struct came_float32_small_1 {
 };
 
 // row: values of rows
-template <class Grad>
-struct came_float32_small_2 {
+template <class Weight, class Grad>
+struct came_small_kernel_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {3, -1, 4, ROW, true, true, NONE, 0},  // exp_avg_sq_row
         {9, -1, 4, MATRIX, false, true, TOTAL, 1},  // mat_sum_of_exp_avg_sq_row
         {8, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_exp_avg_sq_row
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -678,17 +727,17 @@ struct came_float32_small_2 {
 };
 
 // col: values of columns
-template <class Grad>
-struct came_float32_small_3 {
+template <class Weight, class Grad>
+struct came_small_kernel_3 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = COLUMN;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {4, -1, 4, COLUMN, true, true, NONE, 0},  // exp_avg_sq_col
         {10, -1, 4, COLUMN, false, true, NONE, 1},  // one_over_sqrt_exp_avg_sq_col_2
         {7, -1, 4, COLUMN, true, false, NONE, 2},  // col_sum_for_exp_avg_sq_col
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -715,16 +764,16 @@ struct came_float32_small_3 {
 };
 
 // mat: values of matrices
-template <class Grad>
-struct came_float32_small_4 {
+template <class Weight, class Grad>
+struct came_small_kernel_4 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = MATRIX;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {11, -1, 4, MATRIX, false, true, NONE, 0},  // mat_sum_of_exp_avg_sq_row_over_rows
         {9, -1, 4, MATRIX, true, false, NONE, 1},  // mat_sum_of_exp_avg_sq_row
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -743,17 +792,17 @@ struct came_float32_small_4 {
 };
 
 // row: values of rows
-template <class Grad>
-struct came_float32_small_5 {
+template <class Weight, class Grad>
+struct came_small_kernel_5 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {3, -1, 4, ROW, true, false, NONE, 0},  // exp_avg_sq_row
         {12, -1, 4, ROW, false, true, NONE, 1},  // one_over_sqrt_row_div
         {11, -1, 4, MATRIX, true, false, NONE, 2},  // mat_sum_of_exp_avg_sq_row_over_rows
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -772,18 +821,18 @@ struct came_float32_small_5 {
 };
 
 // a sweep: update (specs/came.py:36)
-template <class Grad>
-struct came_float32_small_6 {
+template <class Weight, class Grad>
+struct came_small_kernel_6 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {13, 25, 4, ROW, false, true, TOTAL, 1},  // row_sum_of_g
         {10, -1, 4, COLUMN, true, false, NONE, 2},  // one_over_sqrt_exp_avg_sq_col_2
         {12, -1, 4, ROW, true, false, NONE, 3},  // one_over_sqrt_row_div
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -805,16 +854,16 @@ struct came_float32_small_6 {
 };
 
 // row: values of rows
-template <class Grad>
-struct came_float32_small_7 {
+template <class Weight, class Grad>
+struct came_small_kernel_7 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {14, -1, 4, WHOLE, false, true, TOTAL, 0},  // tensor_sum_of_g
         {13, -1, 4, ROW, true, false, NONE, 1},  // row_sum_of_g
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -830,16 +879,16 @@ struct came_float32_small_7 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct came_float32_small_8 {
+template <class Weight, class Grad>
+struct came_small_kernel_8 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {15, -1, 4, WHOLE, false, true, NONE, 0},  // one_over_one_max_tensor_div
         {14, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_g
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -858,17 +907,17 @@ struct came_float32_small_8 {
 };
 
 // row: values of rows
-template <class Grad>
-struct came_float32_small_9 {
+template <class Weight, class Grad>
+struct came_small_kernel_9 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {16, -1, 4, ROW, false, true, NONE, 0},  // row_mul_3
         {12, -1, 4, ROW, true, false, NONE, 1},  // one_over_sqrt_row_div
         {15, -1, 4, WHOLE, true, false, NONE, 2},  // one_over_one_max_tensor_div
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -888,20 +937,20 @@ struct came_float32_small_9 {
 };
 
 // a sweep: exp_avg_res_row (specs/came.py:40), exp_avg_res_col (specs/came.py:41)
-template <class Grad>
-struct came_float32_small_10 {
+template <class Weight, class Grad>
+struct came_small_kernel_10 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {2, -1, 4, ELEMENT, true, true, NONE, 1},  // exp_avg
         {17, 26, 4, ROW, false, true, TOTAL, 2},  // row_sum_for_exp_avg_res_row
         {18, 27, 4, COLUMN, false, true, TOTAL, 2},  // col_sum_for_exp_avg_res_col
         {10, -1, 4, COLUMN, true, false, NONE, 4},  // one_over_sqrt_exp_avg_sq_col_2
         {16, -1, 4, ROW, true, false, NONE, 5},  // row_mul_3
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -932,17 +981,17 @@ struct came_float32_small_10 {
 };
 
 // row: values of rows
-template <class Grad>
-struct came_float32_small_11 {
+template <class Weight, class Grad>
+struct came_small_kernel_11 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {5, -1, 4, ROW, true, true, NONE, 0},  // exp_avg_res_row
         {19, -1, 4, MATRIX, false, true, TOTAL, 1},  // mat_sum_of_exp_avg_res_row
         {17, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_exp_avg_res_row
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -968,17 +1017,17 @@ struct came_float32_small_11 {
 };
 
 // col: values of columns
-template <class Grad>
-struct came_float32_small_12 {
+template <class Weight, class Grad>
+struct came_small_kernel_12 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = COLUMN;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {6, -1, 4, COLUMN, true, true, NONE, 0},  // exp_avg_res_col
         {20, -1, 4, COLUMN, false, true, NONE, 1},  // one_over_sqrt_exp_avg_res_col_2
         {18, -1, 4, COLUMN, true, false, NONE, 2},  // col_sum_for_exp_avg_res_col
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -1004,16 +1053,16 @@ struct came_float32_small_12 {
 };
 
 // mat: values of matrices
-template <class Grad>
-struct came_float32_small_13 {
+template <class Weight, class Grad>
+struct came_small_kernel_13 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = MATRIX;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {21, -1, 4, MATRIX, false, true, NONE, 0},  // mat_sum_of_exp_avg_res_row_over_rows
         {19, -1, 4, MATRIX, true, false, NONE, 1},  // mat_sum_of_exp_avg_res_row
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -1032,17 +1081,17 @@ struct came_float32_small_13 {
 };
 
 // row: values of rows
-template <class Grad>
-struct came_float32_small_14 {
+template <class Weight, class Grad>
+struct came_small_kernel_14 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {5, -1, 4, ROW, true, false, NONE, 0},  // exp_avg_res_row
         {22, -1, 4, ROW, false, true, NONE, 1},  // one_over_sqrt_row_div_2
         {21, -1, 4, MATRIX, true, false, NONE, 2},  // mat_sum_of_exp_avg_res_row_over_rows
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -1061,1032 +1110,61 @@ struct came_float32_small_14 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct came_float32_small_15 {
+template <class Weight, class Grad>
+struct came_small_kernel_15 {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {2, -1, 4, ELEMENT, true, false, NONE, 1},  // exp_avg
-        {22, -1, 4, ROW, true, false, NONE, 2},  // one_over_sqrt_row_div_2
-        {20, -1, 4, COLUMN, true, false, NONE, 3},  // one_over_sqrt_exp_avg_res_col_2
-    };
+    static constexpr bool MATRICES = true, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {2, -1, 4, ELEMENT, true, false, NONE, 0},  // exp_avg
+        {22, -1, 4, ROW, true, false, NONE, 1},  // one_over_sqrt_row_div_2
+        {20, -1, 4, COLUMN, true, false, NONE, 2},  // one_over_sqrt_exp_avg_res_col_2
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                    // float32 [n]  read and written
-        const float *__restrict exp_avg_at = (const float *)at[1];  // float32 [n]  read
+        Weight weight(at[3], at + 4);
+        const float *__restrict exp_avg_at = (const float *)at[0];  // float32 [n]  read
         // float32 [row]  read
-        const float *__restrict one_over_sqrt_row_div_2_at = (const float *)at[2];
+        const float *__restrict one_over_sqrt_row_div_2_at = (const float *)at[1];
         // float32 [col]  read
-        const float *__restrict one_over_sqrt_exp_avg_res_col_2_at = (const float *)at[3];
+        const float *__restrict one_over_sqrt_exp_avg_res_col_2_at = (const float *)at[2];
+        const int32_t step_key = known.step_key;
+        const int32_t stream_key = known.stream_key;
         const F lr(known.scalars[11]);
         const F one_minus_lr_times_weight_decay(known.scalars[12]);
+        Words<came_small_kernel_15> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/came.py)
         for (int i = 0; i < count; i += W) {
+            const auto noise = words.at(i);
             const F exp_avg = load(exp_avg_at + i);
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 45  p = policies.decoupled(p, lr, weight_decay)
             // 46  p = p - lr * step
             const F p_3 = fma(-(lr * load(one_over_sqrt_row_div_2_at + (i & row_mask))), exp_avg * load(one_over_sqrt_exp_avg_res_col_2_at + i), p_2);
-            store(p_at + i, p_3);
-        }
-    }
-};
-
-// a sweep: exp_avg_sq_col (specs/came.py:31), exp_avg_sq_row (specs/came.py:30)
-template <class Grad>
-struct came_bfloat16_1 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {9, 25, 4, COLUMN, false, true, TOTAL, 1},  // col_sum_for_exp_avg_sq_col
-        {10, 26, 4, ROW, false, true, TOTAL, 1},  // row_sum_for_exp_avg_sq_row
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        float *__restrict col_sum_for_exp_avg_sq_col_at = (float *)at[1];  // float32 [col]  for col_sum
-
-        // -- elements: decode, encode
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g_cast = g_stored;
-            const F g_mul = g_cast * g_cast;
-            store(col_sum_for_exp_avg_sq_col_at + i, g_mul);
-        }
-    }
-};
-
-// row: values of rows
-template <class Grad>
-struct came_bfloat16_2 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ROW;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {5, -1, 4, ROW, true, true, NONE, 0},  // exp_avg_sq_row
-        {11, -1, 4, MATRIX, false, true, TOTAL, 1},  // mat_sum_of_exp_avg_sq_row
-        {10, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_exp_avg_sq_row
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        float *__restrict exp_avg_sq_row_at = (float *)at[0];             // float32 [row]  read and written
-        float *__restrict mat_sum_of_exp_avg_sq_row_at = (float *)at[1];  // float32 [mat]  for mat_sum
-        // float32 [row]  read
-        const float *__restrict row_sum_for_exp_avg_sq_row_at = (const float *)at[2];
-        const float *extent = known.extent;  // rows, columns, elements
-        const F eps1(known.scalars[0]);
-        const F beta2(known.scalars[1]);
-        const F grad_scale_times_grad_scale(known.scalars[2]);
-        const F one_minus_beta2(known.scalars[3]);
-
-        // -- elements: decode, update  (specs/came.py)
-        for (int i = 0; i < count; i += W) {
-            const F row_sum_for_exp_avg_sq_row = load(row_sum_for_exp_avg_sq_row_at + i);
-            const F exp_avg_sq_row = load(exp_avg_sq_row_at + i);
-            // 30  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
-            const F exp_avg_sq_row_2 = fma(one_minus_beta2, grad_scale_times_grad_scale * row_sum_for_exp_avg_sq_row / F(extent[1]) + eps1, beta2 * exp_avg_sq_row);
-            store(exp_avg_sq_row_at + i, exp_avg_sq_row_2);
-            store(mat_sum_of_exp_avg_sq_row_at + i, exp_avg_sq_row_2);
-        }
-    }
-};
-
-// col: values of columns
-template <class Grad>
-struct came_bfloat16_3 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = COLUMN;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {6, -1, 4, COLUMN, true, true, NONE, 0},  // exp_avg_sq_col
-        {12, -1, 4, COLUMN, false, true, NONE, 1},  // one_over_sqrt_exp_avg_sq_col_2
-        {9, -1, 4, COLUMN, true, false, NONE, 2},  // col_sum_for_exp_avg_sq_col
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        float *__restrict exp_avg_sq_col_at = (float *)at[0];                  // float32 [col]  read and written
-        float *__restrict one_over_sqrt_exp_avg_sq_col_2_at = (float *)at[1];  // float32 [col]  written
-        // float32 [col]  read
-        const float *__restrict col_sum_for_exp_avg_sq_col_at = (const float *)at[2];
-        const float *extent = known.extent;  // rows, columns, elements
-        const F eps1(known.scalars[0]);
-        const F beta2(known.scalars[1]);
-        const F grad_scale_times_grad_scale(known.scalars[2]);
-        const F one_minus_beta2(known.scalars[3]);
-
-        // -- elements: decode, update  (specs/came.py)
-        for (int i = 0; i < count; i += W) {
-            const F col_sum_for_exp_avg_sq_col = load(col_sum_for_exp_avg_sq_col_at + i);
-            const F exp_avg_sq_col = load(exp_avg_sq_col_at + i);
-            // 31  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
-            const F exp_avg_sq_col_2 = fma(one_minus_beta2, grad_scale_times_grad_scale * col_sum_for_exp_avg_sq_col / F(extent[0]) + eps1, beta2 * exp_avg_sq_col);
-            store(exp_avg_sq_col_at + i, exp_avg_sq_col_2);
-            store(one_over_sqrt_exp_avg_sq_col_2_at + i, 1.0f / sqrt(exp_avg_sq_col_2));
-        }
-    }
-};
-
-// mat: values of matrices
-template <class Grad>
-struct came_bfloat16_4 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = MATRIX;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {13, -1, 4, MATRIX, false, true, NONE, 0},  // mat_sum_of_exp_avg_sq_row_over_rows
-        {11, -1, 4, MATRIX, true, false, NONE, 1},  // mat_sum_of_exp_avg_sq_row
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        // float32 [mat]  written
-        float *__restrict mat_sum_of_exp_avg_sq_row_over_rows_at = (float *)at[0];
-        // float32 [mat]  read
-        const float *__restrict mat_sum_of_exp_avg_sq_row_at = (const float *)at[1];
-        const float *extent = known.extent;  // rows, columns, elements
-
-        // -- elements: decode
-        for (int i = 0; i < count; i += W) {
-            const F mat_sum_of_exp_avg_sq_row = load(mat_sum_of_exp_avg_sq_row_at + i);
-            store(mat_sum_of_exp_avg_sq_row_over_rows_at + i, mat_sum_of_exp_avg_sq_row / F(extent[0]));
-        }
-    }
-};
-
-// row: values of rows
-template <class Grad>
-struct came_bfloat16_5 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ROW;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {5, -1, 4, ROW, true, false, NONE, 0},  // exp_avg_sq_row
-        {14, -1, 4, ROW, false, true, NONE, 1},  // one_over_sqrt_row_div
-        {13, -1, 4, MATRIX, true, false, NONE, 2},  // mat_sum_of_exp_avg_sq_row_over_rows
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const float *__restrict exp_avg_sq_row_at = (const float *)at[0];  // float32 [row]  read
-        float *__restrict one_over_sqrt_row_div_at = (float *)at[1];       // float32 [row]  written
-        // float32 [mat]  read
-        const float *__restrict mat_sum_of_exp_avg_sq_row_over_rows_at = (const float *)at[2];
-
-        // -- elements: decode
-        for (int i = 0; i < count; i += W) {
-            const F exp_avg_sq_row = load(exp_avg_sq_row_at + i);
-            const F mat_sum_of_exp_avg_sq_row_over_rows = load(mat_sum_of_exp_avg_sq_row_over_rows_at + (i & row_mask));
-            store(one_over_sqrt_row_div_at + i, 1.0f / sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows));
+            weight.encode(i, p_3, noise);
         }
     }
 };
 
 // a sweep: update (specs/came.py:36)
-template <class Grad>
-struct came_bfloat16_6 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {15, 27, 4, ROW, false, true, TOTAL, 1},  // row_sum_of_g
-        {12, -1, 4, COLUMN, true, false, NONE, 2},  // one_over_sqrt_exp_avg_sq_col_2
-        {14, -1, 4, ROW, true, false, NONE, 3},  // one_over_sqrt_row_div
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        float *__restrict row_sum_of_g_at = (float *)at[1];  // float32 [row]  for row_sum
-        // float32 [col]  read
-        const float *__restrict one_over_sqrt_exp_avg_sq_col_2_at = (const float *)at[2];
-        // float32 [row]  read
-        const float *__restrict one_over_sqrt_row_div_at = (const float *)at[3];
-
-        // -- elements: decode, encode
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F one_over_sqrt_row_div_mul = g_stored * load(one_over_sqrt_exp_avg_sq_col_2_at + i) * load(one_over_sqrt_row_div_at + (i & row_mask));
-            store(row_sum_of_g_at + i, one_over_sqrt_row_div_mul * one_over_sqrt_row_div_mul);
-        }
-    }
-};
-
-// row: values of rows
-template <class Grad>
-struct came_bfloat16_7 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ROW;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {16, -1, 4, WHOLE, false, true, TOTAL, 0},  // tensor_sum_of_g
-        {15, -1, 4, ROW, true, false, NONE, 1},  // row_sum_of_g
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        float *__restrict tensor_sum_of_g_at = (float *)at[0];           // float32 [tensor]  for tensor_sum
-        const float *__restrict row_sum_of_g_at = (const float *)at[1];  // float32 [row]  read
-
-        // -- elements: decode
-        for (int i = 0; i < count; i += W) {
-            const F row_sum_of_g = load(row_sum_of_g_at + i);
-            store(tensor_sum_of_g_at + i, row_sum_of_g);
-        }
-    }
-};
-
-// tensor: values of tensors
-template <class Grad>
-struct came_bfloat16_8 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = WHOLE;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {17, -1, 4, WHOLE, false, true, NONE, 0},  // one_over_one_max_tensor_div
-        {16, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_g
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        float *__restrict one_over_one_max_tensor_div_at = (float *)at[0];  // float32 [tensor]  written
-        const float *__restrict tensor_sum_of_g_at = (const float *)at[1];  // float32 [tensor]  read
-        const float *extent = known.extent;  // rows, columns, elements
-        const F clip_threshold(known.scalars[4]);
-        const F grad_scale_times_grad_scale(known.scalars[2]);
-
-        // -- elements: decode
-        for (int i = 0; i < count; i += W) {
-            const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
-            store(one_over_one_max_tensor_div_at + i, 1.0f / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
-        }
-    }
-};
-
-// row: values of rows
-template <class Grad>
-struct came_bfloat16_9 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ROW;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {18, -1, 4, ROW, false, true, NONE, 0},  // row_mul_3
-        {14, -1, 4, ROW, true, false, NONE, 1},  // one_over_sqrt_row_div
-        {17, -1, 4, WHOLE, true, false, NONE, 2},  // one_over_one_max_tensor_div
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        float *__restrict row_mul_3_at = (float *)at[0];  // float32 [row]  written
-        // float32 [row]  read
-        const float *__restrict one_over_sqrt_row_div_at = (const float *)at[1];
-        // float32 [tensor]  read
-        const float *__restrict one_over_one_max_tensor_div_at = (const float *)at[2];
-
-        // -- elements: decode
-        for (int i = 0; i < count; i += W) {
-            const F one_over_sqrt_row_div = load(one_over_sqrt_row_div_at + i);
-            const F one_over_one_max_tensor_div = F(*one_over_one_max_tensor_div_at);
-            store(row_mul_3_at + i, one_over_sqrt_row_div * one_over_one_max_tensor_div);
-        }
-    }
-};
-
-// a sweep: exp_avg_res_row (specs/came.py:40), exp_avg_res_col (specs/came.py:41)
-template <class Grad>
-struct came_bfloat16_10 {
-    static constexpr int BLOCK = 64, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {3, -1, 1, ELEMENT, true, true, NONE, 1},  // exp_avg_codes
-        {4, -1, 2, BLOCK_OF, true, true, NONE, 2},  // exp_avg_scale
-        {19, 28, 4, ROW, false, true, TOTAL, 3},  // row_sum_for_exp_avg_res_row
-        {20, 29, 4, COLUMN, false, true, TOTAL, 3},  // col_sum_for_exp_avg_res_col
-        {12, -1, 4, COLUMN, true, false, NONE, 5},  // one_over_sqrt_exp_avg_sq_col_2
-        {18, -1, 4, ROW, true, false, NONE, 6},  // row_mul_3
-    };
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[1];            // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[2];            // int16 [blocks of 64]  read and written
-        float *__restrict row_sum_for_exp_avg_res_row_at = (float *)at[3];  // float32 [row]  for row_sum
-        // float32 [col]  read
-        const float *__restrict one_over_sqrt_exp_avg_sq_col_2_at = (const float *)at[5];
-        const float *__restrict row_mul_3_at = (const float *)at[6];        // float32 [row]  read
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F beta1(known.scalars[5]);
-        const F grad_scale(known.scalars[6]);
-        const F one_minus_beta1_times_grad_scale(known.scalars[7]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) float exp_avg_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
-        I exp_avg_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
-            const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
-            store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
-        }
-
-        // -- elements: decode, update, encode  (specs/came.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
-            I exp_avg_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
-                const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
-                const F exp_avg_bend = abs(exp_avg_code_2);
-                const F one_over_sqrt_exp_avg_sq_col_2_mul = g_stored * load(one_over_sqrt_exp_avg_sq_col_2_at + i);
-                // 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale * load(row_mul_3_at + (i & row_mask)), one_over_sqrt_exp_avg_sq_col_2_mul, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
-                const F exp_avg_abs = abs(exp_avg);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const F row_mul_3_fma = fma(grad_scale * load(row_mul_3_at + (i & row_mask)), one_over_sqrt_exp_avg_sq_col_2_mul, -exp_avg);
-                const F row_mul_3_mul = row_mul_3_fma * row_mul_3_fma;
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_abs), i, end);
-                store(exp_avg_kept + i, exp_avg);
-                store(noise_kept + i, noise);
-                store(row_sum_for_exp_avg_res_row_at + i, row_mul_3_mul);
-            }
-            exp_avg_top_kept[b] = exp_avg_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
-            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
-            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
-            store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
-            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const I noise = load(noise_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
-                store(exp_avg_codes_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
-            }
-        }
-    }
-};
-
-// row: values of rows
-template <class Grad>
-struct came_bfloat16_11 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ROW;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {7, -1, 4, ROW, true, true, NONE, 0},  // exp_avg_res_row
-        {21, -1, 4, MATRIX, false, true, TOTAL, 1},  // mat_sum_of_exp_avg_res_row
-        {19, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_exp_avg_res_row
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        float *__restrict exp_avg_res_row_at = (float *)at[0];             // float32 [row]  read and written
-        float *__restrict mat_sum_of_exp_avg_res_row_at = (float *)at[1];  // float32 [mat]  for mat_sum
-        // float32 [row]  read
-        const float *__restrict row_sum_for_exp_avg_res_row_at = (const float *)at[2];
-        const float *extent = known.extent;  // rows, columns, elements
-        const F eps2(known.scalars[8]);
-        const F beta3(known.scalars[9]);
-        const F one_minus_beta3(known.scalars[10]);
-
-        // -- elements: decode, update  (specs/came.py)
-        for (int i = 0; i < count; i += W) {
-            const F row_sum_for_exp_avg_res_row = load(row_sum_for_exp_avg_res_row_at + i);
-            const F exp_avg_res_row = load(exp_avg_res_row_at + i);
-            // 40  exp_avg_res_row = beta3 * exp_avg_res_row + (1 - beta3) * row_mean(residual)
-            const F exp_avg_res_row_2 = fma(one_minus_beta3, row_sum_for_exp_avg_res_row / F(extent[1]) + eps2, beta3 * exp_avg_res_row);
-            store(exp_avg_res_row_at + i, exp_avg_res_row_2);
-            store(mat_sum_of_exp_avg_res_row_at + i, exp_avg_res_row_2);
-        }
-    }
-};
-
-// col: values of columns
-template <class Grad>
-struct came_bfloat16_12 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = COLUMN;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {8, -1, 4, COLUMN, true, true, NONE, 0},  // exp_avg_res_col
-        {22, -1, 4, COLUMN, false, true, NONE, 1},  // one_over_sqrt_exp_avg_res_col_2
-        {20, -1, 4, COLUMN, true, false, NONE, 2},  // col_sum_for_exp_avg_res_col
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        float *__restrict exp_avg_res_col_at = (float *)at[0];                  // float32 [col]  read and written
-        float *__restrict one_over_sqrt_exp_avg_res_col_2_at = (float *)at[1];  // float32 [col]  written
-        // float32 [col]  read
-        const float *__restrict col_sum_for_exp_avg_res_col_at = (const float *)at[2];
-        const float *extent = known.extent;  // rows, columns, elements
-        const F eps2(known.scalars[8]);
-        const F beta3(known.scalars[9]);
-        const F one_minus_beta3(known.scalars[10]);
-
-        // -- elements: decode, update  (specs/came.py)
-        for (int i = 0; i < count; i += W) {
-            const F col_sum_for_exp_avg_res_col = load(col_sum_for_exp_avg_res_col_at + i);
-            const F exp_avg_res_col = load(exp_avg_res_col_at + i);
-            // 41  exp_avg_res_col = beta3 * exp_avg_res_col + (1 - beta3) * col_mean(residual)
-            const F exp_avg_res_col_2 = fma(one_minus_beta3, col_sum_for_exp_avg_res_col / F(extent[0]) + eps2, beta3 * exp_avg_res_col);
-            store(exp_avg_res_col_at + i, exp_avg_res_col_2);
-            store(one_over_sqrt_exp_avg_res_col_2_at + i, 1.0f / sqrt(exp_avg_res_col_2));
-        }
-    }
-};
-
-// mat: values of matrices
-template <class Grad>
-struct came_bfloat16_13 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = MATRIX;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {23, -1, 4, MATRIX, false, true, NONE, 0},  // mat_sum_of_exp_avg_res_row_over_rows
-        {21, -1, 4, MATRIX, true, false, NONE, 1},  // mat_sum_of_exp_avg_res_row
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        // float32 [mat]  written
-        float *__restrict mat_sum_of_exp_avg_res_row_over_rows_at = (float *)at[0];
-        // float32 [mat]  read
-        const float *__restrict mat_sum_of_exp_avg_res_row_at = (const float *)at[1];
-        const float *extent = known.extent;  // rows, columns, elements
-
-        // -- elements: decode
-        for (int i = 0; i < count; i += W) {
-            const F mat_sum_of_exp_avg_res_row = load(mat_sum_of_exp_avg_res_row_at + i);
-            store(mat_sum_of_exp_avg_res_row_over_rows_at + i, mat_sum_of_exp_avg_res_row / F(extent[0]));
-        }
-    }
-};
-
-// row: values of rows
-template <class Grad>
-struct came_bfloat16_14 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ROW;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {7, -1, 4, ROW, true, false, NONE, 0},  // exp_avg_res_row
-        {24, -1, 4, ROW, false, true, NONE, 1},  // one_over_sqrt_row_div_2
-        {23, -1, 4, MATRIX, true, false, NONE, 2},  // mat_sum_of_exp_avg_res_row_over_rows
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const float *__restrict exp_avg_res_row_at = (const float *)at[0];  // float32 [row]  read
-        float *__restrict one_over_sqrt_row_div_2_at = (float *)at[1];      // float32 [row]  written
-        // float32 [mat]  read
-        const float *__restrict mat_sum_of_exp_avg_res_row_over_rows_at = (const float *)at[2];
-
-        // -- elements: decode
-        for (int i = 0; i < count; i += W) {
-            const F exp_avg_res_row = load(exp_avg_res_row_at + i);
-            const F mat_sum_of_exp_avg_res_row_over_rows = load(mat_sum_of_exp_avg_res_row_over_rows_at + (i & row_mask));
-            store(one_over_sqrt_row_div_2_at + i, 1.0f / sqrt(exp_avg_res_row / mat_sum_of_exp_avg_res_row_over_rows));
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct came_bfloat16_15 {
-    static constexpr int BLOCK = 64, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {2, -1, 1, ELEMENT, true, true, NONE, 1},  // weight_low
-        {3, -1, 1, ELEMENT, true, false, NONE, 2},  // exp_avg_codes
-        {4, -1, 2, BLOCK_OF, true, false, NONE, 3},  // exp_avg_scale
-        {24, -1, 4, ROW, true, false, NONE, 4},  // one_over_sqrt_row_div_2
-        {22, -1, 4, COLUMN, true, false, NONE, 5},  // one_over_sqrt_exp_avg_res_col_2
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                        // bfloat16 [n]  read and written
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[1];                 // uint8 [n]  read and written
-        const uint8_t *__restrict exp_avg_codes_at = (const uint8_t *)at[2];  // uint8 [n]  read
-        const int16_t *__restrict exp_avg_scale_at = (const int16_t *)at[3];  // int16 [blocks of 64]  read
-        // float32 [row]  read
-        const float *__restrict one_over_sqrt_row_div_2_at = (const float *)at[4];
-        // float32 [col]  read
-        const float *__restrict one_over_sqrt_exp_avg_res_col_2_at = (const float *)at[5];
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F lr(known.scalars[11]);
-        const F one_minus_lr_times_weight_decay(known.scalars[12]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) float exp_avg_scale_neg_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
-            const F exp_avg_scale_neg = -(lr * exp_avg_scale_2);
-            store(exp_avg_scale_neg_kept + b, exp_avg_scale_neg);
-        }
-
-        // -- elements: decode, update, encode  (specs/came.py)
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
-            const F exp_avg_scale_neg(exp_avg_scale_neg_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
-                const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
-                const F exp_avg_bend = abs(exp_avg_code_2);
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-                const F p_2 = one_minus_lr_times_weight_decay * p;                // 45  p = policies.decoupled(p, lr, weight_decay)
-                // 46  p = p - lr * step
-                const F p_3 = fma(exp_avg_scale_neg, exp_avg_code_2 / (254.0f - exp_avg_bend) * load(one_over_sqrt_row_div_2_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_res_col_2_at + i), p_2);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = bits_or_nan(p_3) + (noise & 255 | 0x8000);
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
-            }
-        }
-    }
-};
-
-// a sweep: exp_avg_sq_col (specs/came.py:31), exp_avg_sq_row (specs/came.py:30)
-template <class Grad>
-struct came_bfloat16_small_1 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {8, 24, 4, COLUMN, false, true, TOTAL, 1},  // col_sum_for_exp_avg_sq_col
-        {9, 25, 4, ROW, false, true, TOTAL, 1},  // row_sum_for_exp_avg_sq_row
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        float *__restrict col_sum_for_exp_avg_sq_col_at = (float *)at[1];  // float32 [col]  for col_sum
-
-        // -- elements: decode, encode
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g_cast = g_stored;
-            const F g_mul = g_cast * g_cast;
-            store(col_sum_for_exp_avg_sq_col_at + i, g_mul);
-        }
-    }
-};
-
-// a sweep: update (specs/came.py:36)
-template <class Grad>
-struct came_bfloat16_small_6 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {14, 26, 4, ROW, false, true, TOTAL, 1},  // row_sum_of_g
-        {11, -1, 4, COLUMN, true, false, NONE, 2},  // one_over_sqrt_exp_avg_sq_col_2
-        {13, -1, 4, ROW, true, false, NONE, 3},  // one_over_sqrt_row_div
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        float *__restrict row_sum_of_g_at = (float *)at[1];  // float32 [row]  for row_sum
-        // float32 [col]  read
-        const float *__restrict one_over_sqrt_exp_avg_sq_col_2_at = (const float *)at[2];
-        // float32 [row]  read
-        const float *__restrict one_over_sqrt_row_div_at = (const float *)at[3];
-
-        // -- elements: decode, encode
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F one_over_sqrt_row_div_mul = g_stored * load(one_over_sqrt_exp_avg_sq_col_2_at + i) * load(one_over_sqrt_row_div_at + (i & row_mask));
-            store(row_sum_of_g_at + i, one_over_sqrt_row_div_mul * one_over_sqrt_row_div_mul);
-        }
-    }
-};
-
-// a sweep: exp_avg_res_row (specs/came.py:40), exp_avg_res_col (specs/came.py:41)
-template <class Grad>
-struct came_bfloat16_small_10 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {3, -1, 4, ELEMENT, true, true, NONE, 1},  // exp_avg
-        {18, 27, 4, ROW, false, true, TOTAL, 2},  // row_sum_for_exp_avg_res_row
-        {19, 28, 4, COLUMN, false, true, TOTAL, 2},  // col_sum_for_exp_avg_res_col
-        {11, -1, 4, COLUMN, true, false, NONE, 4},  // one_over_sqrt_exp_avg_sq_col_2
-        {17, -1, 4, ROW, true, false, NONE, 5},  // row_mul_3
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        float *__restrict exp_avg_at = (float *)at[1];                      // float32 [n]  read and written
-        float *__restrict row_sum_for_exp_avg_res_row_at = (float *)at[2];  // float32 [row]  for row_sum
-        // float32 [col]  read
-        const float *__restrict one_over_sqrt_exp_avg_sq_col_2_at = (const float *)at[4];
-        const float *__restrict row_mul_3_at = (const float *)at[5];        // float32 [row]  read
-        const F beta1(known.scalars[5]);
-        const F grad_scale(known.scalars[6]);
-        const F one_minus_beta1_times_grad_scale(known.scalars[7]);
-
-        // -- elements: decode, update, encode  (specs/came.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F exp_avg = load(exp_avg_at + i);
-            const F one_over_sqrt_exp_avg_sq_col_2_mul = g_stored * load(one_over_sqrt_exp_avg_sq_col_2_at + i);
-            // 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * load(row_mul_3_at + (i & row_mask)), one_over_sqrt_exp_avg_sq_col_2_mul, beta1 * exp_avg);
-            const F row_mul_3_fma = fma(grad_scale * load(row_mul_3_at + (i & row_mask)), one_over_sqrt_exp_avg_sq_col_2_mul, -exp_avg_2);
-            const F row_mul_3_mul = row_mul_3_fma * row_mul_3_fma;
-            store(exp_avg_at + i, exp_avg_2);
-            store(row_sum_for_exp_avg_res_row_at + i, row_mul_3_mul);
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct came_bfloat16_small_15 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {2, -1, 1, ELEMENT, true, true, NONE, 1},  // weight_low
-        {3, -1, 4, ELEMENT, true, false, NONE, 2},  // exp_avg
-        {23, -1, 4, ROW, true, false, NONE, 3},  // one_over_sqrt_row_div_2
-        {21, -1, 4, COLUMN, true, false, NONE, 4},  // one_over_sqrt_exp_avg_res_col_2
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];              // bfloat16 [n]  read and written
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[1];       // uint8 [n]  read and written
-        const float *__restrict exp_avg_at = (const float *)at[2];  // float32 [n]  read
-        // float32 [row]  read
-        const float *__restrict one_over_sqrt_row_div_2_at = (const float *)at[3];
-        // float32 [col]  read
-        const float *__restrict one_over_sqrt_exp_avg_res_col_2_at = (const float *)at[4];
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F lr(known.scalars[11]);
-        const F one_minus_lr_times_weight_decay(known.scalars[12]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/came.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const F exp_avg = load(exp_avg_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-            const F p_2 = one_minus_lr_times_weight_decay * p;                // 45  p = policies.decoupled(p, lr, weight_decay)
-            // 46  p = p - lr * step
-            const F p_3 = fma(-(lr * load(one_over_sqrt_row_div_2_at + (i & row_mask))), exp_avg * load(one_over_sqrt_exp_avg_res_col_2_at + i), p_2);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 0x8000);
-            store_half<2>(p_at + i, p_word);
-            store_byte<1>(weight_low_at + i, p_word);
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct came_float16_15 {
-    static constexpr int BLOCK = 64, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {2, -1, 1, ELEMENT, true, true, NONE, 1},  // weight_low
-        {3, -1, 1, ELEMENT, true, false, NONE, 2},  // exp_avg_codes
-        {4, -1, 2, BLOCK_OF, true, false, NONE, 3},  // exp_avg_scale
-        {24, -1, 4, ROW, true, false, NONE, 4},  // one_over_sqrt_row_div_2
-        {22, -1, 4, COLUMN, true, false, NONE, 5},  // one_over_sqrt_exp_avg_res_col_2
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                        // float16 [n]  read and written
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[1];                 // uint8 [n]  read and written
-        const uint8_t *__restrict exp_avg_codes_at = (const uint8_t *)at[2];  // uint8 [n]  read
-        const int16_t *__restrict exp_avg_scale_at = (const int16_t *)at[3];  // int16 [blocks of 64]  read
-        // float32 [row]  read
-        const float *__restrict one_over_sqrt_row_div_2_at = (const float *)at[4];
-        // float32 [col]  read
-        const float *__restrict one_over_sqrt_exp_avg_res_col_2_at = (const float *)at[5];
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F lr(known.scalars[11]);
-        const F one_minus_lr_times_weight_decay(known.scalars[12]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) float exp_avg_scale_neg_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
-            const F exp_avg_scale_neg = -(lr * exp_avg_scale_2);
-            store(exp_avg_scale_neg_kept + b, exp_avg_scale_neg);
-        }
-
-        // -- elements: decode, update, encode  (specs/came.py)
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
-            const F exp_avg_scale_neg(exp_avg_scale_neg_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
-                const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
-                const F exp_avg_bend = abs(exp_avg_code_2);
-                const U16 p_stored = raw(p_at + i);
-                const I p_high = extend16(extend16(to_int(p_stored)));
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low - 128;
-                const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 0x38000000;
-                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-                // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-                const F p_2 = one_minus_lr_times_weight_decay * p;  // 45  p = policies.decoupled(p, lr, weight_decay)
-                // 46  p = p - lr * step
-                const F p_3 = fma(exp_avg_scale_neg, exp_avg_code_2 / (254.0f - exp_avg_bend) * load(one_over_sqrt_row_div_2_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_res_col_2_at + i), p_2);
-                const I p_bitcast = bits(p_3);
-                const I p_sign = p_bitcast >> 16 & 0x8000;
-                const I p_magnitude = p_bitcast & 0x7fffffff;
-                const F p_magnitude_bitcast = as_float(p_magnitude);
-                const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-                const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-                const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-                const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_wide_2 = lshr(p_fixed + ((noise & 255) << 1 | 1), 9);
-                const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
-                const I p_kept_ = p_word;
-                store(p_at + i, p_sign | p_word >> 8);
-                store(weight_low_at + i, p_kept_);
-            }
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct came_float16_small_15 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {2, -1, 1, ELEMENT, true, true, NONE, 1},  // weight_low
-        {3, -1, 4, ELEMENT, true, false, NONE, 2},  // exp_avg
-        {23, -1, 4, ROW, true, false, NONE, 3},  // one_over_sqrt_row_div_2
-        {21, -1, 4, COLUMN, true, false, NONE, 4},  // one_over_sqrt_exp_avg_res_col_2
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];              // float16 [n]  read and written
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[1];       // uint8 [n]  read and written
-        const float *__restrict exp_avg_at = (const float *)at[2];  // float32 [n]  read
-        // float32 [row]  read
-        const float *__restrict one_over_sqrt_row_div_2_at = (const float *)at[3];
-        // float32 [col]  read
-        const float *__restrict one_over_sqrt_exp_avg_res_col_2_at = (const float *)at[4];
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F lr(known.scalars[11]);
-        const F one_minus_lr_times_weight_decay(known.scalars[12]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/came.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const F exp_avg = load(exp_avg_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const I p_high = extend16(extend16(to_int(p_stored)));
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low - 128;
-            const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 0x38000000;
-            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-            // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-            const F p_2 = one_minus_lr_times_weight_decay * p;  // 45  p = policies.decoupled(p, lr, weight_decay)
-            // 46  p = p - lr * step
-            const F p_3 = fma(-(lr * load(one_over_sqrt_row_div_2_at + (i & row_mask))), exp_avg * load(one_over_sqrt_exp_avg_res_col_2_at + i), p_2);
-            const I p_bitcast = bits(p_3);
-            const I p_sign = p_bitcast >> 16 & 0x8000;
-            const I p_magnitude = p_bitcast & 0x7fffffff;
-            const F p_magnitude_bitcast = as_float(p_magnitude);
-            const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-            const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-            const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-            const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_wide_2 = lshr(p_fixed + (lshr(noise, 23) | 1), 9);
-            const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
-            const I p_kept_ = p_word;
-            store(p_at + i, p_sign | p_word >> 8);
-            store(weight_low_at + i, p_kept_);
-        }
-    }
-};
-
-// a sweep: update (specs/came.py:36)
-template <class Grad>
-struct came_float32_no_factored_1 {
+template <class Weight, class Grad>
+struct came_no_factored_kernel_1 {
     static constexpr int BLOCK = 64, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {4, -1, 1, ELEMENT, true, false, NONE, 1},  // exp_avg_sq_codes
         {5, -1, 2, BLOCK_OF, true, false, NONE, 2},  // exp_avg_sq_range
         {6, 8, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_of_g
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -2139,16 +1217,16 @@ struct came_float32_no_factored_1 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct came_float32_no_factored_2 {
+template <class Weight, class Grad>
+struct came_no_factored_kernel_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {7, -1, 4, WHOLE, false, true, NONE, 0},  // one_over_one_max_tensor_div
         {6, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_g
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -2167,21 +1245,23 @@ struct came_float32_no_factored_2 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct came_float32_no_factored_3 {
+template <class Weight, class Grad>
+struct came_no_factored_kernel_3 {
+    // random bits of exp_avg, exp_avg_sq, p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{12, false}, {12, false}, {Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P, 1, 0}), KEPT = NOISE.mask({P, 1, 0});
     static constexpr int BLOCK = 64, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // exp_avg_codes
-        {3, -1, 2, BLOCK_OF, true, true, NONE, 3},  // exp_avg_scale
-        {4, -1, 1, ELEMENT, true, true, NONE, 4},  // exp_avg_sq_codes
-        {5, -1, 2, BLOCK_OF, true, true, NONE, 5},  // exp_avg_sq_range
-        {7, -1, 4, WHOLE, true, false, NONE, 6},  // one_over_one_max_tensor_div
-    };
+    static constexpr bool MATRICES = false, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {2, -1, 1, ELEMENT, true, true, NONE, 1},  // exp_avg_codes
+        {3, -1, 2, BLOCK_OF, true, true, NONE, 2},  // exp_avg_scale
+        {4, -1, 1, ELEMENT, true, true, NONE, 3},  // exp_avg_sq_codes
+        {5, -1, 2, BLOCK_OF, true, true, NONE, 4},  // exp_avg_sq_range
+        {7, -1, 4, WHOLE, true, false, NONE, 5},  // one_over_one_max_tensor_div
+    });
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
                      int row_mask, const Known &known) {
@@ -2191,15 +1271,15 @@ struct came_float32_no_factored_3 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                     // float32 [n]  read and written
+        Weight weight(at[6], at + 7);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[2];     // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[3];     // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[4];  // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];  // int16 [blocks of 64]  read and written
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[1];     // uint8 [n]  read and written
+        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[2];     // int16 [blocks of 64]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[3];  // uint8 [n]  read and written
+        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
         // float32 [tensor]  read
-        const float *__restrict one_over_one_max_tensor_div_at = (const float *)at[6];
+        const float *__restrict one_over_one_max_tensor_div_at = (const float *)at[5];
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F eps1(known.scalars[0]);
@@ -2211,10 +1291,7 @@ struct came_float32_no_factored_3 {
         const F one_minus_lr_times_weight_decay(known.scalars[7]);
         const F minus_lr(known.scalars[8]);
         const F one_over_one_max_tensor_div = F(*one_over_one_max_tensor_div_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
         alignas(64) float exp_avg_sq_sqrt_kept[TILE];
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
@@ -2227,19 +1304,7 @@ struct came_float32_no_factored_3 {
         I exp_avg_top_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000010;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
+        Words<came_no_factored_kernel_3> words(BLOCK * blocks, first, stream_key, step_key);
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
@@ -2259,11 +1324,17 @@ struct came_float32_no_factored_3 {
             store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
         }
 
+        const auto update_weight = [&](int i, F exp_avg, const auto &noise) {
+            const F p = weight.decode(i);
+            const F p_2 = one_minus_lr_times_weight_decay * p;  // 45  p = policies.decoupled(p, lr, weight_decay)
+            const F p_3 = fma(minus_lr, exp_avg, p_2);          // 46  p = p - lr * step
+            weight.encode(i, p_3, noise);
+        };
         // -- elements: decode, update, encode  (specs/came.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch_weight<BLOCK>(weight, b);
+            if constexpr (!apart<Weight>()) { fetch<BLOCK>(g_at, b + TILE / BLOCK); }
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -2272,8 +1343,7 @@ struct came_float32_no_factored_3 {
             I smallest_of_block(INT32_MAX);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
+                const auto noise = words.at(i);
                 const F g = Grad::load(g_at + i);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
@@ -2283,27 +1353,22 @@ struct came_float32_no_factored_3 {
                 const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const F p = load(p_at + i);
                 const F square = fma(grad_scale_times_grad_scale * g, g, eps1);  // 28  square = g * g + eps1
                 // 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
                 const F exp_avg_sq_2 = fma(one_minus_beta2, square, beta2 * exp_avg_sq);
                 const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
                 // 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g / exp_avg_sq_sqrt, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
-                const F p_2 = one_minus_lr_times_weight_decay * p;               // 45  p = policies.decoupled(p, lr, weight_decay)
-                const F p_3 = fma(minus_lr, exp_avg, p_2);                       // 46  p = p - lr * step
                 const F exp_avg_abs = abs(exp_avg);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I exp_avg_sq_pattern = bits(exp_avg_sq_sqrt);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_abs), i, end);
                 largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
+                words.keep(noise, i);
                 store(exp_avg_kept + i, exp_avg);
-                store(noise_kept + i, noise);
                 store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
-                store(p_at + i, p_3);
+                if constexpr (!apart<Weight>())
+                    update_weight(i, exp_avg, noise);
             }
             exp_avg_top_kept[b] = exp_avg_top;
             largest_of_block_kept[b] = largest_of_block;
@@ -2341,6 +1406,17 @@ struct came_float32_no_factored_3 {
             store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
         }
 
+        // -- elements: decode, update  (specs/came.py)
+        if constexpr (apart<Weight>()) for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
+                const F exp_avg = load(exp_avg_kept + i);
+                update_weight(i, exp_avg, noise);
+            }
+        }
+
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
@@ -2352,13 +1428,13 @@ struct came_float32_no_factored_3 {
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
                 const F exp_avg = load(exp_avg_kept + i);
-                const I noise = load(noise_kept + i);
                 const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
-                const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add;
+                const I exp_avg_sq_offset = fraction<1, 24>(noise) + exp_avg_sq_half_add;
                 const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
-                store(exp_avg_codes_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + integer<0>(noise) >> 12);
                 store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
             }
         }
@@ -2366,17 +1442,17 @@ struct came_float32_no_factored_3 {
 };
 
 // a sweep: update (specs/came.py:36)
-template <class Grad>
-struct came_float32_no_factored_small_1 {
+template <class Weight, class Grad>
+struct came_no_factored_small_kernel_1 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {3, -1, 4, ELEMENT, true, false, NONE, 1},  // exp_avg_sq
         {4, 6, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_of_g
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -2403,16 +1479,16 @@ struct came_float32_no_factored_small_1 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct came_float32_no_factored_small_2 {
+template <class Weight, class Grad>
+struct came_no_factored_small_kernel_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {5, -1, 4, WHOLE, false, true, NONE, 0},  // one_over_one_max_tensor_div
         {4, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_g
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -2431,29 +1507,33 @@ struct came_float32_no_factored_small_2 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct came_float32_no_factored_small_3 {
+template <class Weight, class Grad>
+struct came_no_factored_small_kernel_3 {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
-        {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
-        {5, -1, 4, WHOLE, true, false, NONE, 4},  // one_over_one_max_tensor_div
-    };
+    static constexpr bool MATRICES = false, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {2, -1, 4, ELEMENT, true, true, NONE, 1},  // exp_avg
+        {3, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg_sq
+        {5, -1, 4, WHOLE, true, false, NONE, 3},  // one_over_one_max_tensor_div
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];           // float32 [n]  read and written
+        Weight weight(at[4], at + 5);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];     // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        float *__restrict exp_avg_at = (float *)at[1];     // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[2];  // float32 [n]  read and written
         // float32 [tensor]  read
-        const float *__restrict one_over_one_max_tensor_div_at = (const float *)at[4];
+        const float *__restrict one_over_one_max_tensor_div_at = (const float *)at[3];
+        const int32_t step_key = known.step_key;
+        const int32_t stream_key = known.stream_key;
         const F eps1(known.scalars[0]);
         const F beta1(known.scalars[5]);
         const F beta2(known.scalars[1]);
@@ -2463,13 +1543,15 @@ struct came_float32_no_factored_small_3 {
         const F one_minus_lr_times_weight_decay(known.scalars[7]);
         const F minus_lr(known.scalars[8]);
         const F one_over_one_max_tensor_div = F(*one_over_one_max_tensor_div_at);
+        Words<came_no_factored_small_kernel_3> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/came.py)
         for (int i = 0; i < count; i += W) {
+            const auto noise = words.at(i);
             const F g = Grad::load(g_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F exp_avg = load(exp_avg_at + i);
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             const F square = fma(grad_scale_times_grad_scale * g, g, eps1);  // 28  square = g * g + eps1
             // 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
             const F exp_avg_sq_2 = fma(one_minus_beta2, square, beta2 * exp_avg_sq);
@@ -2477,820 +1559,19 @@ struct came_float32_no_factored_small_3 {
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g / sqrt(exp_avg_sq_2), beta1 * exp_avg);
             const F p_2 = one_minus_lr_times_weight_decay * p;               // 45  p = policies.decoupled(p, lr, weight_decay)
             const F p_3 = fma(minus_lr, exp_avg_2, p_2);                     // 46  p = p - lr * step
-            store(p_at + i, p_3);
+            weight.encode(i, p_3, noise);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
         }
     }
 };
 
-// a sweep: update (specs/came.py:36)
-template <class Grad>
-struct came_bfloat16_no_factored_1 {
-    static constexpr int BLOCK = 64, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {5, -1, 1, ELEMENT, true, false, NONE, 1},  // exp_avg_sq_codes
-        {6, -1, 2, BLOCK_OF, true, false, NONE, 2},  // exp_avg_sq_range
-        {7, 9, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_of_g
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        const uint8_t *__restrict exp_avg_sq_codes_at = (const uint8_t *)at[1];  // uint8 [n]  read
-        const int16_t *__restrict exp_avg_sq_range_at = (const int16_t *)at[2];  // int16 [blocks of 64]  read
-        float *__restrict tensor_sum_of_g_at = (float *)at[3];                   // float32 [tensor]  for tensor_sum
-        const F eps1(known.scalars[0]);
-        const F beta2(known.scalars[1]);
-        const F grad_scale_times_grad_scale(known.scalars[2]);
-        const F one_minus_beta2(known.scalars[3]);
-        alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
-            const I exp_avg_sq_header = to_int(exp_avg_sq_range);
-            const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
-            const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
-            const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
-            store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
-            store(exp_avg_sq_step_kept + b, exp_avg_sq_step);
-        }
-
-        // -- elements: decode, update, encode  (specs/came.py)
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
-            const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
-            const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
-                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                const F g_cast = g_stored;
-                // 28  square = g * g + eps1
-                const F square = fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1);
-                // 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
-                const F exp_avg_sq_2 = fma(one_minus_beta2, square, beta2 * exp_avg_sq);
-                const F g_mul = g_cast / sqrt(exp_avg_sq_2);
-                store(tensor_sum_of_g_at + i, g_mul * g_mul);
-            }
-        }
-    }
-};
-
-// tensor: values of tensors
-template <class Grad>
-struct came_bfloat16_no_factored_2 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = WHOLE;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {8, -1, 4, WHOLE, false, true, NONE, 0},  // one_over_one_max_tensor_div
-        {7, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_g
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        float *__restrict one_over_one_max_tensor_div_at = (float *)at[0];  // float32 [tensor]  written
-        const float *__restrict tensor_sum_of_g_at = (const float *)at[1];  // float32 [tensor]  read
-        const float *extent = known.extent;  // rows, columns, elements
-        const F clip_threshold(known.scalars[4]);
-        const F grad_scale_times_grad_scale(known.scalars[2]);
-
-        // -- elements: decode
-        for (int i = 0; i < count; i += W) {
-            const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
-            store(one_over_one_max_tensor_div_at + i, 1.0f / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct came_bfloat16_no_factored_3 {
-    static constexpr int BLOCK = 64, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // exp_avg_codes
-        {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // exp_avg_scale
-        {5, -1, 1, ELEMENT, true, true, NONE, 5},  // exp_avg_sq_codes
-        {6, -1, 2, BLOCK_OF, true, true, NONE, 6},  // exp_avg_sq_range
-        {8, -1, 4, WHOLE, true, false, NONE, 7},  // one_over_one_max_tensor_div
-    };
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];               // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];        // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[3];     // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];     // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[5];  // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
-        // float32 [tensor]  read
-        const float *__restrict one_over_one_max_tensor_div_at = (const float *)at[7];
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F eps1(known.scalars[0]);
-        const F beta1(known.scalars[5]);
-        const F beta2(known.scalars[1]);
-        const F grad_scale_times_grad_scale(known.scalars[2]);
-        const F one_minus_beta2(known.scalars[3]);
-        const F one_minus_beta1_times_grad_scale(known.scalars[6]);
-        const F one_minus_lr_times_weight_decay(known.scalars[7]);
-        const F minus_lr(known.scalars[8]);
-        const F one_over_one_max_tensor_div = F(*one_over_one_max_tensor_div_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) float exp_avg_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float exp_avg_sq_sqrt_kept[TILE];
-        alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_half_add_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_base_sub_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        I exp_avg_top_kept[TILE / BLOCK];
-        I largest_of_block_kept[TILE / BLOCK];
-        I smallest_of_block_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1001001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
-            const I exp_avg_sq_header = to_int(exp_avg_sq_range);
-            const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
-            const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
-            const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
-            const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
-            const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
-            store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
-            store(exp_avg_sq_step_kept + b, exp_avg_sq_step);
-            store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
-        }
-
-        // -- elements: decode, update, encode  (specs/came.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
-            fetch<BLOCK>(weight_low_at, b);
-            const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
-            const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
-            const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
-            I exp_avg_top(INT32_MIN);
-            I largest_of_block(INT32_MIN);
-            I smallest_of_block(INT32_MAX);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
-                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
-                const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
-                const F exp_avg_bend = abs(exp_avg_code_2);
-                const F g_cast = g_stored;
-                // 28  square = g * g + eps1
-                const F square = fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1);
-                // 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
-                const F exp_avg_sq_2 = fma(one_minus_beta2, square, beta2 * exp_avg_sq);
-                const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
-                // 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_cast / exp_avg_sq_sqrt, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const F exp_avg_abs = abs(exp_avg);
-                const I exp_avg_sq_pattern = bits(exp_avg_sq_sqrt);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_abs), i, end);
-                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
-                store(exp_avg_kept + i, exp_avg);
-                store(noise_kept + i, noise);
-                store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
-            }
-            exp_avg_top_kept[b] = exp_avg_top;
-            largest_of_block_kept[b] = largest_of_block;
-            smallest_of_block_kept[b] = smallest_of_block;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
-            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
-            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
-            const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
-            const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
-            const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
-            const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
-            const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_half = exp_avg_sq_units * 10240;
-            const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base;
-            const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
-            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000;
-            const I exp_avg_sq_header_2 = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells_2;
-            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
-            store(exp_avg_sq_half_add_kept + b, exp_avg_sq_half_add);
-            store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(exp_avg_sq_base_sub_kept + b, exp_avg_sq_base_sub);
-            store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
-            store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/came.py)
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const I noise = load(noise_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-                const F p_2 = one_minus_lr_times_weight_decay * p;                // 45  p = policies.decoupled(p, lr, weight_decay)
-                const F p_3 = fma(minus_lr, exp_avg, p_2);                        // 46  p = p - lr * step
-                const I p_word = bits_or_nan(p_3) + (noise & 255 | 0x8000);
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
-            }
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
-            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
-            const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
-            const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
-            const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const I noise = load(noise_kept + i);
-                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
-                const I exp_avg_sq_offset = ((noise >> 8 & 4095) << 12 | 2048) + exp_avg_sq_half_add;
-                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
-                store(exp_avg_codes_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
-                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
-            }
-        }
-    }
-};
-
-// a sweep: update (specs/came.py:36)
-template <class Grad>
-struct came_bfloat16_no_factored_small_1 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {4, -1, 4, ELEMENT, true, false, NONE, 1},  // exp_avg_sq
-        {5, 7, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_of_g
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        const float *__restrict exp_avg_sq_at = (const float *)at[1];  // float32 [n]  read
-        float *__restrict tensor_sum_of_g_at = (float *)at[2];         // float32 [tensor]  for tensor_sum
-        const F eps1(known.scalars[0]);
-        const F beta2(known.scalars[1]);
-        const F grad_scale_times_grad_scale(known.scalars[2]);
-        const F one_minus_beta2(known.scalars[3]);
-
-        // -- elements: decode, update, encode  (specs/came.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F g_cast = g_stored;
-            // 28  square = g * g + eps1
-            const F square = fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1);
-            // 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
-            const F exp_avg_sq_2 = fma(one_minus_beta2, square, beta2 * exp_avg_sq);
-            const F g_mul = g_cast / sqrt(exp_avg_sq_2);
-            store(tensor_sum_of_g_at + i, g_mul * g_mul);
-        }
-    }
-};
-
-// tensor: values of tensors
-template <class Grad>
-struct came_bfloat16_no_factored_small_2 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = WHOLE;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {6, -1, 4, WHOLE, false, true, NONE, 0},  // one_over_one_max_tensor_div
-        {5, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_g
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        float *__restrict one_over_one_max_tensor_div_at = (float *)at[0];  // float32 [tensor]  written
-        const float *__restrict tensor_sum_of_g_at = (const float *)at[1];  // float32 [tensor]  read
-        const float *extent = known.extent;  // rows, columns, elements
-        const F clip_threshold(known.scalars[4]);
-        const F grad_scale_times_grad_scale(known.scalars[2]);
-
-        // -- elements: decode
-        for (int i = 0; i < count; i += W) {
-            const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
-            store(one_over_one_max_tensor_div_at + i, 1.0f / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct came_bfloat16_no_factored_small_3 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg
-        {4, -1, 4, ELEMENT, true, true, NONE, 4},  // exp_avg_sq
-        {6, -1, 4, WHOLE, true, false, NONE, 5},  // one_over_one_max_tensor_div
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];         // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];  // uint8 [n]  read and written
-        float *__restrict exp_avg_at = (float *)at[3];         // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[4];      // float32 [n]  read and written
-        // float32 [tensor]  read
-        const float *__restrict one_over_one_max_tensor_div_at = (const float *)at[5];
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F eps1(known.scalars[0]);
-        const F beta1(known.scalars[5]);
-        const F beta2(known.scalars[1]);
-        const F grad_scale_times_grad_scale(known.scalars[2]);
-        const F one_minus_beta2(known.scalars[3]);
-        const F one_minus_beta1_times_grad_scale(known.scalars[6]);
-        const F one_minus_lr_times_weight_decay(known.scalars[7]);
-        const F minus_lr(known.scalars[8]);
-        const F one_over_one_max_tensor_div = F(*one_over_one_max_tensor_div_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/came.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F exp_avg = load(exp_avg_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-            const F g_cast = g_stored;
-            // 28  square = g * g + eps1
-            const F square = fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1);
-            // 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
-            const F exp_avg_sq_2 = fma(one_minus_beta2, square, beta2 * exp_avg_sq);
-            // 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_cast / sqrt(exp_avg_sq_2), beta1 * exp_avg);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                // 45  p = policies.decoupled(p, lr, weight_decay)
-            const F p_3 = fma(minus_lr, exp_avg_2, p_2);                      // 46  p = p - lr * step
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 0x8000);
-            store_half<2>(p_at + i, p_word);
-            store_byte<1>(weight_low_at + i, p_word);
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct came_float16_no_factored_3 {
-    static constexpr int BLOCK = 64, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // exp_avg_codes
-        {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // exp_avg_scale
-        {5, -1, 1, ELEMENT, true, true, NONE, 5},  // exp_avg_sq_codes
-        {6, -1, 2, BLOCK_OF, true, true, NONE, 6},  // exp_avg_sq_range
-        {8, -1, 4, WHOLE, true, false, NONE, 7},  // one_over_one_max_tensor_div
-    };
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];               // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];        // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[3];     // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];     // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[5];  // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
-        // float32 [tensor]  read
-        const float *__restrict one_over_one_max_tensor_div_at = (const float *)at[7];
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F eps1(known.scalars[0]);
-        const F beta1(known.scalars[5]);
-        const F beta2(known.scalars[1]);
-        const F grad_scale_times_grad_scale(known.scalars[2]);
-        const F one_minus_beta2(known.scalars[3]);
-        const F one_minus_beta1_times_grad_scale(known.scalars[6]);
-        const F one_minus_lr_times_weight_decay(known.scalars[7]);
-        const F minus_lr(known.scalars[8]);
-        const F one_over_one_max_tensor_div = F(*one_over_one_max_tensor_div_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) float exp_avg_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float exp_avg_sq_sqrt_kept[TILE];
-        alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_half_add_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_base_sub_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        I exp_avg_top_kept[TILE / BLOCK];
-        I largest_of_block_kept[TILE / BLOCK];
-        I smallest_of_block_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1001001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
-            const I exp_avg_sq_header = to_int(exp_avg_sq_range);
-            const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
-            const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
-            const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
-            const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
-            const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
-            store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
-            store(exp_avg_sq_step_kept + b, exp_avg_sq_step);
-            store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
-        }
-
-        // -- elements: decode, update, encode  (specs/came.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
-            fetch<BLOCK>(weight_low_at, b);
-            const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
-            const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
-            const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
-            I exp_avg_top(INT32_MIN);
-            I largest_of_block(INT32_MIN);
-            I smallest_of_block(INT32_MAX);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
-                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
-                const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
-                const F exp_avg_bend = abs(exp_avg_code_2);
-                const F g_cast = g_stored;
-                // 28  square = g * g + eps1
-                const F square = fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1);
-                // 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
-                const F exp_avg_sq_2 = fma(one_minus_beta2, square, beta2 * exp_avg_sq);
-                const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
-                // 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_cast / exp_avg_sq_sqrt, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const F exp_avg_abs = abs(exp_avg);
-                const I exp_avg_sq_pattern = bits(exp_avg_sq_sqrt);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_abs), i, end);
-                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
-                store(exp_avg_kept + i, exp_avg);
-                store(noise_kept + i, noise);
-                store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
-            }
-            exp_avg_top_kept[b] = exp_avg_top;
-            largest_of_block_kept[b] = largest_of_block;
-            smallest_of_block_kept[b] = smallest_of_block;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
-            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
-            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
-            const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
-            const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
-            const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
-            const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
-            const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_half = exp_avg_sq_units * 10240;
-            const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base;
-            const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
-            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000;
-            const I exp_avg_sq_header_2 = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells_2;
-            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
-            store(exp_avg_sq_half_add_kept + b, exp_avg_sq_half_add);
-            store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(exp_avg_sq_base_sub_kept + b, exp_avg_sq_base_sub);
-            store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
-            store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/came.py)
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const I noise = load(noise_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const I p_high = extend16(extend16(to_int(p_stored)));
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low - 128;
-                const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 0x38000000;
-                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-                // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-                const F p_2 = one_minus_lr_times_weight_decay * p;  // 45  p = policies.decoupled(p, lr, weight_decay)
-                const F p_3 = fma(minus_lr, exp_avg, p_2);          // 46  p = p - lr * step
-                const I p_bitcast = bits(p_3);
-                const I p_sign = p_bitcast >> 16 & 0x8000;
-                const I p_magnitude = p_bitcast & 0x7fffffff;
-                const F p_magnitude_bitcast = as_float(p_magnitude);
-                const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-                const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-                const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-                const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-                const I p_wide_2 = lshr(p_fixed + ((noise & 255) << 1 | 1), 9);
-                const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
-                const I p_kept_ = p_word;
-                store(p_at + i, p_sign | p_word >> 8);
-                store(weight_low_at + i, p_kept_);
-            }
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
-            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
-            const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
-            const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
-            const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const I noise = load(noise_kept + i);
-                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
-                const I exp_avg_sq_offset = ((noise >> 8 & 4095) << 12 | 2048) + exp_avg_sq_half_add;
-                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
-                store(exp_avg_codes_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
-                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
-            }
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct came_float16_no_factored_small_3 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg
-        {4, -1, 4, ELEMENT, true, true, NONE, 4},  // exp_avg_sq
-        {6, -1, 4, WHOLE, true, false, NONE, 5},  // one_over_one_max_tensor_div
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];         // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];  // uint8 [n]  read and written
-        float *__restrict exp_avg_at = (float *)at[3];         // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[4];      // float32 [n]  read and written
-        // float32 [tensor]  read
-        const float *__restrict one_over_one_max_tensor_div_at = (const float *)at[5];
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F eps1(known.scalars[0]);
-        const F beta1(known.scalars[5]);
-        const F beta2(known.scalars[1]);
-        const F grad_scale_times_grad_scale(known.scalars[2]);
-        const F one_minus_beta2(known.scalars[3]);
-        const F one_minus_beta1_times_grad_scale(known.scalars[6]);
-        const F one_minus_lr_times_weight_decay(known.scalars[7]);
-        const F minus_lr(known.scalars[8]);
-        const F one_over_one_max_tensor_div = F(*one_over_one_max_tensor_div_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/came.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F exp_avg = load(exp_avg_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const I p_high = extend16(extend16(to_int(p_stored)));
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low - 128;
-            const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 0x38000000;
-            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-            // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-            const F g_cast = g_stored;
-            // 28  square = g * g + eps1
-            const F square = fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1);
-            // 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
-            const F exp_avg_sq_2 = fma(one_minus_beta2, square, beta2 * exp_avg_sq);
-            // 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_cast / sqrt(exp_avg_sq_2), beta1 * exp_avg);
-            const F p_2 = one_minus_lr_times_weight_decay * p;  // 45  p = policies.decoupled(p, lr, weight_decay)
-            const F p_3 = fma(minus_lr, exp_avg_2, p_2);        // 46  p = p - lr * step
-            const I p_bitcast = bits(p_3);
-            const I p_sign = p_bitcast >> 16 & 0x8000;
-            const I p_magnitude = p_bitcast & 0x7fffffff;
-            const F p_magnitude_bitcast = as_float(p_magnitude);
-            const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-            const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-            const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-            const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_wide_2 = lshr(p_fixed + (lshr(noise, 23) | 1), 9);
-            const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
-            const I p_kept_ = p_word;
-            store(p_at + i, p_sign | p_word >> 8);
-            store(weight_low_at + i, p_kept_);
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-        }
-    }
-};
-
-template <class Grad>
-struct came_float32 {
+template <class Weight, class Grad>
+struct came_step {
     typedef void staged;
     static constexpr int SCALARS = 13, BLOCK = 64;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {1, ELEMENT},  // exp_avg_codes
         {2, BLOCK_OF},  // exp_avg_scale
         {4, ROW},  // exp_avg_sq_row
@@ -3318,34 +1599,32 @@ struct came_float32 {
         {4, ROW + 8},  // partial results of row_sum_of_g
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_res_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_res_col
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<came_float32_1<Grad>>(),
-        stage<came_float32_2<Grad>>(),
-        stage<came_float32_3<Grad>>(),
-        stage<came_float32_4<Grad>>(),
-        stage<came_float32_5<Grad>>(),
-        stage<came_float32_6<Grad>>(),
-        stage<came_float32_7<Grad>>(),
-        stage<came_float32_8<Grad>>(),
-        stage<came_float32_9<Grad>>(),
-        stage<came_float32_10<Grad>>(),
-        stage<came_float32_11<Grad>>(),
-        stage<came_float32_12<Grad>>(),
-        stage<came_float32_13<Grad>>(),
-        stage<came_float32_14<Grad>>(),
-        stage<came_float32_15<Grad>>(),
+        stage<came_kernel_1<Weight, Grad>>(),
+        stage<came_kernel_2<Weight, Grad>>(),
+        stage<came_kernel_3<Weight, Grad>>(),
+        stage<came_kernel_4<Weight, Grad>>(),
+        stage<came_kernel_5<Weight, Grad>>(),
+        stage<came_kernel_6<Weight, Grad>>(),
+        stage<came_kernel_7<Weight, Grad>>(),
+        stage<came_kernel_8<Weight, Grad>>(),
+        stage<came_kernel_9<Weight, Grad>>(),
+        stage<came_kernel_10<Weight, Grad>>(),
+        stage<came_kernel_11<Weight, Grad>>(),
+        stage<came_kernel_12<Weight, Grad>>(),
+        stage<came_kernel_13<Weight, Grad>>(),
+        stage<came_kernel_14<Weight, Grad>>(),
+        stage<came_kernel_15<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct came_float32_small {
+template <class Weight, class Grad>
+struct came_small_step {
     typedef void staged;
     static constexpr int SCALARS = 13, BLOCK = 1;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {4, ELEMENT},  // exp_avg
         {4, ROW},  // exp_avg_sq_row
         {4, COLUMN},  // exp_avg_sq_col
@@ -3372,256 +1651,32 @@ struct came_float32_small {
         {4, ROW + 8},  // partial results of row_sum_of_g
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_res_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_res_col
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<came_float32_small_1<Grad>>(),
-        stage<came_float32_small_2<Grad>>(),
-        stage<came_float32_small_3<Grad>>(),
-        stage<came_float32_small_4<Grad>>(),
-        stage<came_float32_small_5<Grad>>(),
-        stage<came_float32_small_6<Grad>>(),
-        stage<came_float32_small_7<Grad>>(),
-        stage<came_float32_small_8<Grad>>(),
-        stage<came_float32_small_9<Grad>>(),
-        stage<came_float32_small_10<Grad>>(),
-        stage<came_float32_small_11<Grad>>(),
-        stage<came_float32_small_12<Grad>>(),
-        stage<came_float32_small_13<Grad>>(),
-        stage<came_float32_small_14<Grad>>(),
-        stage<came_float32_small_15<Grad>>(),
+        stage<came_small_kernel_1<Weight, Grad>>(),
+        stage<came_small_kernel_2<Weight, Grad>>(),
+        stage<came_small_kernel_3<Weight, Grad>>(),
+        stage<came_small_kernel_4<Weight, Grad>>(),
+        stage<came_small_kernel_5<Weight, Grad>>(),
+        stage<came_small_kernel_6<Weight, Grad>>(),
+        stage<came_small_kernel_7<Weight, Grad>>(),
+        stage<came_small_kernel_8<Weight, Grad>>(),
+        stage<came_small_kernel_9<Weight, Grad>>(),
+        stage<came_small_kernel_10<Weight, Grad>>(),
+        stage<came_small_kernel_11<Weight, Grad>>(),
+        stage<came_small_kernel_12<Weight, Grad>>(),
+        stage<came_small_kernel_13<Weight, Grad>>(),
+        stage<came_small_kernel_14<Weight, Grad>>(),
+        stage<came_small_kernel_15<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct came_bfloat16 {
-    typedef void staged;
-    static constexpr int SCALARS = 13, BLOCK = 64;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // exp_avg_codes
-        {2, BLOCK_OF},  // exp_avg_scale
-        {4, ROW},  // exp_avg_sq_row
-        {4, COLUMN},  // exp_avg_sq_col
-        {4, ROW},  // exp_avg_res_row
-        {4, COLUMN},  // exp_avg_res_col
-        {4, COLUMN},  // col_sum_for_exp_avg_sq_col
-        {4, ROW},  // row_sum_for_exp_avg_sq_row
-        {4, MATRIX},  // mat_sum_of_exp_avg_sq_row
-        {4, COLUMN},  // one_over_sqrt_exp_avg_sq_col_2
-        {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
-        {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_g
-        {4, WHOLE},  // tensor_sum_of_g
-        {4, WHOLE},  // one_over_one_max_tensor_div
-        {4, ROW},  // row_mul_3
-        {4, ROW},  // row_sum_for_exp_avg_res_row
-        {4, COLUMN},  // col_sum_for_exp_avg_res_col
-        {4, MATRIX},  // mat_sum_of_exp_avg_res_row
-        {4, COLUMN},  // one_over_sqrt_exp_avg_res_col_2
-        {4, MATRIX},  // mat_sum_of_exp_avg_res_row_over_rows
-        {4, ROW},  // one_over_sqrt_row_div_2
-        {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
-        {4, ROW + 8},  // partial results of row_sum_of_g
-        {4, ROW + 8},  // partial results of row_sum_for_exp_avg_res_row
-        {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_res_col
-    };
-    static constexpr Stage STAGES[] = {
-        stage<came_bfloat16_1<Grad>>(),
-        stage<came_bfloat16_2<Grad>>(),
-        stage<came_bfloat16_3<Grad>>(),
-        stage<came_bfloat16_4<Grad>>(),
-        stage<came_bfloat16_5<Grad>>(),
-        stage<came_bfloat16_6<Grad>>(),
-        stage<came_bfloat16_7<Grad>>(),
-        stage<came_bfloat16_8<Grad>>(),
-        stage<came_bfloat16_9<Grad>>(),
-        stage<came_bfloat16_10<Grad>>(),
-        stage<came_bfloat16_11<Grad>>(),
-        stage<came_bfloat16_12<Grad>>(),
-        stage<came_bfloat16_13<Grad>>(),
-        stage<came_bfloat16_14<Grad>>(),
-        stage<came_bfloat16_15<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct came_bfloat16_small {
-    typedef void staged;
-    static constexpr int SCALARS = 13, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {4, ELEMENT},  // exp_avg
-        {4, ROW},  // exp_avg_sq_row
-        {4, COLUMN},  // exp_avg_sq_col
-        {4, ROW},  // exp_avg_res_row
-        {4, COLUMN},  // exp_avg_res_col
-        {4, COLUMN},  // col_sum_for_exp_avg_sq_col
-        {4, ROW},  // row_sum_for_exp_avg_sq_row
-        {4, MATRIX},  // mat_sum_of_exp_avg_sq_row
-        {4, COLUMN},  // one_over_sqrt_exp_avg_sq_col_2
-        {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
-        {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_g
-        {4, WHOLE},  // tensor_sum_of_g
-        {4, WHOLE},  // one_over_one_max_tensor_div
-        {4, ROW},  // row_mul_3
-        {4, ROW},  // row_sum_for_exp_avg_res_row
-        {4, COLUMN},  // col_sum_for_exp_avg_res_col
-        {4, MATRIX},  // mat_sum_of_exp_avg_res_row
-        {4, COLUMN},  // one_over_sqrt_exp_avg_res_col_2
-        {4, MATRIX},  // mat_sum_of_exp_avg_res_row_over_rows
-        {4, ROW},  // one_over_sqrt_row_div_2
-        {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
-        {4, ROW + 8},  // partial results of row_sum_of_g
-        {4, ROW + 8},  // partial results of row_sum_for_exp_avg_res_row
-        {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_res_col
-    };
-    static constexpr Stage STAGES[] = {
-        stage<came_bfloat16_small_1<Grad>>(),
-        stage<came_float32_2<Grad>>(),
-        stage<came_float32_3<Grad>>(),
-        stage<came_float32_4<Grad>>(),
-        stage<came_float32_5<Grad>>(),
-        stage<came_bfloat16_small_6<Grad>>(),
-        stage<came_float32_7<Grad>>(),
-        stage<came_float32_8<Grad>>(),
-        stage<came_float32_9<Grad>>(),
-        stage<came_bfloat16_small_10<Grad>>(),
-        stage<came_float32_11<Grad>>(),
-        stage<came_float32_12<Grad>>(),
-        stage<came_float32_13<Grad>>(),
-        stage<came_float32_14<Grad>>(),
-        stage<came_bfloat16_small_15<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct came_float16 {
-    typedef void staged;
-    static constexpr int SCALARS = 13, BLOCK = 64;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // exp_avg_codes
-        {2, BLOCK_OF},  // exp_avg_scale
-        {4, ROW},  // exp_avg_sq_row
-        {4, COLUMN},  // exp_avg_sq_col
-        {4, ROW},  // exp_avg_res_row
-        {4, COLUMN},  // exp_avg_res_col
-        {4, COLUMN},  // col_sum_for_exp_avg_sq_col
-        {4, ROW},  // row_sum_for_exp_avg_sq_row
-        {4, MATRIX},  // mat_sum_of_exp_avg_sq_row
-        {4, COLUMN},  // one_over_sqrt_exp_avg_sq_col_2
-        {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
-        {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_g
-        {4, WHOLE},  // tensor_sum_of_g
-        {4, WHOLE},  // one_over_one_max_tensor_div
-        {4, ROW},  // row_mul_3
-        {4, ROW},  // row_sum_for_exp_avg_res_row
-        {4, COLUMN},  // col_sum_for_exp_avg_res_col
-        {4, MATRIX},  // mat_sum_of_exp_avg_res_row
-        {4, COLUMN},  // one_over_sqrt_exp_avg_res_col_2
-        {4, MATRIX},  // mat_sum_of_exp_avg_res_row_over_rows
-        {4, ROW},  // one_over_sqrt_row_div_2
-        {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
-        {4, ROW + 8},  // partial results of row_sum_of_g
-        {4, ROW + 8},  // partial results of row_sum_for_exp_avg_res_row
-        {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_res_col
-    };
-    static constexpr Stage STAGES[] = {
-        stage<came_bfloat16_1<Grad>>(),
-        stage<came_bfloat16_2<Grad>>(),
-        stage<came_bfloat16_3<Grad>>(),
-        stage<came_bfloat16_4<Grad>>(),
-        stage<came_bfloat16_5<Grad>>(),
-        stage<came_bfloat16_6<Grad>>(),
-        stage<came_bfloat16_7<Grad>>(),
-        stage<came_bfloat16_8<Grad>>(),
-        stage<came_bfloat16_9<Grad>>(),
-        stage<came_bfloat16_10<Grad>>(),
-        stage<came_bfloat16_11<Grad>>(),
-        stage<came_bfloat16_12<Grad>>(),
-        stage<came_bfloat16_13<Grad>>(),
-        stage<came_bfloat16_14<Grad>>(),
-        stage<came_float16_15<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct came_float16_small {
-    typedef void staged;
-    static constexpr int SCALARS = 13, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {4, ELEMENT},  // exp_avg
-        {4, ROW},  // exp_avg_sq_row
-        {4, COLUMN},  // exp_avg_sq_col
-        {4, ROW},  // exp_avg_res_row
-        {4, COLUMN},  // exp_avg_res_col
-        {4, COLUMN},  // col_sum_for_exp_avg_sq_col
-        {4, ROW},  // row_sum_for_exp_avg_sq_row
-        {4, MATRIX},  // mat_sum_of_exp_avg_sq_row
-        {4, COLUMN},  // one_over_sqrt_exp_avg_sq_col_2
-        {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
-        {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_g
-        {4, WHOLE},  // tensor_sum_of_g
-        {4, WHOLE},  // one_over_one_max_tensor_div
-        {4, ROW},  // row_mul_3
-        {4, ROW},  // row_sum_for_exp_avg_res_row
-        {4, COLUMN},  // col_sum_for_exp_avg_res_col
-        {4, MATRIX},  // mat_sum_of_exp_avg_res_row
-        {4, COLUMN},  // one_over_sqrt_exp_avg_res_col_2
-        {4, MATRIX},  // mat_sum_of_exp_avg_res_row_over_rows
-        {4, ROW},  // one_over_sqrt_row_div_2
-        {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
-        {4, ROW + 8},  // partial results of row_sum_of_g
-        {4, ROW + 8},  // partial results of row_sum_for_exp_avg_res_row
-        {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_res_col
-    };
-    static constexpr Stage STAGES[] = {
-        stage<came_bfloat16_small_1<Grad>>(),
-        stage<came_float32_2<Grad>>(),
-        stage<came_float32_3<Grad>>(),
-        stage<came_float32_4<Grad>>(),
-        stage<came_float32_5<Grad>>(),
-        stage<came_bfloat16_small_6<Grad>>(),
-        stage<came_float32_7<Grad>>(),
-        stage<came_float32_8<Grad>>(),
-        stage<came_float32_9<Grad>>(),
-        stage<came_bfloat16_small_10<Grad>>(),
-        stage<came_float32_11<Grad>>(),
-        stage<came_float32_12<Grad>>(),
-        stage<came_float32_13<Grad>>(),
-        stage<came_float32_14<Grad>>(),
-        stage<came_float16_small_15<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct came_float32_no_factored {
+template <class Weight, class Grad>
+struct came_no_factored_step {
     typedef void staged;
     static constexpr int SCALARS = 9, BLOCK = 64;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {1, ELEMENT},  // exp_avg_codes
         {2, BLOCK_OF},  // exp_avg_scale
         {1, ELEMENT},  // exp_avg_sq_codes
@@ -3629,126 +1684,45 @@ struct came_float32_no_factored {
         {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // one_over_one_max_tensor_div
         {4, WHOLE + 8},  // partial results of tensor_sum_of_g
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<came_float32_no_factored_1<Grad>>(),
-        stage<came_float32_no_factored_2<Grad>>(),
-        stage<came_float32_no_factored_3<Grad>>(),
+        stage<came_no_factored_kernel_1<Weight, Grad>>(),
+        stage<came_no_factored_kernel_2<Weight, Grad>>(),
+        stage<came_no_factored_kernel_3<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct came_float32_no_factored_small {
+template <class Weight, class Grad>
+struct came_no_factored_small_step {
     typedef void staged;
     static constexpr int SCALARS = 9, BLOCK = 1;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {4, ELEMENT},  // exp_avg
         {4, ELEMENT},  // exp_avg_sq
         {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // one_over_one_max_tensor_div
         {4, WHOLE + 8},  // partial results of tensor_sum_of_g
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<came_float32_no_factored_small_1<Grad>>(),
-        stage<came_float32_no_factored_small_2<Grad>>(),
-        stage<came_float32_no_factored_small_3<Grad>>(),
+        stage<came_no_factored_small_kernel_1<Weight, Grad>>(),
+        stage<came_no_factored_small_kernel_2<Weight, Grad>>(),
+        stage<came_no_factored_small_kernel_3<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct came_bfloat16_no_factored {
-    typedef void staged;
-    static constexpr int SCALARS = 9, BLOCK = 64;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // exp_avg_codes
-        {2, BLOCK_OF},  // exp_avg_scale
-        {1, ELEMENT},  // exp_avg_sq_codes
-        {2, BLOCK_OF},  // exp_avg_sq_range
-        {4, WHOLE},  // tensor_sum_of_g
-        {4, WHOLE},  // one_over_one_max_tensor_div
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
-    };
-    static constexpr Stage STAGES[] = {
-        stage<came_bfloat16_no_factored_1<Grad>>(),
-        stage<came_bfloat16_no_factored_2<Grad>>(),
-        stage<came_bfloat16_no_factored_3<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct came_bfloat16_no_factored_small {
-    typedef void staged;
-    static constexpr int SCALARS = 9, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {4, ELEMENT},  // exp_avg
-        {4, ELEMENT},  // exp_avg_sq
-        {4, WHOLE},  // tensor_sum_of_g
-        {4, WHOLE},  // one_over_one_max_tensor_div
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
-    };
-    static constexpr Stage STAGES[] = {
-        stage<came_bfloat16_no_factored_small_1<Grad>>(),
-        stage<came_bfloat16_no_factored_small_2<Grad>>(),
-        stage<came_bfloat16_no_factored_small_3<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct came_float16_no_factored {
-    typedef void staged;
-    static constexpr int SCALARS = 9, BLOCK = 64;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // exp_avg_codes
-        {2, BLOCK_OF},  // exp_avg_scale
-        {1, ELEMENT},  // exp_avg_sq_codes
-        {2, BLOCK_OF},  // exp_avg_sq_range
-        {4, WHOLE},  // tensor_sum_of_g
-        {4, WHOLE},  // one_over_one_max_tensor_div
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
-    };
-    static constexpr Stage STAGES[] = {
-        stage<came_bfloat16_no_factored_1<Grad>>(),
-        stage<came_bfloat16_no_factored_2<Grad>>(),
-        stage<came_float16_no_factored_3<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct came_float16_no_factored_small {
-    typedef void staged;
-    static constexpr int SCALARS = 9, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {4, ELEMENT},  // exp_avg
-        {4, ELEMENT},  // exp_avg_sq
-        {4, WHOLE},  // tensor_sum_of_g
-        {4, WHOLE},  // one_over_one_max_tensor_div
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
-    };
-    static constexpr Stage STAGES[] = {
-        stage<came_bfloat16_no_factored_small_1<Grad>>(),
-        stage<came_bfloat16_no_factored_small_2<Grad>>(),
-        stage<came_float16_no_factored_small_3<Grad>>(),
-    };
-};
+template <class Grad> using came_float32 = came_step<weight_float32, Grad>;
+template <class Grad> using came_float32_small = came_small_step<weight_float32, Grad>;
+template <class Grad> using came_bfloat16 = came_step<weight_bfloat16, Grad>;
+template <class Grad> using came_bfloat16_small = came_small_step<weight_bfloat16, Grad>;
+template <class Grad> using came_float16 = came_step<weight_float16, Grad>;
+template <class Grad> using came_float16_small = came_small_step<weight_float16, Grad>;
+template <class Grad> using came_float32_no_factored = came_no_factored_step<weight_float32, Grad>;
+template <class Grad> using came_float32_no_factored_small = came_no_factored_small_step<weight_float32, Grad>;
+template <class Grad> using came_bfloat16_no_factored = came_no_factored_step<weight_bfloat16, Grad>;
+template <class Grad> using came_bfloat16_no_factored_small = came_no_factored_small_step<weight_bfloat16, Grad>;
+template <class Grad> using came_float16_no_factored = came_no_factored_step<weight_float16, Grad>;
+template <class Grad> using came_float16_no_factored_small = came_no_factored_small_step<weight_float16, Grad>;
 
 }  // namespace
 

@@ -16,18 +16,54 @@
 
 namespace {
 
+// bf16, nearest
+struct weight_bfloat16 {
+    static constexpr int NOISE = 0;
+    static constexpr Part PARTS[] = {{2, true}};  // code
+    uint16_t *__restrict code_at;
+
+    weight_bfloat16(char *p, char *const *more) : code_at((uint16_t *)p) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        return widened(code_stored);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        const I x_bits = bits(x);
+        const I carry = (x_bits >> 16 & 1) + 32767;
+        store_half<2>(code_at + i, bits_or_nan(as_float(x_bits)) + carry);
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); }
+};
+
+// f16, nearest
+struct weight_float16 {
+    static constexpr int NOISE = 0;
+    static constexpr Part PARTS[] = {{2, true}};  // code
+    uint16_t *__restrict code_at;
+
+    weight_float16(char *p, char *const *more) : code_at((uint16_t *)p) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        return widen_half(code_stored);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        store(code_at + i, narrow_half(x));
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); }
+};
+
 // a sweep: p (specs/cautious_lion.py:22)
-template <class Grad>
-struct cautious_lion_float32_1 {
+template <class Weight, class Grad>
+struct cautious_lion_kernel_1 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {2, -1, 4, ELEMENT, true, false, NONE, 1},  // exp_avg
         {3, 5, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_of_agrees
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -54,16 +90,16 @@ struct cautious_lion_float32_1 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct cautious_lion_float32_2 {
+template <class Weight, class Grad>
+struct cautious_lion_kernel_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {4, -1, 4, WHOLE, false, true, NONE, 0},  // tensor_div
         {3, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_agrees
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -81,26 +117,30 @@ struct cautious_lion_float32_2 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct cautious_lion_float32_3 {
+template <class Weight, class Grad>
+struct cautious_lion_kernel_3 {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
-        {4, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_div
-    };
+    static constexpr bool MATRICES = false, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {2, -1, 4, ELEMENT, true, true, NONE, 1},  // exp_avg
+        {4, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_div
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                       // float32 [n]  read and written
+        Weight weight(at[3], at + 4);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];                 // float32 [n]  read and written
-        const float *__restrict tensor_div_at = (const float *)at[3];  // float32 [tensor]  read
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        float *__restrict exp_avg_at = (float *)at[1];                 // float32 [n]  read and written
+        const float *__restrict tensor_div_at = (const float *)at[2];  // float32 [tensor]  read
+        const int32_t step_key = known.step_key;
+        const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[0]);
         const F beta2(known.scalars[4]);
         const F grad_scale(known.scalars[1]);
@@ -108,13 +148,15 @@ struct cautious_lion_float32_3 {
         const F one_minus_beta1_times_grad_scale(known.scalars[2]);
         const F one_minus_beta2_times_grad_scale(known.scalars[6]);
         const F tensor_div = F(*tensor_div_at);
+        Words<cautious_lion_kernel_3> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/cautious_lion.py)
         for (int i = 0; i < count; i += W) {
+            const auto noise = words.at(i);
             const F g = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F g_2 = grad_scale * g;
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             // 19  update = sign(beta1 * exp_avg + (1 - beta1) * g)
             const F update = sign(fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg));
             // 20  agrees = where(update * sign(g) > 0, 1.0, 0.0)
@@ -124,215 +166,33 @@ struct cautious_lion_float32_3 {
             const F p_3 = fma(-(tensor_div * agrees), update, p_2);
             // 21  exp_avg = beta2 * exp_avg + (1 - beta2) * g
             const F exp_avg_2 = fma(one_minus_beta2_times_grad_scale, g, beta2 * exp_avg);
-            store(p_at + i, p_3);
+            weight.encode(i, p_3, noise);
             store(exp_avg_at + i, exp_avg_2);
         }
     }
 };
 
-// a sweep: p (specs/cautious_lion.py:22)
-template <class Grad>
-struct cautious_lion_bfloat16_1 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {2, -1, 4, ELEMENT, true, false, NONE, 1},  // exp_avg
-        {3, 5, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_of_agrees
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        const float *__restrict exp_avg_at = (const float *)at[1];   // float32 [n]  read
-        float *__restrict tensor_sum_of_agrees_at = (float *)at[2];  // float32 [tensor]  for tensor_sum
-        const F beta1(known.scalars[0]);
-        const F grad_scale(known.scalars[1]);
-        const F one_minus_beta1_times_grad_scale(known.scalars[2]);
-
-        // -- elements: decode, update  (specs/cautious_lion.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g_cast = g_stored;
-            const F exp_avg = load(exp_avg_at + i);
-            const F g = grad_scale * g_cast;
-            // 19  update = sign(beta1 * exp_avg + (1 - beta1) * g)
-            const F update = sign(fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg));
-            // 20  agrees = where(update * sign(g) > 0, 1.0, 0.0)
-            const F agrees = where(0.0f < update * sign(g), F(1.0f), F(0.0f));
-            store(tensor_sum_of_agrees_at + i, agrees);
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct cautious_lion_bfloat16_3 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
-        {4, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_div
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                 // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];                 // float32 [n]  read and written
-        const float *__restrict tensor_div_at = (const float *)at[3];  // float32 [tensor]  read
-        const F beta1(known.scalars[0]);
-        const F beta2(known.scalars[4]);
-        const F grad_scale(known.scalars[1]);
-        const F one_minus_lr_times_weight_decay(known.scalars[5]);
-        const F one_minus_beta1_times_grad_scale(known.scalars[2]);
-        const F one_minus_beta2_times_grad_scale(known.scalars[6]);
-        const F tensor_div = F(*tensor_div_at);
-
-        // -- elements: decode, update, encode  (specs/cautious_lion.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g_cast = g_stored;
-            const F exp_avg = load(exp_avg_at + i);
-            const F g = grad_scale * g_cast;
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);                                      // bf16, nearest
-            // 19  update = sign(beta1 * exp_avg + (1 - beta1) * g)
-            const F update = sign(fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg));
-            // 20  agrees = where(update * sign(g) > 0, 1.0, 0.0)
-            const F agrees = where(0.0f < update * sign(g), F(1.0f), F(0.0f));
-            const F p_2 = one_minus_lr_times_weight_decay * p;                  // 18  p = decoupled(p, lr, weight_decay)
-            // 22  p = p - lr / maximum(mean(agrees), 1e-3) * agrees * update
-            const F p_3 = fma(-(tensor_div * agrees), update, p_2);
-            // 21  exp_avg = beta2 * exp_avg + (1 - beta2) * g
-            const F exp_avg_2 = fma(one_minus_beta2_times_grad_scale, g_cast, beta2 * exp_avg);
-            const I p_x_bits = bits(p_3);
-            const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-            store(exp_avg_at + i, exp_avg_2);
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct cautious_lion_float16_3 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
-        {4, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_div
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                 // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];                 // float32 [n]  read and written
-        const float *__restrict tensor_div_at = (const float *)at[3];  // float32 [tensor]  read
-        const F beta1(known.scalars[0]);
-        const F beta2(known.scalars[4]);
-        const F grad_scale(known.scalars[1]);
-        const F one_minus_lr_times_weight_decay(known.scalars[5]);
-        const F one_minus_beta1_times_grad_scale(known.scalars[2]);
-        const F one_minus_beta2_times_grad_scale(known.scalars[6]);
-        const F tensor_div = F(*tensor_div_at);
-
-        // -- elements: decode, update  (specs/cautious_lion.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g_cast = g_stored;
-            const F exp_avg = load(exp_avg_at + i);
-            const F g = grad_scale * g_cast;
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);                                   // f16, nearest
-            // 19  update = sign(beta1 * exp_avg + (1 - beta1) * g)
-            const F update = sign(fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg));
-            // 20  agrees = where(update * sign(g) > 0, 1.0, 0.0)
-            const F agrees = where(0.0f < update * sign(g), F(1.0f), F(0.0f));
-            const F p_2 = one_minus_lr_times_weight_decay * p;                  // 18  p = decoupled(p, lr, weight_decay)
-            // 22  p = p - lr / maximum(mean(agrees), 1e-3) * agrees * update
-            const F p_3 = fma(-(tensor_div * agrees), update, p_2);
-            // 21  exp_avg = beta2 * exp_avg + (1 - beta2) * g
-            const F exp_avg_2 = fma(one_minus_beta2_times_grad_scale, g_cast, beta2 * exp_avg);
-            store(p_at + i, narrow_half(p_3));
-            store(exp_avg_at + i, exp_avg_2);
-        }
-    }
-};
-
-template <class Grad>
-struct cautious_lion_float32 {
+template <class Weight, class Grad>
+struct cautious_lion_step {
     typedef void staged;
     static constexpr int SCALARS = 7, BLOCK = 1;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {4, ELEMENT},  // exp_avg
         {4, WHOLE},  // tensor_sum_of_agrees
         {4, WHOLE},  // tensor_div
         {4, WHOLE + 8},  // partial results of tensor_sum_of_agrees
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<cautious_lion_float32_1<Grad>>(),
-        stage<cautious_lion_float32_2<Grad>>(),
-        stage<cautious_lion_float32_3<Grad>>(),
+        stage<cautious_lion_kernel_1<Weight, Grad>>(),
+        stage<cautious_lion_kernel_2<Weight, Grad>>(),
+        stage<cautious_lion_kernel_3<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct cautious_lion_bfloat16 {
-    typedef void staged;
-    static constexpr int SCALARS = 7, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, ELEMENT},  // exp_avg
-        {4, WHOLE},  // tensor_sum_of_agrees
-        {4, WHOLE},  // tensor_div
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_agrees
-    };
-    static constexpr Stage STAGES[] = {
-        stage<cautious_lion_bfloat16_1<Grad>>(),
-        stage<cautious_lion_float32_2<Grad>>(),
-        stage<cautious_lion_bfloat16_3<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct cautious_lion_float16 {
-    typedef void staged;
-    static constexpr int SCALARS = 7, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, ELEMENT},  // exp_avg
-        {4, WHOLE},  // tensor_sum_of_agrees
-        {4, WHOLE},  // tensor_div
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_agrees
-    };
-    static constexpr Stage STAGES[] = {
-        stage<cautious_lion_bfloat16_1<Grad>>(),
-        stage<cautious_lion_float32_2<Grad>>(),
-        stage<cautious_lion_float16_3<Grad>>(),
-    };
-};
+template <class Grad> using cautious_lion_float32 = cautious_lion_step<weight_float32, Grad>;
+template <class Grad> using cautious_lion_bfloat16 = cautious_lion_step<weight_bfloat16, Grad>;
+template <class Grad> using cautious_lion_float16 = cautious_lion_step<weight_float16, Grad>;
 
 }  // namespace
 

@@ -18,17 +18,53 @@
 
 namespace {
 
+// bf16, nearest
+struct weight_bfloat16 {
+    static constexpr int NOISE = 0;
+    static constexpr Part PARTS[] = {{2, true}};  // code
+    uint16_t *__restrict code_at;
+
+    weight_bfloat16(char *p, char *const *more) : code_at((uint16_t *)p) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        return widened(code_stored);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        const I x_bits = bits(x);
+        const I carry = (x_bits >> 16 & 1) + 32767;
+        store_half<2>(code_at + i, bits_or_nan(as_float(x_bits)) + carry);
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); }
+};
+
+// f16, nearest
+struct weight_float16 {
+    static constexpr int NOISE = 0;
+    static constexpr Part PARTS[] = {{2, true}};  // code
+    uint16_t *__restrict code_at;
+
+    weight_float16(char *p, char *const *more) : code_at((uint16_t *)p) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        return widen_half(code_stored);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        store(code_at + i, narrow_half(x));
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); }
+};
+
 // a sweep: exp_avg (specs/adamw.py:31)
-template <class Grad>
-struct clipped_adamw_float32_1 {
+template <class Weight, class Grad>
+struct clipped_adamw_kernel_1 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {4, 7, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_of_g
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -46,16 +82,16 @@ struct clipped_adamw_float32_1 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct clipped_adamw_float32_2 {
+template <class Weight, class Grad>
+struct clipped_adamw_kernel_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {5, -1, 4, WHOLE, false, true, NONE, 0},  // model_sum_of_g
         {4, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_g
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -71,16 +107,16 @@ struct clipped_adamw_float32_2 {
 };
 
 // model: values of the model
-template <class Grad>
-struct clipped_adamw_float32_3 {
+template <class Weight, class Grad>
+struct clipped_adamw_kernel_3 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {6, -1, 4, WHOLE, false, true, NONE, 0},  // model_min
         {5, -1, 4, WHOLE, true, false, NONE, 1},  // model_sum_of_g
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -97,28 +133,32 @@ struct clipped_adamw_float32_3 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct clipped_adamw_float32_4 {
+template <class Weight, class Grad>
+struct clipped_adamw_kernel_4 {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
-        {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
-        {6, -1, 4, WHOLE, true, false, NONE, 4},  // model_min
-    };
+    static constexpr bool MATRICES = false, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {2, -1, 4, ELEMENT, true, true, NONE, 1},  // exp_avg
+        {3, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg_sq
+        {6, -1, 4, WHOLE, true, false, NONE, 3},  // model_min
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                      // float32 [n]  read and written
+        Weight weight(at[4], at + 5);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];                // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];             // float32 [n]  read and written
-        const float *__restrict model_min_at = (const float *)at[4];  // float32 [model]  read
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        float *__restrict exp_avg_at = (float *)at[1];                // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[2];             // float32 [n]  read and written
+        const float *__restrict model_min_at = (const float *)at[3];  // float32 [model]  read
+        const int32_t step_key = known.step_key;
+        const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[2]);
         const F beta2(known.scalars[3]);
         const F one_minus_lr_times_weight_decay(known.scalars[4]);
@@ -127,13 +167,15 @@ struct clipped_adamw_float32_4 {
         const F scalar_3(known.scalars[7]);
         const F scalar_4(known.scalars[8]);
         const F model_min = F(*model_min_at);
+        Words<clipped_adamw_kernel_4> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/clipped_adamw.py)
         for (int i = 0; i < count; i += W) {
+            const auto noise = words.at(i);
             const F g = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * model_min, g, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
@@ -141,7 +183,7 @@ struct clipped_adamw_float32_4 {
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
-            store(p_at + i, p_3);
+            weight.encode(i, p_3, noise);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
         }
@@ -149,154 +191,16 @@ struct clipped_adamw_float32_4 {
 };
 
 // a sweep: exp_avg (specs/adamw.py:31)
-template <class Grad>
-struct clipped_adamw_bfloat16_1 {
+template <class Weight, class Grad>
+struct clipped_adamw_amsgrad_kernel_1 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {4, 7, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_of_g
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        float *__restrict tensor_sum_of_g_at = (float *)at[1];  // float32 [tensor]  for tensor_sum
-        const F grad_scale_times_grad_scale(known.scalars[0]);
-
-        // -- elements: decode, encode
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g_cast = g_stored;
-            store(tensor_sum_of_g_at + i, grad_scale_times_grad_scale * g_cast * g_cast);
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct clipped_adamw_bfloat16_4 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
-        {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
-        {6, -1, 4, WHOLE, true, false, NONE, 4},  // model_min
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];                // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];             // float32 [n]  read and written
-        const float *__restrict model_min_at = (const float *)at[4];  // float32 [model]  read
-        const F beta1(known.scalars[2]);
-        const F beta2(known.scalars[3]);
-        const F one_minus_lr_times_weight_decay(known.scalars[4]);
-        const F one_minus_beta1_times_grad_scale(known.scalars[5]);
-        const F scalar_2(known.scalars[6]);
-        const F scalar_3(known.scalars[7]);
-        const F scalar_4(known.scalars[8]);
-        const F model_min = F(*model_min_at);
-
-        // -- elements: decode, update, encode  (specs/clipped_adamw.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F exp_avg = load(exp_avg_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);                      // bf16, nearest
-            const F g_cast = g_stored;
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * model_min, g_cast, beta1 * exp_avg);
-            // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * model_min * g_cast, model_min * g_cast, beta2 * exp_avg_sq);
-            const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
-            // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
-            const I p_x_bits = bits(p_3);
-            const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct clipped_adamw_float16_4 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
-        {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
-        {6, -1, 4, WHOLE, true, false, NONE, 4},  // model_min
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];                // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];             // float32 [n]  read and written
-        const float *__restrict model_min_at = (const float *)at[4];  // float32 [model]  read
-        const F beta1(known.scalars[2]);
-        const F beta2(known.scalars[3]);
-        const F one_minus_lr_times_weight_decay(known.scalars[4]);
-        const F one_minus_beta1_times_grad_scale(known.scalars[5]);
-        const F scalar_2(known.scalars[6]);
-        const F scalar_3(known.scalars[7]);
-        const F scalar_4(known.scalars[8]);
-        const F model_min = F(*model_min_at);
-
-        // -- elements: decode, update  (specs/clipped_adamw.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F exp_avg = load(exp_avg_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);                   // f16, nearest
-            const F g_cast = g_stored;
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * model_min, g_cast, beta1 * exp_avg);
-            // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * model_min * g_cast, model_min * g_cast, beta2 * exp_avg_sq);
-            const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
-            // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
-            store(p_at + i, narrow_half(p_3));
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-        }
-    }
-};
-
-// a sweep: exp_avg (specs/adamw.py:31)
-template <class Grad>
-struct clipped_adamw_float32_amsgrad_1 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {5, 8, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_of_g
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -314,16 +218,16 @@ struct clipped_adamw_float32_amsgrad_1 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct clipped_adamw_float32_amsgrad_2 {
+template <class Weight, class Grad>
+struct clipped_adamw_amsgrad_kernel_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {6, -1, 4, WHOLE, false, true, NONE, 0},  // model_sum_of_g
         {5, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_g
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -339,16 +243,16 @@ struct clipped_adamw_float32_amsgrad_2 {
 };
 
 // model: values of the model
-template <class Grad>
-struct clipped_adamw_float32_amsgrad_3 {
+template <class Weight, class Grad>
+struct clipped_adamw_amsgrad_kernel_3 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {7, -1, 4, WHOLE, false, true, NONE, 0},  // model_min
         {6, -1, 4, WHOLE, true, false, NONE, 1},  // model_sum_of_g
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -365,30 +269,34 @@ struct clipped_adamw_float32_amsgrad_3 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct clipped_adamw_float32_amsgrad_4 {
+template <class Weight, class Grad>
+struct clipped_adamw_amsgrad_kernel_4 {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
-        {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
-        {4, -1, 4, ELEMENT, true, true, NONE, 4},  // max_exp_avg_sq
-        {7, -1, 4, WHOLE, true, false, NONE, 5},  // model_min
-    };
+    static constexpr bool MATRICES = false, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {2, -1, 4, ELEMENT, true, true, NONE, 1},  // exp_avg
+        {3, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg_sq
+        {4, -1, 4, ELEMENT, true, true, NONE, 3},  // max_exp_avg_sq
+        {7, -1, 4, WHOLE, true, false, NONE, 4},  // model_min
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                      // float32 [n]  read and written
+        Weight weight(at[5], at + 6);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];                // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];             // float32 [n]  read and written
-        float *__restrict max_exp_avg_sq_at = (float *)at[4];         // float32 [n]  read and written
-        const float *__restrict model_min_at = (const float *)at[5];  // float32 [model]  read
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        float *__restrict exp_avg_at = (float *)at[1];                // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[2];             // float32 [n]  read and written
+        float *__restrict max_exp_avg_sq_at = (float *)at[3];         // float32 [n]  read and written
+        const float *__restrict model_min_at = (const float *)at[4];  // float32 [model]  read
+        const int32_t step_key = known.step_key;
+        const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[2]);
         const F beta2(known.scalars[3]);
         const F one_minus_lr_times_weight_decay(known.scalars[4]);
@@ -397,14 +305,16 @@ struct clipped_adamw_float32_amsgrad_4 {
         const F scalar_3(known.scalars[7]);
         const F scalar_4(known.scalars[8]);
         const F model_min = F(*model_min_at);
+        Words<clipped_adamw_amsgrad_kernel_4> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/clipped_adamw.py)
         for (int i = 0; i < count; i += W) {
+            const auto noise = words.at(i);
             const F g = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F max_exp_avg_sq = load(max_exp_avg_sq_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * model_min, g, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
@@ -414,7 +324,7 @@ struct clipped_adamw_float32_amsgrad_4 {
             const F p_2 = one_minus_lr_times_weight_decay * p;             // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
-            store(p_at + i, p_3);
+            weight.encode(i, p_3, noise);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
             store(max_exp_avg_sq_at + i, max_exp_avg_sq_2);
@@ -422,233 +332,33 @@ struct clipped_adamw_float32_amsgrad_4 {
     }
 };
 
-// a sweep: exp_avg (specs/adamw.py:31)
-template <class Grad>
-struct clipped_adamw_bfloat16_amsgrad_1 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {5, 8, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_of_g
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        float *__restrict tensor_sum_of_g_at = (float *)at[1];  // float32 [tensor]  for tensor_sum
-        const F grad_scale_times_grad_scale(known.scalars[0]);
-
-        // -- elements: decode, encode
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g_cast = g_stored;
-            store(tensor_sum_of_g_at + i, grad_scale_times_grad_scale * g_cast * g_cast);
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct clipped_adamw_bfloat16_amsgrad_4 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
-        {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
-        {4, -1, 4, ELEMENT, true, true, NONE, 4},  // max_exp_avg_sq
-        {7, -1, 4, WHOLE, true, false, NONE, 5},  // model_min
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];                // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];             // float32 [n]  read and written
-        float *__restrict max_exp_avg_sq_at = (float *)at[4];         // float32 [n]  read and written
-        const float *__restrict model_min_at = (const float *)at[5];  // float32 [model]  read
-        const F beta1(known.scalars[2]);
-        const F beta2(known.scalars[3]);
-        const F one_minus_lr_times_weight_decay(known.scalars[4]);
-        const F one_minus_beta1_times_grad_scale(known.scalars[5]);
-        const F scalar_2(known.scalars[6]);
-        const F scalar_3(known.scalars[7]);
-        const F scalar_4(known.scalars[8]);
-        const F model_min = F(*model_min_at);
-
-        // -- elements: decode, update, encode  (specs/clipped_adamw.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F exp_avg = load(exp_avg_at + i);
-            const F max_exp_avg_sq = load(max_exp_avg_sq_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);                                 // bf16, nearest
-            const F g_cast = g_stored;
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * model_min, g_cast, beta1 * exp_avg);
-            // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * model_min * g_cast, model_min * g_cast, beta2 * exp_avg_sq);
-            // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-            const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
-            const F p_2 = one_minus_lr_times_weight_decay * p;             // 30  p = decoupled(p, rate, weight_decay)
-            // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
-            const I p_x_bits = bits(p_3);
-            const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-            store(max_exp_avg_sq_at + i, max_exp_avg_sq_2);
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct clipped_adamw_float16_amsgrad_4 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
-        {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
-        {4, -1, 4, ELEMENT, true, true, NONE, 4},  // max_exp_avg_sq
-        {7, -1, 4, WHOLE, true, false, NONE, 5},  // model_min
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];                // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];             // float32 [n]  read and written
-        float *__restrict max_exp_avg_sq_at = (float *)at[4];         // float32 [n]  read and written
-        const float *__restrict model_min_at = (const float *)at[5];  // float32 [model]  read
-        const F beta1(known.scalars[2]);
-        const F beta2(known.scalars[3]);
-        const F one_minus_lr_times_weight_decay(known.scalars[4]);
-        const F one_minus_beta1_times_grad_scale(known.scalars[5]);
-        const F scalar_2(known.scalars[6]);
-        const F scalar_3(known.scalars[7]);
-        const F scalar_4(known.scalars[8]);
-        const F model_min = F(*model_min_at);
-
-        // -- elements: decode, update  (specs/clipped_adamw.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F exp_avg = load(exp_avg_at + i);
-            const F max_exp_avg_sq = load(max_exp_avg_sq_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);                              // f16, nearest
-            const F g_cast = g_stored;
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * model_min, g_cast, beta1 * exp_avg);
-            // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * model_min * g_cast, model_min * g_cast, beta2 * exp_avg_sq);
-            // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-            const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
-            const F p_2 = one_minus_lr_times_weight_decay * p;             // 30  p = decoupled(p, rate, weight_decay)
-            // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
-            store(p_at + i, narrow_half(p_3));
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-            store(max_exp_avg_sq_at + i, max_exp_avg_sq_2);
-        }
-    }
-};
-
-template <class Grad>
-struct clipped_adamw_float32 {
+template <class Weight, class Grad>
+struct clipped_adamw_step {
     typedef void staged;
     static constexpr int SCALARS = 9, BLOCK = 1;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {4, ELEMENT},  // exp_avg
         {4, ELEMENT},  // exp_avg_sq
         {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // model_sum_of_g
         {4, WHOLE},  // model_min
         {4, WHOLE + 8},  // partial results of tensor_sum_of_g
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<clipped_adamw_float32_1<Grad>>(),
-        stage<clipped_adamw_float32_2<Grad>>(),
-        stage<clipped_adamw_float32_3<Grad>>(),
-        stage<clipped_adamw_float32_4<Grad>>(),
+        stage<clipped_adamw_kernel_1<Weight, Grad>>(),
+        stage<clipped_adamw_kernel_2<Weight, Grad>>(),
+        stage<clipped_adamw_kernel_3<Weight, Grad>>(),
+        stage<clipped_adamw_kernel_4<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct clipped_adamw_bfloat16 {
+template <class Weight, class Grad>
+struct clipped_adamw_amsgrad_step {
     typedef void staged;
     static constexpr int SCALARS = 9, BLOCK = 1;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, ELEMENT},  // exp_avg
-        {4, ELEMENT},  // exp_avg_sq
-        {4, WHOLE},  // tensor_sum_of_g
-        {4, WHOLE},  // model_sum_of_g
-        {4, WHOLE},  // model_min
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
-    };
-    static constexpr Stage STAGES[] = {
-        stage<clipped_adamw_bfloat16_1<Grad>>(),
-        stage<clipped_adamw_float32_2<Grad>>(),
-        stage<clipped_adamw_float32_3<Grad>>(),
-        stage<clipped_adamw_bfloat16_4<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct clipped_adamw_float16 {
-    typedef void staged;
-    static constexpr int SCALARS = 9, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, ELEMENT},  // exp_avg
-        {4, ELEMENT},  // exp_avg_sq
-        {4, WHOLE},  // tensor_sum_of_g
-        {4, WHOLE},  // model_sum_of_g
-        {4, WHOLE},  // model_min
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
-    };
-    static constexpr Stage STAGES[] = {
-        stage<clipped_adamw_bfloat16_1<Grad>>(),
-        stage<clipped_adamw_float32_2<Grad>>(),
-        stage<clipped_adamw_float32_3<Grad>>(),
-        stage<clipped_adamw_float16_4<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct clipped_adamw_float32_amsgrad {
-    typedef void staged;
-    static constexpr int SCALARS = 9, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {4, ELEMENT},  // exp_avg
         {4, ELEMENT},  // exp_avg_sq
         {4, ELEMENT},  // max_exp_avg_sq
@@ -656,62 +366,21 @@ struct clipped_adamw_float32_amsgrad {
         {4, WHOLE},  // model_sum_of_g
         {4, WHOLE},  // model_min
         {4, WHOLE + 8},  // partial results of tensor_sum_of_g
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<clipped_adamw_float32_amsgrad_1<Grad>>(),
-        stage<clipped_adamw_float32_amsgrad_2<Grad>>(),
-        stage<clipped_adamw_float32_amsgrad_3<Grad>>(),
-        stage<clipped_adamw_float32_amsgrad_4<Grad>>(),
+        stage<clipped_adamw_amsgrad_kernel_1<Weight, Grad>>(),
+        stage<clipped_adamw_amsgrad_kernel_2<Weight, Grad>>(),
+        stage<clipped_adamw_amsgrad_kernel_3<Weight, Grad>>(),
+        stage<clipped_adamw_amsgrad_kernel_4<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct clipped_adamw_bfloat16_amsgrad {
-    typedef void staged;
-    static constexpr int SCALARS = 9, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, ELEMENT},  // exp_avg
-        {4, ELEMENT},  // exp_avg_sq
-        {4, ELEMENT},  // max_exp_avg_sq
-        {4, WHOLE},  // tensor_sum_of_g
-        {4, WHOLE},  // model_sum_of_g
-        {4, WHOLE},  // model_min
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
-    };
-    static constexpr Stage STAGES[] = {
-        stage<clipped_adamw_bfloat16_amsgrad_1<Grad>>(),
-        stage<clipped_adamw_float32_amsgrad_2<Grad>>(),
-        stage<clipped_adamw_float32_amsgrad_3<Grad>>(),
-        stage<clipped_adamw_bfloat16_amsgrad_4<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct clipped_adamw_float16_amsgrad {
-    typedef void staged;
-    static constexpr int SCALARS = 9, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, ELEMENT},  // exp_avg
-        {4, ELEMENT},  // exp_avg_sq
-        {4, ELEMENT},  // max_exp_avg_sq
-        {4, WHOLE},  // tensor_sum_of_g
-        {4, WHOLE},  // model_sum_of_g
-        {4, WHOLE},  // model_min
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
-    };
-    static constexpr Stage STAGES[] = {
-        stage<clipped_adamw_bfloat16_amsgrad_1<Grad>>(),
-        stage<clipped_adamw_float32_amsgrad_2<Grad>>(),
-        stage<clipped_adamw_float32_amsgrad_3<Grad>>(),
-        stage<clipped_adamw_float16_amsgrad_4<Grad>>(),
-    };
-};
+template <class Grad> using clipped_adamw_float32 = clipped_adamw_step<weight_float32, Grad>;
+template <class Grad> using clipped_adamw_bfloat16 = clipped_adamw_step<weight_bfloat16, Grad>;
+template <class Grad> using clipped_adamw_float16 = clipped_adamw_step<weight_float16, Grad>;
+template <class Grad> using clipped_adamw_float32_amsgrad = clipped_adamw_amsgrad_step<weight_float32, Grad>;
+template <class Grad> using clipped_adamw_bfloat16_amsgrad = clipped_adamw_amsgrad_step<weight_bfloat16, Grad>;
+template <class Grad> using clipped_adamw_float16_amsgrad = clipped_adamw_amsgrad_step<weight_float16, Grad>;
 
 }  // namespace
 

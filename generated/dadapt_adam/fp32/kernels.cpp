@@ -24,19 +24,55 @@
 
 namespace {
 
+// bf16, nearest
+struct weight_bfloat16 {
+    static constexpr int NOISE = 0;
+    static constexpr Part PARTS[] = {{2, true}};  // code
+    uint16_t *__restrict code_at;
+
+    weight_bfloat16(char *p, char *const *more) : code_at((uint16_t *)p) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        return widened(code_stored);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        const I x_bits = bits(x);
+        const I carry = (x_bits >> 16 & 1) + 32767;
+        store_half<2>(code_at + i, bits_or_nan(as_float(x_bits)) + carry);
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); }
+};
+
+// f16, nearest
+struct weight_float16 {
+    static constexpr int NOISE = 0;
+    static constexpr Part PARTS[] = {{2, true}};  // code
+    uint16_t *__restrict code_at;
+
+    weight_float16(char *p, char *const *more) : code_at((uint16_t *)p) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        return widen_half(code_stored);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        store(code_at + i, narrow_half(x));
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); }
+};
+
 // model: values of the model
-template <class Grad>
-struct dadapt_adam_float32_1 {
+template <class Weight, class Grad>
+struct dadapt_adam_kernel_1 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {5, -1, 4, WHOLE, true, false, NONE, 0},  // d
         {7, -1, 4, WHOLE, false, true, NONE, 1},  // one_times_one_minus_beta1_times_rate
         {8, -1, 4, WHOLE, false, true, NONE, 2},  // one_minus_rate_times_weight_decay
         {9, -1, 4, WHOLE, false, true, NONE, 3},  // one_times_one_minus_sqrt_beta2_times_rate
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -64,41 +100,45 @@ struct dadapt_adam_float32_1 {
 };
 
 // a sweep: total (specs/dadapt_adam.py:42), numerator (specs/dadapt_adam.py:38)
-template <class Grad>
-struct dadapt_adam_float32_2 {
+template <class Weight, class Grad>
+struct dadapt_adam_kernel_2 {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
-        {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
-        {4, -1, 4, ELEMENT, true, true, NONE, 4},  // s
-        {10, 14, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_total
-        {11, 15, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_numerator
-        {9, -1, 4, WHOLE, true, false, NONE, 7},  // one_times_one_minus_sqrt_beta2_times_rate
-        {8, -1, 4, WHOLE, true, false, NONE, 8},  // one_minus_rate_times_weight_decay
-        {7, -1, 4, WHOLE, true, false, NONE, 9},  // one_times_one_minus_beta1_times_rate
-    };
+    static constexpr bool MATRICES = false, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {2, -1, 4, ELEMENT, true, true, NONE, 1},  // exp_avg
+        {3, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg_sq
+        {4, -1, 4, ELEMENT, true, true, NONE, 3},  // s
+        {10, 14, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_total
+        {11, 15, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_numerator
+        {9, -1, 4, WHOLE, true, false, NONE, 6},  // one_times_one_minus_sqrt_beta2_times_rate
+        {8, -1, 4, WHOLE, true, false, NONE, 7},  // one_minus_rate_times_weight_decay
+        {7, -1, 4, WHOLE, true, false, NONE, 8},  // one_times_one_minus_beta1_times_rate
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                         // float32 [n]  read and written
+        Weight weight(at[9], at + 10);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];                   // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];                // float32 [n]  read and written
-        float *__restrict s_at = (float *)at[4];                         // float32 [n]  read and written
-        float *__restrict tensor_sum_for_total_at = (float *)at[5];      // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_numerator_at = (float *)at[6];  // float32 [tensor]  for tensor_sum
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        float *__restrict exp_avg_at = (float *)at[1];                   // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[2];                // float32 [n]  read and written
+        float *__restrict s_at = (float *)at[3];                         // float32 [n]  read and written
+        float *__restrict tensor_sum_for_total_at = (float *)at[4];      // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_for_numerator_at = (float *)at[5];  // float32 [tensor]  for tensor_sum
         // float32 [model]  read
-        const float *__restrict one_times_one_minus_sqrt_beta2_times_rate_at = (const float *)at[7];
+        const float *__restrict one_times_one_minus_sqrt_beta2_times_rate_at = (const float *)at[6];
         // float32 [model]  read
-        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[8];
+        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[7];
         // float32 [model]  read
-        const float *__restrict one_times_one_minus_beta1_times_rate_at = (const float *)at[9];
+        const float *__restrict one_times_one_minus_beta1_times_rate_at = (const float *)at[8];
+        const int32_t step_key = known.step_key;
+        const int32_t stream_key = known.stream_key;
         const F lr(known.scalars[0]);
         const F eps(known.scalars[4]);
         const F grad_scale(known.scalars[5]);
@@ -112,14 +152,16 @@ struct dadapt_adam_float32_2 {
         const F one_times_one_minus_beta1_times_rate = F(*one_times_one_minus_beta1_times_rate_at);
         const F one_minus_rate_times_weight_decay = F(*one_minus_rate_times_weight_decay_at);
         const F one_times_one_minus_sqrt_beta2_times_rate = F(*one_times_one_minus_sqrt_beta2_times_rate_at);
+        Words<dadapt_adam_kernel_2> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/dadapt_adam.py)
         for (int i = 0; i < count; i += W) {
+            const auto noise = words.at(i);
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             const F s = load(s_at + i);
             const F g_3 = where(0.0f < moves, g_2, F(0.0f));                   // 30  g = where(lr > 0, g, 0.0)
             // 39  exp_avg = keep1 * exp_avg + gain1 * rate * g
@@ -132,7 +174,7 @@ struct dadapt_adam_float32_2 {
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
             // 41  s = keep3 * s + gain3 * rate * g
             const F s_2 = fma(one_times_one_minus_sqrt_beta2_times_rate, g_3, keep3 * s);
-            store(p_at + i, p_3);
+            weight.encode(i, p_3, noise);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
             store(s_at + i, s_2);
@@ -143,18 +185,18 @@ struct dadapt_adam_float32_2 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct dadapt_adam_float32_3 {
+template <class Weight, class Grad>
+struct dadapt_adam_kernel_3 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {12, -1, 4, WHOLE, false, true, NONE, 0},  // model_sum_for_numerator
         {13, -1, 4, WHOLE, false, true, NONE, 1},  // total
         {11, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_numerator
         {10, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_for_total
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -175,18 +217,18 @@ struct dadapt_adam_float32_3 {
 };
 
 // model: values of the model
-template <class Grad>
-struct dadapt_adam_float32_4 {
+template <class Weight, class Grad>
+struct dadapt_adam_kernel_4 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {5, -1, 4, WHOLE, true, true, NONE, 0},  // d
         {6, -1, 4, WHOLE, true, true, NONE, 1},  // numerator_weighted
         {13, -1, 4, WHOLE, true, false, NONE, 2},  // total
         {12, -1, 4, WHOLE, true, false, NONE, 3},  // model_sum_for_numerator
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -222,181 +264,19 @@ struct dadapt_adam_float32_4 {
     }
 };
 
-// a sweep: total (specs/dadapt_adam.py:42), numerator (specs/dadapt_adam.py:38)
-template <class Grad>
-struct dadapt_adam_bfloat16_2 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
-        {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
-        {4, -1, 4, ELEMENT, true, true, NONE, 4},  // s
-        {10, 14, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_total
-        {11, 15, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_numerator
-        {9, -1, 4, WHOLE, true, false, NONE, 7},  // one_times_one_minus_sqrt_beta2_times_rate
-        {8, -1, 4, WHOLE, true, false, NONE, 8},  // one_minus_rate_times_weight_decay
-        {7, -1, 4, WHOLE, true, false, NONE, 9},  // one_times_one_minus_beta1_times_rate
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                   // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];                   // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];                // float32 [n]  read and written
-        float *__restrict s_at = (float *)at[4];                         // float32 [n]  read and written
-        float *__restrict tensor_sum_for_total_at = (float *)at[5];      // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_numerator_at = (float *)at[6];  // float32 [tensor]  for tensor_sum
-        // float32 [model]  read
-        const float *__restrict one_times_one_minus_sqrt_beta2_times_rate_at = (const float *)at[7];
-        // float32 [model]  read
-        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[8];
-        // float32 [model]  read
-        const float *__restrict one_times_one_minus_beta1_times_rate_at = (const float *)at[9];
-        const F lr(known.scalars[0]);
-        const F eps(known.scalars[4]);
-        const F grad_scale(known.scalars[5]);
-        const F moves(known.scalars[6]);
-        const F keep1(known.scalars[7]);
-        const F gain2(known.scalars[8]);
-        const F keep2(known.scalars[9]);
-        const F keep3(known.scalars[10]);
-        const F scalar_5(known.scalars[11]);
-        const F scalar_6(known.scalars[12]);
-        const F one_times_one_minus_beta1_times_rate = F(*one_times_one_minus_beta1_times_rate_at);
-        const F one_minus_rate_times_weight_decay = F(*one_minus_rate_times_weight_decay_at);
-        const F one_times_one_minus_sqrt_beta2_times_rate = F(*one_times_one_minus_sqrt_beta2_times_rate_at);
-
-        // -- elements: decode, update, encode  (specs/dadapt_adam.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F exp_avg = load(exp_avg_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);                                     // bf16, nearest
-            const F s = load(s_at + i);
-            const F g_2 = where(0.0f < moves, g, F(0.0f));                     // 30  g = where(lr > 0, g, 0.0)
-            // 39  exp_avg = keep1 * exp_avg + gain1 * rate * g
-            const F exp_avg_2 = fma(one_times_one_minus_beta1_times_rate, g_2, keep1 * exp_avg);
-            // 40  exp_avg_sq = keep2 * exp_avg_sq + gain2 * g * g
-            const F exp_avg_sq_2 = fma(gain2 * g_2, g_2, keep2 * exp_avg_sq);
-            // 46  p = policies.decoupled(p, rate, weight_decay)
-            const F p_2 = p * one_minus_rate_times_weight_decay;
-            // 47  p = p - moves * exp_avg / (sqrt(exp_avg_sq) + eps)
-            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
-            // 41  s = keep3 * s + gain3 * rate * g
-            const F s_2 = fma(one_times_one_minus_sqrt_beta2_times_rate, g_2, keep3 * s);
-            const I p_x_bits = bits(p_3);
-            const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-            store(s_at + i, s_2);
-            store(tensor_sum_for_total_at + i, moves * abs(s_2));
-            store(tensor_sum_for_numerator_at + i, lr * (g_2 * s / (sqrt(exp_avg_sq) + eps)));
-        }
-    }
-};
-
-// a sweep: total (specs/dadapt_adam.py:42), numerator (specs/dadapt_adam.py:38)
-template <class Grad>
-struct dadapt_adam_float16_2 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
-        {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
-        {4, -1, 4, ELEMENT, true, true, NONE, 4},  // s
-        {10, 14, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_total
-        {11, 15, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_numerator
-        {9, -1, 4, WHOLE, true, false, NONE, 7},  // one_times_one_minus_sqrt_beta2_times_rate
-        {8, -1, 4, WHOLE, true, false, NONE, 8},  // one_minus_rate_times_weight_decay
-        {7, -1, 4, WHOLE, true, false, NONE, 9},  // one_times_one_minus_beta1_times_rate
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                   // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];                   // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];                // float32 [n]  read and written
-        float *__restrict s_at = (float *)at[4];                         // float32 [n]  read and written
-        float *__restrict tensor_sum_for_total_at = (float *)at[5];      // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_numerator_at = (float *)at[6];  // float32 [tensor]  for tensor_sum
-        // float32 [model]  read
-        const float *__restrict one_times_one_minus_sqrt_beta2_times_rate_at = (const float *)at[7];
-        // float32 [model]  read
-        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[8];
-        // float32 [model]  read
-        const float *__restrict one_times_one_minus_beta1_times_rate_at = (const float *)at[9];
-        const F lr(known.scalars[0]);
-        const F eps(known.scalars[4]);
-        const F grad_scale(known.scalars[5]);
-        const F moves(known.scalars[6]);
-        const F keep1(known.scalars[7]);
-        const F gain2(known.scalars[8]);
-        const F keep2(known.scalars[9]);
-        const F keep3(known.scalars[10]);
-        const F scalar_5(known.scalars[11]);
-        const F scalar_6(known.scalars[12]);
-        const F one_times_one_minus_beta1_times_rate = F(*one_times_one_minus_beta1_times_rate_at);
-        const F one_minus_rate_times_weight_decay = F(*one_minus_rate_times_weight_decay_at);
-        const F one_times_one_minus_sqrt_beta2_times_rate = F(*one_times_one_minus_sqrt_beta2_times_rate_at);
-
-        // -- elements: decode, update  (specs/dadapt_adam.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F exp_avg = load(exp_avg_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);                                  // f16, nearest
-            const F s = load(s_at + i);
-            const F g_2 = where(0.0f < moves, g, F(0.0f));                     // 30  g = where(lr > 0, g, 0.0)
-            // 39  exp_avg = keep1 * exp_avg + gain1 * rate * g
-            const F exp_avg_2 = fma(one_times_one_minus_beta1_times_rate, g_2, keep1 * exp_avg);
-            // 40  exp_avg_sq = keep2 * exp_avg_sq + gain2 * g * g
-            const F exp_avg_sq_2 = fma(gain2 * g_2, g_2, keep2 * exp_avg_sq);
-            // 46  p = policies.decoupled(p, rate, weight_decay)
-            const F p_2 = p * one_minus_rate_times_weight_decay;
-            // 47  p = p - moves * exp_avg / (sqrt(exp_avg_sq) + eps)
-            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
-            // 41  s = keep3 * s + gain3 * rate * g
-            const F s_2 = fma(one_times_one_minus_sqrt_beta2_times_rate, g_2, keep3 * s);
-            store(p_at + i, narrow_half(p_3));
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-            store(s_at + i, s_2);
-            store(tensor_sum_for_total_at + i, moves * abs(s_2));
-            store(tensor_sum_for_numerator_at + i, lr * (g_2 * s / (sqrt(exp_avg_sq) + eps)));
-        }
-    }
-};
-
 // model: values of the model
-template <class Grad>
-struct dadapt_adam_float32_use_bias_correction_1 {
+template <class Weight, class Grad>
+struct dadapt_adam_use_bias_correction_kernel_1 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {5, -1, 4, WHOLE, true, false, NONE, 0},  // d
         {7, -1, 4, WHOLE, false, true, NONE, 1},  // one_times_one_minus_beta1_times_rate
         {8, -1, 4, WHOLE, false, true, NONE, 2},  // one_minus_rate_times_weight_decay
         {9, -1, 4, WHOLE, false, true, NONE, 3},  // one_times_one_minus_sqrt_beta2_times_rate
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -424,41 +304,45 @@ struct dadapt_adam_float32_use_bias_correction_1 {
 };
 
 // a sweep: total (specs/dadapt_adam.py:42), numerator (specs/dadapt_adam.py:38)
-template <class Grad>
-struct dadapt_adam_float32_use_bias_correction_2 {
+template <class Weight, class Grad>
+struct dadapt_adam_use_bias_correction_kernel_2 {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
-        {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
-        {4, -1, 4, ELEMENT, true, true, NONE, 4},  // s
-        {10, 14, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_total
-        {11, 15, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_numerator
-        {9, -1, 4, WHOLE, true, false, NONE, 7},  // one_times_one_minus_sqrt_beta2_times_rate
-        {8, -1, 4, WHOLE, true, false, NONE, 8},  // one_minus_rate_times_weight_decay
-        {7, -1, 4, WHOLE, true, false, NONE, 9},  // one_times_one_minus_beta1_times_rate
-    };
+    static constexpr bool MATRICES = false, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {2, -1, 4, ELEMENT, true, true, NONE, 1},  // exp_avg
+        {3, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg_sq
+        {4, -1, 4, ELEMENT, true, true, NONE, 3},  // s
+        {10, 14, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_total
+        {11, 15, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_numerator
+        {9, -1, 4, WHOLE, true, false, NONE, 6},  // one_times_one_minus_sqrt_beta2_times_rate
+        {8, -1, 4, WHOLE, true, false, NONE, 7},  // one_minus_rate_times_weight_decay
+        {7, -1, 4, WHOLE, true, false, NONE, 8},  // one_times_one_minus_beta1_times_rate
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                         // float32 [n]  read and written
+        Weight weight(at[9], at + 10);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];                   // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];                // float32 [n]  read and written
-        float *__restrict s_at = (float *)at[4];                         // float32 [n]  read and written
-        float *__restrict tensor_sum_for_total_at = (float *)at[5];      // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_numerator_at = (float *)at[6];  // float32 [tensor]  for tensor_sum
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        float *__restrict exp_avg_at = (float *)at[1];                   // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[2];                // float32 [n]  read and written
+        float *__restrict s_at = (float *)at[3];                         // float32 [n]  read and written
+        float *__restrict tensor_sum_for_total_at = (float *)at[4];      // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_for_numerator_at = (float *)at[5];  // float32 [tensor]  for tensor_sum
         // float32 [model]  read
-        const float *__restrict one_times_one_minus_sqrt_beta2_times_rate_at = (const float *)at[7];
+        const float *__restrict one_times_one_minus_sqrt_beta2_times_rate_at = (const float *)at[6];
         // float32 [model]  read
-        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[8];
+        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[7];
         // float32 [model]  read
-        const float *__restrict one_times_one_minus_beta1_times_rate_at = (const float *)at[9];
+        const float *__restrict one_times_one_minus_beta1_times_rate_at = (const float *)at[8];
+        const int32_t step_key = known.step_key;
+        const int32_t stream_key = known.stream_key;
         const F eps(known.scalars[4]);
         const F grad_scale(known.scalars[5]);
         const F moves(known.scalars[6]);
@@ -472,14 +356,16 @@ struct dadapt_adam_float32_use_bias_correction_2 {
         const F one_times_one_minus_beta1_times_rate = F(*one_times_one_minus_beta1_times_rate_at);
         const F one_minus_rate_times_weight_decay = F(*one_minus_rate_times_weight_decay_at);
         const F one_times_one_minus_sqrt_beta2_times_rate = F(*one_times_one_minus_sqrt_beta2_times_rate_at);
+        Words<dadapt_adam_use_bias_correction_kernel_2> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/dadapt_adam.py)
         for (int i = 0; i < count; i += W) {
+            const auto noise = words.at(i);
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             const F s = load(s_at + i);
             const F g_3 = where(0.0f < moves, g_2, F(0.0f));                   // 30  g = where(lr > 0, g, 0.0)
             // 39  exp_avg = keep1 * exp_avg + gain1 * rate * g
@@ -492,7 +378,7 @@ struct dadapt_adam_float32_use_bias_correction_2 {
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
             // 41  s = keep3 * s + gain3 * rate * g
             const F s_2 = fma(one_times_one_minus_sqrt_beta2_times_rate, g_3, keep3 * s);
-            store(p_at + i, p_3);
+            weight.encode(i, p_3, noise);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
             store(s_at + i, s_2);
@@ -502,176 +388,12 @@ struct dadapt_adam_float32_use_bias_correction_2 {
     }
 };
 
-// a sweep: total (specs/dadapt_adam.py:42), numerator (specs/dadapt_adam.py:38)
-template <class Grad>
-struct dadapt_adam_bfloat16_use_bias_correction_2 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
-        {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
-        {4, -1, 4, ELEMENT, true, true, NONE, 4},  // s
-        {10, 14, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_total
-        {11, 15, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_numerator
-        {9, -1, 4, WHOLE, true, false, NONE, 7},  // one_times_one_minus_sqrt_beta2_times_rate
-        {8, -1, 4, WHOLE, true, false, NONE, 8},  // one_minus_rate_times_weight_decay
-        {7, -1, 4, WHOLE, true, false, NONE, 9},  // one_times_one_minus_beta1_times_rate
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                   // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];                   // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];                // float32 [n]  read and written
-        float *__restrict s_at = (float *)at[4];                         // float32 [n]  read and written
-        float *__restrict tensor_sum_for_total_at = (float *)at[5];      // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_numerator_at = (float *)at[6];  // float32 [tensor]  for tensor_sum
-        // float32 [model]  read
-        const float *__restrict one_times_one_minus_sqrt_beta2_times_rate_at = (const float *)at[7];
-        // float32 [model]  read
-        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[8];
-        // float32 [model]  read
-        const float *__restrict one_times_one_minus_beta1_times_rate_at = (const float *)at[9];
-        const F eps(known.scalars[4]);
-        const F grad_scale(known.scalars[5]);
-        const F moves(known.scalars[6]);
-        const F keep1(known.scalars[7]);
-        const F gain2(known.scalars[8]);
-        const F keep2(known.scalars[9]);
-        const F keep3(known.scalars[10]);
-        const F scalar_5(known.scalars[11]);
-        const F scalar_6(known.scalars[12]);
-        const F own(known.scalars[1]);
-        const F one_times_one_minus_beta1_times_rate = F(*one_times_one_minus_beta1_times_rate_at);
-        const F one_minus_rate_times_weight_decay = F(*one_minus_rate_times_weight_decay_at);
-        const F one_times_one_minus_sqrt_beta2_times_rate = F(*one_times_one_minus_sqrt_beta2_times_rate_at);
-
-        // -- elements: decode, update, encode  (specs/dadapt_adam.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F exp_avg = load(exp_avg_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);                                     // bf16, nearest
-            const F s = load(s_at + i);
-            const F g_2 = where(0.0f < moves, g, F(0.0f));                     // 30  g = where(lr > 0, g, 0.0)
-            // 39  exp_avg = keep1 * exp_avg + gain1 * rate * g
-            const F exp_avg_2 = fma(one_times_one_minus_beta1_times_rate, g_2, keep1 * exp_avg);
-            // 40  exp_avg_sq = keep2 * exp_avg_sq + gain2 * g * g
-            const F exp_avg_sq_2 = fma(gain2 * g_2, g_2, keep2 * exp_avg_sq);
-            // 46  p = policies.decoupled(p, rate, weight_decay)
-            const F p_2 = p * one_minus_rate_times_weight_decay;
-            // 47  p = p - moves * exp_avg / (sqrt(exp_avg_sq) + eps)
-            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
-            // 41  s = keep3 * s + gain3 * rate * g
-            const F s_2 = fma(one_times_one_minus_sqrt_beta2_times_rate, g_2, keep3 * s);
-            const I p_x_bits = bits(p_3);
-            const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-            store(s_at + i, s_2);
-            store(tensor_sum_for_total_at + i, moves * abs(s_2));
-            store(tensor_sum_for_numerator_at + i, own * (g_2 * s / (sqrt(exp_avg_sq) + eps)));
-        }
-    }
-};
-
-// a sweep: total (specs/dadapt_adam.py:42), numerator (specs/dadapt_adam.py:38)
-template <class Grad>
-struct dadapt_adam_float16_use_bias_correction_2 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
-        {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
-        {4, -1, 4, ELEMENT, true, true, NONE, 4},  // s
-        {10, 14, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_total
-        {11, 15, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_numerator
-        {9, -1, 4, WHOLE, true, false, NONE, 7},  // one_times_one_minus_sqrt_beta2_times_rate
-        {8, -1, 4, WHOLE, true, false, NONE, 8},  // one_minus_rate_times_weight_decay
-        {7, -1, 4, WHOLE, true, false, NONE, 9},  // one_times_one_minus_beta1_times_rate
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                   // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];                   // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];                // float32 [n]  read and written
-        float *__restrict s_at = (float *)at[4];                         // float32 [n]  read and written
-        float *__restrict tensor_sum_for_total_at = (float *)at[5];      // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_numerator_at = (float *)at[6];  // float32 [tensor]  for tensor_sum
-        // float32 [model]  read
-        const float *__restrict one_times_one_minus_sqrt_beta2_times_rate_at = (const float *)at[7];
-        // float32 [model]  read
-        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[8];
-        // float32 [model]  read
-        const float *__restrict one_times_one_minus_beta1_times_rate_at = (const float *)at[9];
-        const F eps(known.scalars[4]);
-        const F grad_scale(known.scalars[5]);
-        const F moves(known.scalars[6]);
-        const F keep1(known.scalars[7]);
-        const F gain2(known.scalars[8]);
-        const F keep2(known.scalars[9]);
-        const F keep3(known.scalars[10]);
-        const F scalar_5(known.scalars[11]);
-        const F scalar_6(known.scalars[12]);
-        const F own(known.scalars[1]);
-        const F one_times_one_minus_beta1_times_rate = F(*one_times_one_minus_beta1_times_rate_at);
-        const F one_minus_rate_times_weight_decay = F(*one_minus_rate_times_weight_decay_at);
-        const F one_times_one_minus_sqrt_beta2_times_rate = F(*one_times_one_minus_sqrt_beta2_times_rate_at);
-
-        // -- elements: decode, update  (specs/dadapt_adam.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F exp_avg = load(exp_avg_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);                                  // f16, nearest
-            const F s = load(s_at + i);
-            const F g_2 = where(0.0f < moves, g, F(0.0f));                     // 30  g = where(lr > 0, g, 0.0)
-            // 39  exp_avg = keep1 * exp_avg + gain1 * rate * g
-            const F exp_avg_2 = fma(one_times_one_minus_beta1_times_rate, g_2, keep1 * exp_avg);
-            // 40  exp_avg_sq = keep2 * exp_avg_sq + gain2 * g * g
-            const F exp_avg_sq_2 = fma(gain2 * g_2, g_2, keep2 * exp_avg_sq);
-            // 46  p = policies.decoupled(p, rate, weight_decay)
-            const F p_2 = p * one_minus_rate_times_weight_decay;
-            // 47  p = p - moves * exp_avg / (sqrt(exp_avg_sq) + eps)
-            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
-            // 41  s = keep3 * s + gain3 * rate * g
-            const F s_2 = fma(one_times_one_minus_sqrt_beta2_times_rate, g_2, keep3 * s);
-            store(p_at + i, narrow_half(p_3));
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-            store(s_at + i, s_2);
-            store(tensor_sum_for_total_at + i, moves * abs(s_2));
-            store(tensor_sum_for_numerator_at + i, own * (g_2 * s / (sqrt(exp_avg_sq) + eps)));
-        }
-    }
-};
-
-template <class Grad>
-struct dadapt_adam_float32 {
+template <class Weight, class Grad>
+struct dadapt_adam_step {
     typedef void staged;
     static constexpr int SCALARS = 16, BLOCK = 1;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {4, ELEMENT},  // exp_avg
         {4, ELEMENT},  // exp_avg_sq
         {4, ELEMENT},  // s
@@ -686,23 +408,21 @@ struct dadapt_adam_float32 {
         {4, WHOLE},  // total
         {4, WHOLE + 8},  // partial results of tensor_sum_for_total
         {4, WHOLE + 8},  // partial results of tensor_sum_for_numerator
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<dadapt_adam_float32_1<Grad>>(),
-        stage<dadapt_adam_float32_2<Grad>>(),
-        stage<dadapt_adam_float32_3<Grad>>(),
-        stage<dadapt_adam_float32_4<Grad>>(),
+        stage<dadapt_adam_kernel_1<Weight, Grad>>(),
+        stage<dadapt_adam_kernel_2<Weight, Grad>>(),
+        stage<dadapt_adam_kernel_3<Weight, Grad>>(),
+        stage<dadapt_adam_kernel_4<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct dadapt_adam_bfloat16 {
+template <class Weight, class Grad>
+struct dadapt_adam_use_bias_correction_step {
     typedef void staged;
     static constexpr int SCALARS = 16, BLOCK = 1;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {4, ELEMENT},  // exp_avg
         {4, ELEMENT},  // exp_avg_sq
         {4, ELEMENT},  // s
@@ -717,138 +437,21 @@ struct dadapt_adam_bfloat16 {
         {4, WHOLE},  // total
         {4, WHOLE + 8},  // partial results of tensor_sum_for_total
         {4, WHOLE + 8},  // partial results of tensor_sum_for_numerator
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<dadapt_adam_float32_1<Grad>>(),
-        stage<dadapt_adam_bfloat16_2<Grad>>(),
-        stage<dadapt_adam_float32_3<Grad>>(),
-        stage<dadapt_adam_float32_4<Grad>>(),
+        stage<dadapt_adam_use_bias_correction_kernel_1<Weight, Grad>>(),
+        stage<dadapt_adam_use_bias_correction_kernel_2<Weight, Grad>>(),
+        stage<dadapt_adam_kernel_3<Weight, Grad>>(),
+        stage<dadapt_adam_kernel_4<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct dadapt_adam_float16 {
-    typedef void staged;
-    static constexpr int SCALARS = 16, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, ELEMENT},  // exp_avg
-        {4, ELEMENT},  // exp_avg_sq
-        {4, ELEMENT},  // s
-        {4, WHOLE},  // d
-        {4, WHOLE},  // numerator_weighted
-        {4, WHOLE},  // one_times_one_minus_beta1_times_rate
-        {4, WHOLE},  // one_minus_rate_times_weight_decay
-        {4, WHOLE},  // one_times_one_minus_sqrt_beta2_times_rate
-        {4, WHOLE},  // tensor_sum_for_total
-        {4, WHOLE},  // tensor_sum_for_numerator
-        {4, WHOLE},  // model_sum_for_numerator
-        {4, WHOLE},  // total
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_total
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_numerator
-    };
-    static constexpr Stage STAGES[] = {
-        stage<dadapt_adam_float32_1<Grad>>(),
-        stage<dadapt_adam_float16_2<Grad>>(),
-        stage<dadapt_adam_float32_3<Grad>>(),
-        stage<dadapt_adam_float32_4<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct dadapt_adam_float32_use_bias_correction {
-    typedef void staged;
-    static constexpr int SCALARS = 16, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, ELEMENT},  // exp_avg
-        {4, ELEMENT},  // exp_avg_sq
-        {4, ELEMENT},  // s
-        {4, WHOLE},  // d
-        {4, WHOLE},  // numerator_weighted
-        {4, WHOLE},  // one_times_one_minus_beta1_times_rate
-        {4, WHOLE},  // one_minus_rate_times_weight_decay
-        {4, WHOLE},  // one_times_one_minus_sqrt_beta2_times_rate
-        {4, WHOLE},  // tensor_sum_for_total
-        {4, WHOLE},  // tensor_sum_for_numerator
-        {4, WHOLE},  // model_sum_for_numerator
-        {4, WHOLE},  // total
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_total
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_numerator
-    };
-    static constexpr Stage STAGES[] = {
-        stage<dadapt_adam_float32_use_bias_correction_1<Grad>>(),
-        stage<dadapt_adam_float32_use_bias_correction_2<Grad>>(),
-        stage<dadapt_adam_float32_3<Grad>>(),
-        stage<dadapt_adam_float32_4<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct dadapt_adam_bfloat16_use_bias_correction {
-    typedef void staged;
-    static constexpr int SCALARS = 16, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, ELEMENT},  // exp_avg
-        {4, ELEMENT},  // exp_avg_sq
-        {4, ELEMENT},  // s
-        {4, WHOLE},  // d
-        {4, WHOLE},  // numerator_weighted
-        {4, WHOLE},  // one_times_one_minus_beta1_times_rate
-        {4, WHOLE},  // one_minus_rate_times_weight_decay
-        {4, WHOLE},  // one_times_one_minus_sqrt_beta2_times_rate
-        {4, WHOLE},  // tensor_sum_for_total
-        {4, WHOLE},  // tensor_sum_for_numerator
-        {4, WHOLE},  // model_sum_for_numerator
-        {4, WHOLE},  // total
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_total
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_numerator
-    };
-    static constexpr Stage STAGES[] = {
-        stage<dadapt_adam_float32_use_bias_correction_1<Grad>>(),
-        stage<dadapt_adam_bfloat16_use_bias_correction_2<Grad>>(),
-        stage<dadapt_adam_float32_3<Grad>>(),
-        stage<dadapt_adam_float32_4<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct dadapt_adam_float16_use_bias_correction {
-    typedef void staged;
-    static constexpr int SCALARS = 16, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, ELEMENT},  // exp_avg
-        {4, ELEMENT},  // exp_avg_sq
-        {4, ELEMENT},  // s
-        {4, WHOLE},  // d
-        {4, WHOLE},  // numerator_weighted
-        {4, WHOLE},  // one_times_one_minus_beta1_times_rate
-        {4, WHOLE},  // one_minus_rate_times_weight_decay
-        {4, WHOLE},  // one_times_one_minus_sqrt_beta2_times_rate
-        {4, WHOLE},  // tensor_sum_for_total
-        {4, WHOLE},  // tensor_sum_for_numerator
-        {4, WHOLE},  // model_sum_for_numerator
-        {4, WHOLE},  // total
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_total
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_numerator
-    };
-    static constexpr Stage STAGES[] = {
-        stage<dadapt_adam_float32_use_bias_correction_1<Grad>>(),
-        stage<dadapt_adam_float16_use_bias_correction_2<Grad>>(),
-        stage<dadapt_adam_float32_3<Grad>>(),
-        stage<dadapt_adam_float32_4<Grad>>(),
-    };
-};
+template <class Grad> using dadapt_adam_float32 = dadapt_adam_step<weight_float32, Grad>;
+template <class Grad> using dadapt_adam_bfloat16 = dadapt_adam_step<weight_bfloat16, Grad>;
+template <class Grad> using dadapt_adam_float16 = dadapt_adam_step<weight_float16, Grad>;
+template <class Grad> using dadapt_adam_float32_use_bias_correction = dadapt_adam_use_bias_correction_step<weight_float32, Grad>;
+template <class Grad> using dadapt_adam_bfloat16_use_bias_correction = dadapt_adam_use_bias_correction_step<weight_bfloat16, Grad>;
+template <class Grad> using dadapt_adam_float16_use_bias_correction = dadapt_adam_use_bias_correction_step<weight_float16, Grad>;
 
 }  // namespace
 

@@ -27,19 +27,78 @@
 
 namespace {
 
+// bf16 and 8 more bits, stochastic
+struct weight_bfloat16 {
+    static constexpr int NOISE = 8;
+    static constexpr Part PARTS[] = {{2, true}, {1, true}};  // code, low
+    uint16_t *__restrict code_at;
+    uint8_t *__restrict low_at;
+
+    weight_bfloat16(char *p, char *const *more) : code_at((uint16_t *)p), low_at((uint8_t *)more[0]) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        const U8 low_code = raw(low_at + i);
+        return as_float(joined(code_stored, low_code) - 32768);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        const I word = bits_or_nan(x) + (integer<P>(noise) | 0x8000);
+        store_half<2>(code_at + i, word);
+        store_byte<1>(low_at + i, word);
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); fetch<N>(low_at, b); }
+};
+
+// f16 and 8 more bits, stochastic
+struct weight_float16 {
+    static constexpr int NOISE = 8;
+    static constexpr Part PARTS[] = {{2, true}, {1, true}};  // code, low
+    uint16_t *__restrict code_at;
+    uint8_t *__restrict low_at;
+
+    weight_float16(char *p, char *const *more) : code_at((uint16_t *)p), low_at((uint8_t *)more[0]) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        const I high = extend16(extend16(to_int(code_stored)));
+        const U8 low_code = raw(low_at + i);
+        const I low = to_int(low_code);
+        const I offset = low - 128;
+        const I wide = ((high & 32767) << 8) + offset;
+        const I subnormal = bits(2.3283064365386963e-10f * to_float(wide));
+        const I normal = (wide << 5) + 0x38000000;
+        const I finite = where(wide < 0x40000, subnormal, normal);
+        return as_float(bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000))) | (high & 0x8000) << 16);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        const I x_bitcast = bits(x);
+        const I sign_ = x_bitcast >> 16 & 0x8000;
+        const I magnitude = x_bitcast & 0x7fffffff;
+        const F magnitude_bitcast = as_float(magnitude);
+        const M is_subnormal = magnitude_bitcast < 6.103515625e-05f;
+        const I subnormal = to_int(2199023255552.0f * magnitude_bitcast);
+        const I rebiased = min(I(0xf800000), magnitude - 0x38000000);
+        const I fixed = where(is_subnormal, subnormal, rebiased << 4);
+        const I wide = lshr(fixed + middle<P, 9>(noise), 9);
+        const I word = where(x == x, wide, I(0x7e0000)) + 128;
+        const I kept_ = word;
+        store(code_at + i, sign_ | word >> 8);
+        store(low_at + i, kept_);
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); fetch<N>(low_at, b); }
+};
+
 // model: values of the model
-template <class Grad>
-struct dadapt_adam_float32_1 {
+template <class Weight, class Grad>
+struct dadapt_adam_kernel_1 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {8, -1, 4, WHOLE, true, false, NONE, 0},  // d
         {10, -1, 4, WHOLE, false, true, NONE, 1},  // one_times_one_minus_beta1_times_rate
         {11, -1, 4, WHOLE, false, true, NONE, 2},  // one_minus_rate_times_weight_decay
         {12, -1, 4, WHOLE, false, true, NONE, 3},  // one_times_one_minus_sqrt_beta2_times_rate
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -67,27 +126,29 @@ struct dadapt_adam_float32_1 {
 };
 
 // a sweep: total (specs/dadapt_adam.py:42), numerator (specs/dadapt_adam.py:38)
-template <class Grad>
-struct dadapt_adam_float32_2 {
+template <class Weight, class Grad>
+struct dadapt_adam_kernel_2 {
+    // random bits of exp_avg, exp_avg_sq, s, p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{12, false}, {12, false}, {12, false}, {Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P, 2, 1, 0}), KEPT = NOISE.mask({P, 2, 1, 0});
     static constexpr int BLOCK = 64, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // exp_avg_codes
-        {3, -1, 2, BLOCK_OF, true, true, NONE, 3},  // exp_avg_scale
-        {4, -1, 1, ELEMENT, true, true, NONE, 4},  // exp_avg_sq_codes
-        {5, -1, 2, BLOCK_OF, true, true, NONE, 5},  // exp_avg_sq_range
-        {6, -1, 1, ELEMENT, true, true, NONE, 6},  // s_codes
-        {7, -1, 2, BLOCK_OF, true, true, NONE, 7},  // s_scale
-        {13, 17, 4, WHOLE, false, true, TOTAL, 8},  // tensor_sum_for_total
-        {14, 18, 4, WHOLE, false, true, TOTAL, 9},  // tensor_sum_for_numerator
-        {12, -1, 4, WHOLE, true, false, NONE, 10},  // one_times_one_minus_sqrt_beta2_times_rate
-        {11, -1, 4, WHOLE, true, false, NONE, 11},  // one_minus_rate_times_weight_decay
-        {10, -1, 4, WHOLE, true, false, NONE, 12},  // one_times_one_minus_beta1_times_rate
-    };
+    static constexpr bool MATRICES = false, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {2, -1, 1, ELEMENT, true, true, NONE, 1},  // exp_avg_codes
+        {3, -1, 2, BLOCK_OF, true, true, NONE, 2},  // exp_avg_scale
+        {4, -1, 1, ELEMENT, true, true, NONE, 3},  // exp_avg_sq_codes
+        {5, -1, 2, BLOCK_OF, true, true, NONE, 4},  // exp_avg_sq_range
+        {6, -1, 1, ELEMENT, true, true, NONE, 5},  // s_codes
+        {7, -1, 2, BLOCK_OF, true, true, NONE, 6},  // s_scale
+        {13, 17, 4, WHOLE, false, true, TOTAL, 7},  // tensor_sum_for_total
+        {14, 18, 4, WHOLE, false, true, TOTAL, 8},  // tensor_sum_for_numerator
+        {12, -1, 4, WHOLE, true, false, NONE, 9},  // one_times_one_minus_sqrt_beta2_times_rate
+        {11, -1, 4, WHOLE, true, false, NONE, 10},  // one_minus_rate_times_weight_decay
+        {10, -1, 4, WHOLE, true, false, NONE, 11},  // one_times_one_minus_beta1_times_rate
+    });
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
                      int row_mask, const Known &known) {
@@ -97,23 +158,23 @@ struct dadapt_adam_float32_2 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                         // float32 [n]  read and written
+        Weight weight(at[12], at + 13);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[2];         // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[3];         // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[4];      // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];      // int16 [blocks of 64]  read and written
-        uint8_t *__restrict s_codes_at = (uint8_t *)at[6];               // uint8 [n]  read and written
-        int16_t *__restrict s_scale_at = (int16_t *)at[7];               // int16 [blocks of 64]  read and written
-        float *__restrict tensor_sum_for_total_at = (float *)at[8];      // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_numerator_at = (float *)at[9];  // float32 [tensor]  for tensor_sum
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[1];         // uint8 [n]  read and written
+        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[2];         // int16 [blocks of 64]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[3];      // uint8 [n]  read and written
+        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[4];      // int16 [blocks of 64]  read and written
+        uint8_t *__restrict s_codes_at = (uint8_t *)at[5];               // uint8 [n]  read and written
+        int16_t *__restrict s_scale_at = (int16_t *)at[6];               // int16 [blocks of 64]  read and written
+        float *__restrict tensor_sum_for_total_at = (float *)at[7];      // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_for_numerator_at = (float *)at[8];  // float32 [tensor]  for tensor_sum
         // float32 [model]  read
-        const float *__restrict one_times_one_minus_sqrt_beta2_times_rate_at = (const float *)at[10];
+        const float *__restrict one_times_one_minus_sqrt_beta2_times_rate_at = (const float *)at[9];
         // float32 [model]  read
-        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[11];
+        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[10];
         // float32 [model]  read
-        const float *__restrict one_times_one_minus_beta1_times_rate_at = (const float *)at[12];
+        const float *__restrict one_times_one_minus_beta1_times_rate_at = (const float *)at[11];
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F lr(known.scalars[0]);
@@ -129,15 +190,9 @@ struct dadapt_adam_float32_2 {
         const F one_times_one_minus_beta1_times_rate = F(*one_times_one_minus_beta1_times_rate_at);
         const F one_minus_rate_times_weight_decay = F(*one_minus_rate_times_weight_decay_at);
         const F one_times_one_minus_sqrt_beta2_times_rate = F(*one_times_one_minus_sqrt_beta2_times_rate_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) int32_t word_3_kept[TILE / 8];
-        alignas(64) int32_t word_4_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
         alignas(64) float exp_avg_sq_sqrt_kept[TILE];
         alignas(64) float s_kept[TILE];
-        alignas(64) int32_t noise_2_kept[TILE];
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
@@ -153,29 +208,7 @@ struct dadapt_adam_float32_2 {
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
         I s_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256;
-            const I word_mul = word_xor * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor_2 = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor_2 ^ lshr(word_xor_2, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor_2 ^ (step_key & 255) * 0x1000010;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            const I word_mul_5 = (word_xor ^ 0x3c6ef372) * 0x7feb352d;
-            const I word_mul_6 = (word_mul_5 ^ lshr(word_mul_5, 16)) * -2073254261;
-            const I word_xor_3 = word_mul_6 ^ lshr(word_mul_6, 15);
-            const I word_mul_7 = (word_xor_3 ^ lshr(word_xor_3, 16)) * -1640531535;
-            const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 0x7feb352d;
-            const I word_4 = word_xor_3 ^ (step_key & 255) * 0x1000000;
-            const I word_3 = word_mul_8 ^ lshr(word_mul_8, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-            store(word_3_kept + i, word_3);
-            store(word_4_kept + i, word_4);
-        }
+        Words<dadapt_adam_kernel_2> words(BLOCK * blocks, first, stream_key, step_key);
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
@@ -203,11 +236,18 @@ struct dadapt_adam_float32_2 {
             store(scale_mul_2_kept + b, scale_mul_2);
         }
 
+        const auto update_weight = [&](int i, F exp_avg, F exp_avg_sq_sqrt, const auto &noise) {
+            const F p = weight.decode(i);
+            const F p_2 = p * one_minus_rate_times_weight_decay;  // 46  p = policies.decoupled(p, rate, weight_decay)
+            // 47  p = p - moves * exp_avg / (sqrt(exp_avg_sq) + eps)
+            const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_sqrt, scalar_5, scalar_6), p_2);
+            weight.encode(i, p_3, noise);
+        };
         // -- elements: decode, update, encode  (specs/dadapt_adam.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch_weight<BLOCK>(weight, b);
+            if constexpr (!apart<Weight>()) { fetch<BLOCK>(g_at, b + TILE / BLOCK); fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK); }
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -219,10 +259,7 @@ struct dadapt_adam_float32_2 {
             I s_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const I word_4 = spread(word_4_kept, i);
-                const I word_3 = spread(word_3_kept, i);
+                const auto noise = words.at(i);
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
                 const U8 exp_avg_code = raw(exp_avg_codes_at + i);
@@ -233,7 +270,6 @@ struct dadapt_adam_float32_2 {
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                const F p = load(p_at + i);
                 const U8 s_code = raw(s_codes_at + i);
                 const F s_code_2 = counter(s_code) - 8388736.0f;
                 const F s_bend = abs(s_code_2);
@@ -243,34 +279,24 @@ struct dadapt_adam_float32_2 {
                 // 40  exp_avg_sq = keep2 * exp_avg_sq + gain2 * g * g
                 const F exp_avg_sq_2 = fma(gain2 * g_3, g_3, keep2 * exp_avg_sq);
                 const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
-                // 46  p = policies.decoupled(p, rate, weight_decay)
-                const F p_2 = p * one_minus_rate_times_weight_decay;
-                // 47  p = p - moves * exp_avg / (sqrt(exp_avg_sq) + eps)
-                const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_sqrt, scalar_5, scalar_6), p_2);
                 const F s_bend_rcp = 1.0f / (254.0f - s_bend);
                 // 41  s = keep3 * s + gain3 * rate * g
                 const F s = fma(one_times_one_minus_sqrt_beta2_times_rate, g_3, scale_mul * (s_code_2 * s_bend_rcp));
                 const F exp_avg_abs = abs(exp_avg);
-                const I word_and = lane(i);
-                const I word_add = (word_and * (word_and + 1) >> 1) + 1;
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, word_add);
                 const I exp_avg_sq_pattern = bits(exp_avg_sq_sqrt);
                 const F s_abs = abs(s);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise_2 = word_4 ^ rotl(word_3, word_add);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_abs), i, end);
                 largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
                 s_top = larger<RAGGED>(s_top, bits(s_abs), i, end);
+                words.keep(noise, i);
                 store(exp_avg_kept + i, exp_avg);
-                store(noise_kept + i, noise);
                 store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
                 store(s_kept + i, s);
-                store(noise_2_kept + i, noise_2);
-                store(p_at + i, p_3);
                 store(tensor_sum_for_total_at + i, moves * s_abs);
                 store(tensor_sum_for_numerator_at + i, scale_mul_2 * (g_3 * s_code_2 * s_bend_rcp / (sqrt(exp_avg_sq) + eps)));
+                if constexpr (!apart<Weight>())
+                    update_weight(i, exp_avg, exp_avg_sq_sqrt, noise);
             }
             exp_avg_top_kept[b] = exp_avg_top;
             largest_of_block_kept[b] = largest_of_block;
@@ -316,9 +342,21 @@ struct dadapt_adam_float32_2 {
             store(s_scale_at + b, s_up_2 >> 15);
         }
 
+        // -- elements: decode, update  (specs/dadapt_adam.py)
+        if constexpr (apart<Weight>()) for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
+                const F exp_avg = load(exp_avg_kept + i);
+                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
+                update_weight(i, exp_avg, exp_avg_sq_sqrt, noise);
+            }
+        }
+
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             fetch<BLOCK>(s_codes_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
@@ -329,36 +367,35 @@ struct dadapt_adam_float32_2 {
             const F s_divisor_mul(s_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
                 const F exp_avg = load(exp_avg_kept + i);
-                const I noise = load(noise_kept + i);
                 const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
                 const F s = load(s_kept + i);
-                const I noise_2 = load(noise_2_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
-                const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add;
+                const I exp_avg_sq_offset = fraction<1, 24>(noise) + exp_avg_sq_half_add;
                 const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
-                store(exp_avg_codes_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + integer<0>(noise) >> 12);
                 store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
-                store(s_codes_at + i, s_pattern + lshr(noise_2, 20) >> 12);
+                store(s_codes_at + i, s_pattern + integer<2>(noise) >> 12);
             }
         }
     }
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct dadapt_adam_float32_3 {
+template <class Weight, class Grad>
+struct dadapt_adam_kernel_3 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {15, -1, 4, WHOLE, false, true, NONE, 0},  // model_sum_for_numerator
         {16, -1, 4, WHOLE, false, true, NONE, 1},  // total
         {14, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_numerator
         {13, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_for_total
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -379,18 +416,18 @@ struct dadapt_adam_float32_3 {
 };
 
 // model: values of the model
-template <class Grad>
-struct dadapt_adam_float32_4 {
+template <class Weight, class Grad>
+struct dadapt_adam_kernel_4 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {8, -1, 4, WHOLE, true, true, NONE, 0},  // d
         {9, -1, 4, WHOLE, true, true, NONE, 1},  // numerator_weighted
         {16, -1, 4, WHOLE, true, false, NONE, 2},  // total
         {15, -1, 4, WHOLE, true, false, NONE, 3},  // model_sum_for_numerator
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -427,18 +464,18 @@ struct dadapt_adam_float32_4 {
 };
 
 // model: values of the model
-template <class Grad>
-struct dadapt_adam_float32_small_1 {
+template <class Weight, class Grad>
+struct dadapt_adam_small_kernel_1 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {5, -1, 4, WHOLE, true, false, NONE, 0},  // d
         {7, -1, 4, WHOLE, false, true, NONE, 1},  // one_times_one_minus_beta1_times_rate
         {8, -1, 4, WHOLE, false, true, NONE, 2},  // one_minus_rate_times_weight_decay
         {9, -1, 4, WHOLE, false, true, NONE, 3},  // one_times_one_minus_sqrt_beta2_times_rate
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -466,41 +503,45 @@ struct dadapt_adam_float32_small_1 {
 };
 
 // a sweep: total (specs/dadapt_adam.py:42), numerator (specs/dadapt_adam.py:38)
-template <class Grad>
-struct dadapt_adam_float32_small_2 {
+template <class Weight, class Grad>
+struct dadapt_adam_small_kernel_2 {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
-        {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
-        {4, -1, 4, ELEMENT, true, true, NONE, 4},  // s
-        {10, 14, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_total
-        {11, 15, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_numerator
-        {9, -1, 4, WHOLE, true, false, NONE, 7},  // one_times_one_minus_sqrt_beta2_times_rate
-        {8, -1, 4, WHOLE, true, false, NONE, 8},  // one_minus_rate_times_weight_decay
-        {7, -1, 4, WHOLE, true, false, NONE, 9},  // one_times_one_minus_beta1_times_rate
-    };
+    static constexpr bool MATRICES = false, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {2, -1, 4, ELEMENT, true, true, NONE, 1},  // exp_avg
+        {3, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg_sq
+        {4, -1, 4, ELEMENT, true, true, NONE, 3},  // s
+        {10, 14, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_total
+        {11, 15, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_numerator
+        {9, -1, 4, WHOLE, true, false, NONE, 6},  // one_times_one_minus_sqrt_beta2_times_rate
+        {8, -1, 4, WHOLE, true, false, NONE, 7},  // one_minus_rate_times_weight_decay
+        {7, -1, 4, WHOLE, true, false, NONE, 8},  // one_times_one_minus_beta1_times_rate
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                         // float32 [n]  read and written
+        Weight weight(at[9], at + 10);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];                   // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];                // float32 [n]  read and written
-        float *__restrict s_at = (float *)at[4];                         // float32 [n]  read and written
-        float *__restrict tensor_sum_for_total_at = (float *)at[5];      // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_numerator_at = (float *)at[6];  // float32 [tensor]  for tensor_sum
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        float *__restrict exp_avg_at = (float *)at[1];                   // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[2];                // float32 [n]  read and written
+        float *__restrict s_at = (float *)at[3];                         // float32 [n]  read and written
+        float *__restrict tensor_sum_for_total_at = (float *)at[4];      // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_for_numerator_at = (float *)at[5];  // float32 [tensor]  for tensor_sum
         // float32 [model]  read
-        const float *__restrict one_times_one_minus_sqrt_beta2_times_rate_at = (const float *)at[7];
+        const float *__restrict one_times_one_minus_sqrt_beta2_times_rate_at = (const float *)at[6];
         // float32 [model]  read
-        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[8];
+        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[7];
         // float32 [model]  read
-        const float *__restrict one_times_one_minus_beta1_times_rate_at = (const float *)at[9];
+        const float *__restrict one_times_one_minus_beta1_times_rate_at = (const float *)at[8];
+        const int32_t step_key = known.step_key;
+        const int32_t stream_key = known.stream_key;
         const F lr(known.scalars[0]);
         const F eps(known.scalars[4]);
         const F grad_scale(known.scalars[5]);
@@ -514,14 +555,16 @@ struct dadapt_adam_float32_small_2 {
         const F one_times_one_minus_beta1_times_rate = F(*one_times_one_minus_beta1_times_rate_at);
         const F one_minus_rate_times_weight_decay = F(*one_minus_rate_times_weight_decay_at);
         const F one_times_one_minus_sqrt_beta2_times_rate = F(*one_times_one_minus_sqrt_beta2_times_rate_at);
+        Words<dadapt_adam_small_kernel_2> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/dadapt_adam.py)
         for (int i = 0; i < count; i += W) {
+            const auto noise = words.at(i);
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             const F s = load(s_at + i);
             const F g_3 = where(0.0f < moves, g_2, F(0.0f));                   // 30  g = where(lr > 0, g, 0.0)
             // 39  exp_avg = keep1 * exp_avg + gain1 * rate * g
@@ -534,7 +577,7 @@ struct dadapt_adam_float32_small_2 {
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
             // 41  s = keep3 * s + gain3 * rate * g
             const F s_2 = fma(one_times_one_minus_sqrt_beta2_times_rate, g_3, keep3 * s);
-            store(p_at + i, p_3);
+            weight.encode(i, p_3, noise);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
             store(s_at + i, s_2);
@@ -545,18 +588,18 @@ struct dadapt_adam_float32_small_2 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct dadapt_adam_float32_small_3 {
+template <class Weight, class Grad>
+struct dadapt_adam_small_kernel_3 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {12, -1, 4, WHOLE, false, true, NONE, 0},  // model_sum_for_numerator
         {13, -1, 4, WHOLE, false, true, NONE, 1},  // total
         {11, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_numerator
         {10, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_for_total
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -577,18 +620,18 @@ struct dadapt_adam_float32_small_3 {
 };
 
 // model: values of the model
-template <class Grad>
-struct dadapt_adam_float32_small_4 {
+template <class Weight, class Grad>
+struct dadapt_adam_small_kernel_4 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {5, -1, 4, WHOLE, true, true, NONE, 0},  // d
         {6, -1, 4, WHOLE, true, true, NONE, 1},  // numerator_weighted
         {13, -1, 4, WHOLE, true, false, NONE, 2},  // total
         {12, -1, 4, WHOLE, true, false, NONE, 3},  // model_sum_for_numerator
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -625,1099 +668,18 @@ struct dadapt_adam_float32_small_4 {
 };
 
 // model: values of the model
-template <class Grad>
-struct dadapt_adam_bfloat16_1 {
+template <class Weight, class Grad>
+struct dadapt_adam_use_bias_correction_kernel_1 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {9, -1, 4, WHOLE, true, false, NONE, 0},  // d
-        {11, -1, 4, WHOLE, false, true, NONE, 1},  // one_times_one_minus_beta1_times_rate
-        {12, -1, 4, WHOLE, false, true, NONE, 2},  // one_minus_rate_times_weight_decay
-        {13, -1, 4, WHOLE, false, true, NONE, 3},  // one_times_one_minus_sqrt_beta2_times_rate
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const float *__restrict d_at = (const float *)at[0];  // float32 [model]  read
-        // float32 [model]  written
-        float *__restrict one_times_one_minus_beta1_times_rate_at = (float *)at[1];
-        // float32 [model]  written
-        float *__restrict one_minus_rate_times_weight_decay_at = (float *)at[2];
-        // float32 [model]  written
-        float *__restrict one_times_one_minus_sqrt_beta2_times_rate_at = (float *)at[3];
-        const F lr(known.scalars[0]);
-        const F weight_decay(known.scalars[1]);
-        const F gain1(known.scalars[2]);
-        const F gain3(known.scalars[3]);
-
-        // -- elements: decode, update  (specs/dadapt_adam.py)
-        for (int i = 0; i < count; i += W) {
-            const F d = load(d_at + i);
-            const F rate = d * lr;  // 37  rate = d * own
-            store(one_times_one_minus_beta1_times_rate_at + i, gain1 * rate);
-            store(one_minus_rate_times_weight_decay_at + i, fma(-rate, weight_decay, 1.0f));
-            store(one_times_one_minus_sqrt_beta2_times_rate_at + i, gain3 * rate);
-        }
-    }
-};
-
-// a sweep: total (specs/dadapt_adam.py:42), numerator (specs/dadapt_adam.py:38)
-template <class Grad>
-struct dadapt_adam_bfloat16_2 {
-    static constexpr int BLOCK = 64, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // exp_avg_codes
-        {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // exp_avg_scale
-        {5, -1, 1, ELEMENT, true, true, NONE, 5},  // exp_avg_sq_codes
-        {6, -1, 2, BLOCK_OF, true, true, NONE, 6},  // exp_avg_sq_range
-        {7, -1, 1, ELEMENT, true, true, NONE, 7},  // s_codes
-        {8, -1, 2, BLOCK_OF, true, true, NONE, 8},  // s_scale
-        {14, 18, 4, WHOLE, false, true, TOTAL, 9},  // tensor_sum_for_total
-        {15, 19, 4, WHOLE, false, true, TOTAL, 10},  // tensor_sum_for_numerator
-        {13, -1, 4, WHOLE, true, false, NONE, 11},  // one_times_one_minus_sqrt_beta2_times_rate
-        {12, -1, 4, WHOLE, true, false, NONE, 12},  // one_minus_rate_times_weight_decay
-        {11, -1, 4, WHOLE, true, false, NONE, 13},  // one_times_one_minus_beta1_times_rate
-    };
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                    // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];             // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[3];          // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];          // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[5];       // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];       // int16 [blocks of 64]  read and written
-        uint8_t *__restrict s_codes_at = (uint8_t *)at[7];                // uint8 [n]  read and written
-        int16_t *__restrict s_scale_at = (int16_t *)at[8];                // int16 [blocks of 64]  read and written
-        float *__restrict tensor_sum_for_total_at = (float *)at[9];       // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_numerator_at = (float *)at[10];  // float32 [tensor]  for tensor_sum
-        // float32 [model]  read
-        const float *__restrict one_times_one_minus_sqrt_beta2_times_rate_at = (const float *)at[11];
-        // float32 [model]  read
-        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[12];
-        // float32 [model]  read
-        const float *__restrict one_times_one_minus_beta1_times_rate_at = (const float *)at[13];
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F lr(known.scalars[0]);
-        const F eps(known.scalars[4]);
-        const F grad_scale(known.scalars[5]);
-        const F moves(known.scalars[6]);
-        const F keep1(known.scalars[7]);
-        const F gain2(known.scalars[8]);
-        const F keep2(known.scalars[9]);
-        const F keep3(known.scalars[10]);
-        const F scalar_5(known.scalars[11]);
-        const F scalar_6(known.scalars[12]);
-        const F one_times_one_minus_beta1_times_rate = F(*one_times_one_minus_beta1_times_rate_at);
-        const F one_minus_rate_times_weight_decay = F(*one_minus_rate_times_weight_decay_at);
-        const F one_times_one_minus_sqrt_beta2_times_rate = F(*one_times_one_minus_sqrt_beta2_times_rate_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) int32_t word_3_kept[TILE / 8];
-        alignas(64) int32_t word_4_kept[TILE / 8];
-        alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float exp_avg_sq_sqrt_kept[TILE];
-        alignas(64) int32_t noise_2_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float s_kept[TILE];
-        alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float scale_mul_kept[TILE / BLOCK];
-        alignas(64) float scale_mul_2_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_half_add_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_base_sub_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) float s_divisor_mul_kept[TILE / BLOCK];
-        I exp_avg_top_kept[TILE / BLOCK];
-        I largest_of_block_kept[TILE / BLOCK];
-        I smallest_of_block_kept[TILE / BLOCK];
-        I s_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256;
-            const I word_mul = (word_xor ^ 0x3c6ef372) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor_2 = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor_2 ^ lshr(word_xor_2, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor_2 ^ (step_key & 255) * 0x1000001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            const I word_mul_5 = word_xor * 0x7feb352d;
-            const I word_mul_6 = (word_mul_5 ^ lshr(word_mul_5, 16)) * -2073254261;
-            const I word_xor_3 = word_mul_6 ^ lshr(word_mul_6, 15);
-            const I word_mul_7 = (word_xor_3 ^ lshr(word_xor_3, 16)) * -1640531535;
-            const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 0x7feb352d;
-            const I word_4 = word_xor_3 ^ (step_key & 255) * 0x1000010;
-            const I word_3 = word_mul_8 ^ lshr(word_mul_8, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-            store(word_3_kept + i, word_3);
-            store(word_4_kept + i, word_4);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
-            const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
-            const I exp_avg_sq_header = to_int(exp_avg_sq_range);
-            const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
-            const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
-            const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
-            const I16 s_scale = raw(s_scale_at + b);
-            const I scale_bits = to_int(s_scale) << 15;
-            const I scale_bits_2 = scale_bits & 0x7fffffff;
-            const F scale = as_float(where(scale_bits_2 == 0x7f800000, I(0x7f7fffff), scale_bits_2));
-            const F exp_avg_scale_mul = keep1 * exp_avg_scale_2;
-            const F scale_mul = keep3 * scale;
-            const F scale_mul_2 = lr * scale;
-            store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
-            store(exp_avg_sq_step_kept + b, exp_avg_sq_step);
-            store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
-            store(scale_mul_kept + b, scale_mul);
-            store(scale_mul_2_kept + b, scale_mul_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/dadapt_adam.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
-            fetch<BLOCK>(weight_low_at, b);
-            const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
-            const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
-            const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
-            const F scale_mul(scale_mul_kept[b]);
-            const F scale_mul_2(scale_mul_2_kept[b]);
-            I exp_avg_top(INT32_MIN);
-            I largest_of_block(INT32_MIN);
-            I smallest_of_block(INT32_MAX);
-            I s_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const I word_4 = spread(word_4_kept, i);
-                const I word_3 = spread(word_3_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const F g = grad_scale * g_stored;
-                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
-                const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
-                const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
-                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                const U8 s_code = raw(s_codes_at + i);
-                const F s_code_2 = counter(s_code) - 8388736.0f;
-                const F s_bend = abs(s_code_2);
-                const F g_2 = where(0.0f < moves, g, F(0.0f));                     // 30  g = where(lr > 0, g, 0.0)
-                // 39  exp_avg = keep1 * exp_avg + gain1 * rate * g
-                const F exp_avg = fma(one_times_one_minus_beta1_times_rate, g_2, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
-                // 40  exp_avg_sq = keep2 * exp_avg_sq + gain2 * g * g
-                const F exp_avg_sq_2 = fma(gain2 * g_2, g_2, keep2 * exp_avg_sq);
-                const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
-                const F s_bend_rcp = 1.0f / (254.0f - s_bend);
-                // 41  s = keep3 * s + gain3 * rate * g
-                const F s = fma(one_times_one_minus_sqrt_beta2_times_rate, g_2, scale_mul * (s_code_2 * s_bend_rcp));
-                const I word_and = lane(i);
-                const I word_add = (word_and * (word_and + 1) >> 1) + 1;
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise_2 = word_2 ^ rotl(word, word_add);
-                const F exp_avg_abs = abs(exp_avg);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_4 ^ rotl(word_3, word_add);
-                const I exp_avg_sq_pattern = bits(exp_avg_sq_sqrt);
-                const F s_abs = abs(s);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_abs), i, end);
-                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
-                s_top = larger<RAGGED>(s_top, bits(s_abs), i, end);
-                store(exp_avg_kept + i, exp_avg);
-                store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
-                store(noise_2_kept + i, noise_2);
-                store(noise_kept + i, noise);
-                store(s_kept + i, s);
-                store(tensor_sum_for_total_at + i, moves * s_abs);
-                store(tensor_sum_for_numerator_at + i, scale_mul_2 * (g_2 * s_code_2 * s_bend_rcp / (sqrt(exp_avg_sq) + eps)));
-            }
-            exp_avg_top_kept[b] = exp_avg_top;
-            largest_of_block_kept[b] = largest_of_block;
-            smallest_of_block_kept[b] = smallest_of_block;
-            s_top_kept[b] = s_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I s_top = largest(s_top_kept + b);
-            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
-            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
-            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
-            const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
-            const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
-            const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
-            const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
-            const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_half = exp_avg_sq_units * 10240;
-            const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base;
-            const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
-            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000;
-            const I exp_avg_sq_header_2 = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells_2;
-            const I s_up = max(I(0x4800000), s_top) + 32767;
-            const I s_up_2 = where(s_top < 0x7f800000, s_up, I(0x7fc00000));
-            const I s_divisor = min(I(0x7f7fffff), s_up_2 & 0x7fff8000);
-            const F s_divisor_mul = as_float(s_divisor) * 0.003937007859349251f;
-            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
-            store(exp_avg_sq_half_add_kept + b, exp_avg_sq_half_add);
-            store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(exp_avg_sq_base_sub_kept + b, exp_avg_sq_base_sub);
-            store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(s_divisor_mul_kept + b, s_divisor_mul);
-            store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
-            store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
-            store(s_scale_at + b, s_up_2 >> 15);
-        }
-
-        // -- elements: decode, update, encode  (specs/dadapt_adam.py)
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
-                const I noise_2 = load(noise_2_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-                // 46  p = policies.decoupled(p, rate, weight_decay)
-                const F p_2 = p * one_minus_rate_times_weight_decay;
-                // 47  p = p - moves * exp_avg / (sqrt(exp_avg_sq) + eps)
-                const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_sqrt, scalar_5, scalar_6), p_2);
-                const I p_word = bits_or_nan(p_3) + (noise_2 & 255 | 0x8000);
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
-            }
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
-            fetch<BLOCK>(s_codes_at, b + TILE / BLOCK);
-            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
-            const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
-            const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
-            const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const F s_divisor_mul(s_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const I noise = load(noise_kept + i);
-                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
-                const F s = load(s_kept + i);
-                const I noise_2 = load(noise_2_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
-                const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add;
-                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
-                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
-                store(exp_avg_codes_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
-                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
-                store(s_codes_at + i, s_pattern + lshr(noise_2, 20) >> 12);
-            }
-        }
-    }
-};
-
-// tensor: values of tensors
-template <class Grad>
-struct dadapt_adam_bfloat16_3 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = WHOLE;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {16, -1, 4, WHOLE, false, true, NONE, 0},  // model_sum_for_numerator
-        {17, -1, 4, WHOLE, false, true, NONE, 1},  // total
-        {15, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_numerator
-        {14, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_for_total
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        float *__restrict model_sum_for_numerator_at = (float *)at[0];           // float32 [model]  for model_sum
-        float *__restrict total_at = (float *)at[1];                             // float32 [model]  for model_sum
-        // float32 [tensor]  read
-        const float *__restrict tensor_sum_for_numerator_at = (const float *)at[2];
-        const float *__restrict tensor_sum_for_total_at = (const float *)at[3];  // float32 [tensor]  read
-
-        // -- elements: decode
-        for (int i = 0; i < count; i += W) {
-            const F tensor_sum_for_numerator = load(tensor_sum_for_numerator_at + i);
-            const F tensor_sum_for_total = load(tensor_sum_for_total_at + i);
-            store(model_sum_for_numerator_at + i, tensor_sum_for_numerator);
-            store(total_at + i, tensor_sum_for_total);
-        }
-    }
-};
-
-// model: values of the model
-template <class Grad>
-struct dadapt_adam_bfloat16_4 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = WHOLE;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {9, -1, 4, WHOLE, true, true, NONE, 0},  // d
-        {10, -1, 4, WHOLE, true, true, NONE, 1},  // numerator_weighted
-        {17, -1, 4, WHOLE, true, false, NONE, 2},  // total
-        {16, -1, 4, WHOLE, true, false, NONE, 3},  // model_sum_for_numerator
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        float *__restrict d_at = (float *)at[0];                   // float32 [model]  read and written
-        float *__restrict numerator_weighted_at = (float *)at[1];  // float32 [model]  read and written
-        const float *__restrict total_at = (const float *)at[2];   // float32 [model]  read
-        // float32 [model]  read
-        const float *__restrict model_sum_for_numerator_at = (const float *)at[3];
-        const F growth_rate(known.scalars[13]);
-        const F beta3(known.scalars[14]);
-        const F one_minus_sqrt_beta2(known.scalars[15]);
-
-        // -- elements: decode, update  (specs/dadapt_adam.py)
-        for (int i = 0; i < count; i += W) {
-            const F d = load(d_at + i);
-            const F total = load(total_at + i);
-            const F model_sum_for_numerator = load(model_sum_for_numerator_at + i);
-            const F numerator_weighted = load(numerator_weighted_at + i);
-            const M total_lt = 0.0f < total;
-            // 38  numerator = d * model_dot(own * g, s / (sqrt(exp_avg_sq) + eps))
-            const F numerator = d * model_sum_for_numerator;
-            // 43  weighted = beta3 * numerator_weighted + (1 - beta3) * numerator
-            const F weighted = fma(one_minus_sqrt_beta2, numerator, beta3 * numerator_weighted);
-            // 44  numerator_weighted = where(total > 0, weighted, numerator_weighted)
-            const F numerator_weighted_2 = where(total_lt, weighted, numerator_weighted);
-            // 45  d_hat = numerator_weighted / maximum((1 - beta3) * total, 1e-37)
-            const F d_hat = numerator_weighted_2 / max(F(9.99999991097579e-38f), one_minus_sqrt_beta2 * total);
-            // 48  d = maximum(d, where(total > 0, minimum(d_hat, d * growth_rate), 0.0))
-            const F d_2 = max(d, where(total_lt, min(d_hat, d * growth_rate), F(0.0f)));
-            store(d_at + i, d_2);
-            store(numerator_weighted_at + i, numerator_weighted_2);
-        }
-    }
-};
-
-// model: values of the model
-template <class Grad>
-struct dadapt_adam_bfloat16_small_1 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = WHOLE;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {6, -1, 4, WHOLE, true, false, NONE, 0},  // d
-        {8, -1, 4, WHOLE, false, true, NONE, 1},  // one_times_one_minus_beta1_times_rate
-        {9, -1, 4, WHOLE, false, true, NONE, 2},  // one_minus_rate_times_weight_decay
-        {10, -1, 4, WHOLE, false, true, NONE, 3},  // one_times_one_minus_sqrt_beta2_times_rate
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const float *__restrict d_at = (const float *)at[0];  // float32 [model]  read
-        // float32 [model]  written
-        float *__restrict one_times_one_minus_beta1_times_rate_at = (float *)at[1];
-        // float32 [model]  written
-        float *__restrict one_minus_rate_times_weight_decay_at = (float *)at[2];
-        // float32 [model]  written
-        float *__restrict one_times_one_minus_sqrt_beta2_times_rate_at = (float *)at[3];
-        const F lr(known.scalars[0]);
-        const F weight_decay(known.scalars[1]);
-        const F gain1(known.scalars[2]);
-        const F gain3(known.scalars[3]);
-
-        // -- elements: decode, update  (specs/dadapt_adam.py)
-        for (int i = 0; i < count; i += W) {
-            const F d = load(d_at + i);
-            const F rate = d * lr;  // 37  rate = d * own
-            store(one_times_one_minus_beta1_times_rate_at + i, gain1 * rate);
-            store(one_minus_rate_times_weight_decay_at + i, fma(-rate, weight_decay, 1.0f));
-            store(one_times_one_minus_sqrt_beta2_times_rate_at + i, gain3 * rate);
-        }
-    }
-};
-
-// a sweep: total (specs/dadapt_adam.py:42), numerator (specs/dadapt_adam.py:38)
-template <class Grad>
-struct dadapt_adam_bfloat16_small_2 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg
-        {4, -1, 4, ELEMENT, true, true, NONE, 4},  // exp_avg_sq
-        {5, -1, 4, ELEMENT, true, true, NONE, 5},  // s
-        {11, 15, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_total
-        {12, 16, 4, WHOLE, false, true, TOTAL, 7},  // tensor_sum_for_numerator
-        {10, -1, 4, WHOLE, true, false, NONE, 8},  // one_times_one_minus_sqrt_beta2_times_rate
-        {9, -1, 4, WHOLE, true, false, NONE, 9},  // one_minus_rate_times_weight_decay
-        {8, -1, 4, WHOLE, true, false, NONE, 10},  // one_times_one_minus_beta1_times_rate
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                   // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];            // uint8 [n]  read and written
-        float *__restrict exp_avg_at = (float *)at[3];                   // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[4];                // float32 [n]  read and written
-        float *__restrict s_at = (float *)at[5];                         // float32 [n]  read and written
-        float *__restrict tensor_sum_for_total_at = (float *)at[6];      // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_numerator_at = (float *)at[7];  // float32 [tensor]  for tensor_sum
-        // float32 [model]  read
-        const float *__restrict one_times_one_minus_sqrt_beta2_times_rate_at = (const float *)at[8];
-        // float32 [model]  read
-        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[9];
-        // float32 [model]  read
-        const float *__restrict one_times_one_minus_beta1_times_rate_at = (const float *)at[10];
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F lr(known.scalars[0]);
-        const F eps(known.scalars[4]);
-        const F grad_scale(known.scalars[5]);
-        const F moves(known.scalars[6]);
-        const F keep1(known.scalars[7]);
-        const F gain2(known.scalars[8]);
-        const F keep2(known.scalars[9]);
-        const F keep3(known.scalars[10]);
-        const F scalar_5(known.scalars[11]);
-        const F scalar_6(known.scalars[12]);
-        const F one_times_one_minus_beta1_times_rate = F(*one_times_one_minus_beta1_times_rate_at);
-        const F one_minus_rate_times_weight_decay = F(*one_minus_rate_times_weight_decay_at);
-        const F one_times_one_minus_sqrt_beta2_times_rate = F(*one_times_one_minus_sqrt_beta2_times_rate_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/dadapt_adam.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F exp_avg = load(exp_avg_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) - 32768);   // bf16 and 8 more bits, stochastic
-            const F s = load(s_at + i);
-            const F g_2 = where(0.0f < moves, g, F(0.0f));                     // 30  g = where(lr > 0, g, 0.0)
-            // 39  exp_avg = keep1 * exp_avg + gain1 * rate * g
-            const F exp_avg_2 = fma(one_times_one_minus_beta1_times_rate, g_2, keep1 * exp_avg);
-            // 40  exp_avg_sq = keep2 * exp_avg_sq + gain2 * g * g
-            const F exp_avg_sq_2 = fma(gain2 * g_2, g_2, keep2 * exp_avg_sq);
-            // 46  p = policies.decoupled(p, rate, weight_decay)
-            const F p_2 = p * one_minus_rate_times_weight_decay;
-            // 47  p = p - moves * exp_avg / (sqrt(exp_avg_sq) + eps)
-            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
-            // 41  s = keep3 * s + gain3 * rate * g
-            const F s_2 = fma(one_times_one_minus_sqrt_beta2_times_rate, g_2, keep3 * s);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 0x8000);
-            store_half<2>(p_at + i, p_word);
-            store_byte<1>(weight_low_at + i, p_word);
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-            store(s_at + i, s_2);
-            store(tensor_sum_for_total_at + i, moves * abs(s_2));
-            store(tensor_sum_for_numerator_at + i, lr * (g_2 * s / (sqrt(exp_avg_sq) + eps)));
-        }
-    }
-};
-
-// tensor: values of tensors
-template <class Grad>
-struct dadapt_adam_bfloat16_small_3 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = WHOLE;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {13, -1, 4, WHOLE, false, true, NONE, 0},  // model_sum_for_numerator
-        {14, -1, 4, WHOLE, false, true, NONE, 1},  // total
-        {12, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_numerator
-        {11, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_for_total
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        float *__restrict model_sum_for_numerator_at = (float *)at[0];           // float32 [model]  for model_sum
-        float *__restrict total_at = (float *)at[1];                             // float32 [model]  for model_sum
-        // float32 [tensor]  read
-        const float *__restrict tensor_sum_for_numerator_at = (const float *)at[2];
-        const float *__restrict tensor_sum_for_total_at = (const float *)at[3];  // float32 [tensor]  read
-
-        // -- elements: decode
-        for (int i = 0; i < count; i += W) {
-            const F tensor_sum_for_numerator = load(tensor_sum_for_numerator_at + i);
-            const F tensor_sum_for_total = load(tensor_sum_for_total_at + i);
-            store(model_sum_for_numerator_at + i, tensor_sum_for_numerator);
-            store(total_at + i, tensor_sum_for_total);
-        }
-    }
-};
-
-// model: values of the model
-template <class Grad>
-struct dadapt_adam_bfloat16_small_4 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = WHOLE;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {6, -1, 4, WHOLE, true, true, NONE, 0},  // d
-        {7, -1, 4, WHOLE, true, true, NONE, 1},  // numerator_weighted
-        {14, -1, 4, WHOLE, true, false, NONE, 2},  // total
-        {13, -1, 4, WHOLE, true, false, NONE, 3},  // model_sum_for_numerator
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        float *__restrict d_at = (float *)at[0];                   // float32 [model]  read and written
-        float *__restrict numerator_weighted_at = (float *)at[1];  // float32 [model]  read and written
-        const float *__restrict total_at = (const float *)at[2];   // float32 [model]  read
-        // float32 [model]  read
-        const float *__restrict model_sum_for_numerator_at = (const float *)at[3];
-        const F growth_rate(known.scalars[13]);
-        const F beta3(known.scalars[14]);
-        const F one_minus_sqrt_beta2(known.scalars[15]);
-
-        // -- elements: decode, update  (specs/dadapt_adam.py)
-        for (int i = 0; i < count; i += W) {
-            const F d = load(d_at + i);
-            const F total = load(total_at + i);
-            const F model_sum_for_numerator = load(model_sum_for_numerator_at + i);
-            const F numerator_weighted = load(numerator_weighted_at + i);
-            const M total_lt = 0.0f < total;
-            // 38  numerator = d * model_dot(own * g, s / (sqrt(exp_avg_sq) + eps))
-            const F numerator = d * model_sum_for_numerator;
-            // 43  weighted = beta3 * numerator_weighted + (1 - beta3) * numerator
-            const F weighted = fma(one_minus_sqrt_beta2, numerator, beta3 * numerator_weighted);
-            // 44  numerator_weighted = where(total > 0, weighted, numerator_weighted)
-            const F numerator_weighted_2 = where(total_lt, weighted, numerator_weighted);
-            // 45  d_hat = numerator_weighted / maximum((1 - beta3) * total, 1e-37)
-            const F d_hat = numerator_weighted_2 / max(F(9.99999991097579e-38f), one_minus_sqrt_beta2 * total);
-            // 48  d = maximum(d, where(total > 0, minimum(d_hat, d * growth_rate), 0.0))
-            const F d_2 = max(d, where(total_lt, min(d_hat, d * growth_rate), F(0.0f)));
-            store(d_at + i, d_2);
-            store(numerator_weighted_at + i, numerator_weighted_2);
-        }
-    }
-};
-
-// a sweep: total (specs/dadapt_adam.py:42), numerator (specs/dadapt_adam.py:38)
-template <class Grad>
-struct dadapt_adam_float16_2 {
-    static constexpr int BLOCK = 64, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // exp_avg_codes
-        {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // exp_avg_scale
-        {5, -1, 1, ELEMENT, true, true, NONE, 5},  // exp_avg_sq_codes
-        {6, -1, 2, BLOCK_OF, true, true, NONE, 6},  // exp_avg_sq_range
-        {7, -1, 1, ELEMENT, true, true, NONE, 7},  // s_codes
-        {8, -1, 2, BLOCK_OF, true, true, NONE, 8},  // s_scale
-        {14, 18, 4, WHOLE, false, true, TOTAL, 9},  // tensor_sum_for_total
-        {15, 19, 4, WHOLE, false, true, TOTAL, 10},  // tensor_sum_for_numerator
-        {13, -1, 4, WHOLE, true, false, NONE, 11},  // one_times_one_minus_sqrt_beta2_times_rate
-        {12, -1, 4, WHOLE, true, false, NONE, 12},  // one_minus_rate_times_weight_decay
-        {11, -1, 4, WHOLE, true, false, NONE, 13},  // one_times_one_minus_beta1_times_rate
-    };
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                    // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];             // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[3];          // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];          // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[5];       // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];       // int16 [blocks of 64]  read and written
-        uint8_t *__restrict s_codes_at = (uint8_t *)at[7];                // uint8 [n]  read and written
-        int16_t *__restrict s_scale_at = (int16_t *)at[8];                // int16 [blocks of 64]  read and written
-        float *__restrict tensor_sum_for_total_at = (float *)at[9];       // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_numerator_at = (float *)at[10];  // float32 [tensor]  for tensor_sum
-        // float32 [model]  read
-        const float *__restrict one_times_one_minus_sqrt_beta2_times_rate_at = (const float *)at[11];
-        // float32 [model]  read
-        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[12];
-        // float32 [model]  read
-        const float *__restrict one_times_one_minus_beta1_times_rate_at = (const float *)at[13];
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F lr(known.scalars[0]);
-        const F eps(known.scalars[4]);
-        const F grad_scale(known.scalars[5]);
-        const F moves(known.scalars[6]);
-        const F keep1(known.scalars[7]);
-        const F gain2(known.scalars[8]);
-        const F keep2(known.scalars[9]);
-        const F keep3(known.scalars[10]);
-        const F scalar_5(known.scalars[11]);
-        const F scalar_6(known.scalars[12]);
-        const F one_times_one_minus_beta1_times_rate = F(*one_times_one_minus_beta1_times_rate_at);
-        const F one_minus_rate_times_weight_decay = F(*one_minus_rate_times_weight_decay_at);
-        const F one_times_one_minus_sqrt_beta2_times_rate = F(*one_times_one_minus_sqrt_beta2_times_rate_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) int32_t word_3_kept[TILE / 8];
-        alignas(64) int32_t word_4_kept[TILE / 8];
-        alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float exp_avg_sq_sqrt_kept[TILE];
-        alignas(64) int32_t noise_2_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float s_kept[TILE];
-        alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float scale_mul_kept[TILE / BLOCK];
-        alignas(64) float scale_mul_2_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_half_add_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_base_sub_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) float s_divisor_mul_kept[TILE / BLOCK];
-        I exp_avg_top_kept[TILE / BLOCK];
-        I largest_of_block_kept[TILE / BLOCK];
-        I smallest_of_block_kept[TILE / BLOCK];
-        I s_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256;
-            const I word_mul = (word_xor ^ 0x3c6ef372) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor_2 = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor_2 ^ lshr(word_xor_2, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor_2 ^ (step_key & 255) * 0x1000001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            const I word_mul_5 = word_xor * 0x7feb352d;
-            const I word_mul_6 = (word_mul_5 ^ lshr(word_mul_5, 16)) * -2073254261;
-            const I word_xor_3 = word_mul_6 ^ lshr(word_mul_6, 15);
-            const I word_mul_7 = (word_xor_3 ^ lshr(word_xor_3, 16)) * -1640531535;
-            const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 0x7feb352d;
-            const I word_4 = word_xor_3 ^ (step_key & 255) * 0x1000010;
-            const I word_3 = word_mul_8 ^ lshr(word_mul_8, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-            store(word_3_kept + i, word_3);
-            store(word_4_kept + i, word_4);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
-            const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
-            const I exp_avg_sq_header = to_int(exp_avg_sq_range);
-            const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
-            const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
-            const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
-            const I16 s_scale = raw(s_scale_at + b);
-            const I scale_bits = to_int(s_scale) << 15;
-            const I scale_bits_2 = scale_bits & 0x7fffffff;
-            const F scale = as_float(where(scale_bits_2 == 0x7f800000, I(0x7f7fffff), scale_bits_2));
-            const F exp_avg_scale_mul = keep1 * exp_avg_scale_2;
-            const F scale_mul = keep3 * scale;
-            const F scale_mul_2 = lr * scale;
-            store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
-            store(exp_avg_sq_step_kept + b, exp_avg_sq_step);
-            store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
-            store(scale_mul_kept + b, scale_mul);
-            store(scale_mul_2_kept + b, scale_mul_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/dadapt_adam.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
-            fetch<BLOCK>(weight_low_at, b);
-            const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
-            const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
-            const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
-            const F scale_mul(scale_mul_kept[b]);
-            const F scale_mul_2(scale_mul_2_kept[b]);
-            I exp_avg_top(INT32_MIN);
-            I largest_of_block(INT32_MIN);
-            I smallest_of_block(INT32_MAX);
-            I s_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const I word_4 = spread(word_4_kept, i);
-                const I word_3 = spread(word_3_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const F g = grad_scale * g_stored;
-                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
-                const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
-                const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
-                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                const U8 s_code = raw(s_codes_at + i);
-                const F s_code_2 = counter(s_code) - 8388736.0f;
-                const F s_bend = abs(s_code_2);
-                const F g_2 = where(0.0f < moves, g, F(0.0f));                     // 30  g = where(lr > 0, g, 0.0)
-                // 39  exp_avg = keep1 * exp_avg + gain1 * rate * g
-                const F exp_avg = fma(one_times_one_minus_beta1_times_rate, g_2, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
-                // 40  exp_avg_sq = keep2 * exp_avg_sq + gain2 * g * g
-                const F exp_avg_sq_2 = fma(gain2 * g_2, g_2, keep2 * exp_avg_sq);
-                const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
-                const F s_bend_rcp = 1.0f / (254.0f - s_bend);
-                // 41  s = keep3 * s + gain3 * rate * g
-                const F s = fma(one_times_one_minus_sqrt_beta2_times_rate, g_2, scale_mul * (s_code_2 * s_bend_rcp));
-                const I word_and = lane(i);
-                const I word_add = (word_and * (word_and + 1) >> 1) + 1;
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise_2 = word_2 ^ rotl(word, word_add);
-                const F exp_avg_abs = abs(exp_avg);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_4 ^ rotl(word_3, word_add);
-                const I exp_avg_sq_pattern = bits(exp_avg_sq_sqrt);
-                const F s_abs = abs(s);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_abs), i, end);
-                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
-                s_top = larger<RAGGED>(s_top, bits(s_abs), i, end);
-                store(exp_avg_kept + i, exp_avg);
-                store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
-                store(noise_2_kept + i, noise_2);
-                store(noise_kept + i, noise);
-                store(s_kept + i, s);
-                store(tensor_sum_for_total_at + i, moves * s_abs);
-                store(tensor_sum_for_numerator_at + i, scale_mul_2 * (g_2 * s_code_2 * s_bend_rcp / (sqrt(exp_avg_sq) + eps)));
-            }
-            exp_avg_top_kept[b] = exp_avg_top;
-            largest_of_block_kept[b] = largest_of_block;
-            smallest_of_block_kept[b] = smallest_of_block;
-            s_top_kept[b] = s_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I s_top = largest(s_top_kept + b);
-            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
-            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
-            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
-            const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
-            const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
-            const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
-            const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
-            const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_half = exp_avg_sq_units * 10240;
-            const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base;
-            const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
-            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000;
-            const I exp_avg_sq_header_2 = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells_2;
-            const I s_up = max(I(0x4800000), s_top) + 32767;
-            const I s_up_2 = where(s_top < 0x7f800000, s_up, I(0x7fc00000));
-            const I s_divisor = min(I(0x7f7fffff), s_up_2 & 0x7fff8000);
-            const F s_divisor_mul = as_float(s_divisor) * 0.003937007859349251f;
-            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
-            store(exp_avg_sq_half_add_kept + b, exp_avg_sq_half_add);
-            store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(exp_avg_sq_base_sub_kept + b, exp_avg_sq_base_sub);
-            store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(s_divisor_mul_kept + b, s_divisor_mul);
-            store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
-            store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
-            store(s_scale_at + b, s_up_2 >> 15);
-        }
-
-        // -- elements: decode, update, encode  (specs/dadapt_adam.py)
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
-                const I noise_2 = load(noise_2_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const I p_high = extend16(extend16(to_int(p_stored)));
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low - 128;
-                const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 0x38000000;
-                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-                // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-                const F p_2 = p * one_minus_rate_times_weight_decay;  // 46  p = policies.decoupled(p, rate, weight_decay)
-                // 47  p = p - moves * exp_avg / (sqrt(exp_avg_sq) + eps)
-                const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_sqrt, scalar_5, scalar_6), p_2);
-                const I p_bitcast = bits(p_3);
-                const I p_sign = p_bitcast >> 16 & 0x8000;
-                const I p_magnitude = p_bitcast & 0x7fffffff;
-                const F p_magnitude_bitcast = as_float(p_magnitude);
-                const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-                const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-                const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-                const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-                const I p_wide_2 = lshr(p_fixed + ((noise_2 & 255) << 1 | 1), 9);
-                const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
-                const I p_kept_ = p_word;
-                store(p_at + i, p_sign | p_word >> 8);
-                store(weight_low_at + i, p_kept_);
-            }
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
-            fetch<BLOCK>(s_codes_at, b + TILE / BLOCK);
-            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
-            const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
-            const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
-            const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const F s_divisor_mul(s_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const I noise = load(noise_kept + i);
-                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
-                const F s = load(s_kept + i);
-                const I noise_2 = load(noise_2_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
-                const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add;
-                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
-                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
-                store(exp_avg_codes_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
-                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
-                store(s_codes_at + i, s_pattern + lshr(noise_2, 20) >> 12);
-            }
-        }
-    }
-};
-
-// a sweep: total (specs/dadapt_adam.py:42), numerator (specs/dadapt_adam.py:38)
-template <class Grad>
-struct dadapt_adam_float16_small_2 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg
-        {4, -1, 4, ELEMENT, true, true, NONE, 4},  // exp_avg_sq
-        {5, -1, 4, ELEMENT, true, true, NONE, 5},  // s
-        {11, 15, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_total
-        {12, 16, 4, WHOLE, false, true, TOTAL, 7},  // tensor_sum_for_numerator
-        {10, -1, 4, WHOLE, true, false, NONE, 8},  // one_times_one_minus_sqrt_beta2_times_rate
-        {9, -1, 4, WHOLE, true, false, NONE, 9},  // one_minus_rate_times_weight_decay
-        {8, -1, 4, WHOLE, true, false, NONE, 10},  // one_times_one_minus_beta1_times_rate
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                   // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];            // uint8 [n]  read and written
-        float *__restrict exp_avg_at = (float *)at[3];                   // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[4];                // float32 [n]  read and written
-        float *__restrict s_at = (float *)at[5];                         // float32 [n]  read and written
-        float *__restrict tensor_sum_for_total_at = (float *)at[6];      // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_numerator_at = (float *)at[7];  // float32 [tensor]  for tensor_sum
-        // float32 [model]  read
-        const float *__restrict one_times_one_minus_sqrt_beta2_times_rate_at = (const float *)at[8];
-        // float32 [model]  read
-        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[9];
-        // float32 [model]  read
-        const float *__restrict one_times_one_minus_beta1_times_rate_at = (const float *)at[10];
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F lr(known.scalars[0]);
-        const F eps(known.scalars[4]);
-        const F grad_scale(known.scalars[5]);
-        const F moves(known.scalars[6]);
-        const F keep1(known.scalars[7]);
-        const F gain2(known.scalars[8]);
-        const F keep2(known.scalars[9]);
-        const F keep3(known.scalars[10]);
-        const F scalar_5(known.scalars[11]);
-        const F scalar_6(known.scalars[12]);
-        const F one_times_one_minus_beta1_times_rate = F(*one_times_one_minus_beta1_times_rate_at);
-        const F one_minus_rate_times_weight_decay = F(*one_minus_rate_times_weight_decay_at);
-        const F one_times_one_minus_sqrt_beta2_times_rate = F(*one_times_one_minus_sqrt_beta2_times_rate_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/dadapt_adam.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F exp_avg = load(exp_avg_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const I p_high = extend16(extend16(to_int(p_stored)));
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low - 128;
-            const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 0x38000000;
-            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-            // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-            const F s = load(s_at + i);
-            const F g_2 = where(0.0f < moves, g, F(0.0f));                     // 30  g = where(lr > 0, g, 0.0)
-            // 39  exp_avg = keep1 * exp_avg + gain1 * rate * g
-            const F exp_avg_2 = fma(one_times_one_minus_beta1_times_rate, g_2, keep1 * exp_avg);
-            // 40  exp_avg_sq = keep2 * exp_avg_sq + gain2 * g * g
-            const F exp_avg_sq_2 = fma(gain2 * g_2, g_2, keep2 * exp_avg_sq);
-            // 46  p = policies.decoupled(p, rate, weight_decay)
-            const F p_2 = p * one_minus_rate_times_weight_decay;
-            // 47  p = p - moves * exp_avg / (sqrt(exp_avg_sq) + eps)
-            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
-            // 41  s = keep3 * s + gain3 * rate * g
-            const F s_2 = fma(one_times_one_minus_sqrt_beta2_times_rate, g_2, keep3 * s);
-            const I p_bitcast = bits(p_3);
-            const I p_sign = p_bitcast >> 16 & 0x8000;
-            const I p_magnitude = p_bitcast & 0x7fffffff;
-            const F p_magnitude_bitcast = as_float(p_magnitude);
-            const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-            const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-            const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-            const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_wide_2 = lshr(p_fixed + (lshr(noise, 23) | 1), 9);
-            const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
-            const I p_kept_ = p_word;
-            store(p_at + i, p_sign | p_word >> 8);
-            store(weight_low_at + i, p_kept_);
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-            store(s_at + i, s_2);
-            store(tensor_sum_for_total_at + i, moves * abs(s_2));
-            store(tensor_sum_for_numerator_at + i, lr * (g_2 * s / (sqrt(exp_avg_sq) + eps)));
-        }
-    }
-};
-
-// model: values of the model
-template <class Grad>
-struct dadapt_adam_float32_use_bias_correction_1 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = WHOLE;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {8, -1, 4, WHOLE, true, false, NONE, 0},  // d
         {10, -1, 4, WHOLE, false, true, NONE, 1},  // one_times_one_minus_beta1_times_rate
         {11, -1, 4, WHOLE, false, true, NONE, 2},  // one_minus_rate_times_weight_decay
         {12, -1, 4, WHOLE, false, true, NONE, 3},  // one_times_one_minus_sqrt_beta2_times_rate
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -1745,27 +707,29 @@ struct dadapt_adam_float32_use_bias_correction_1 {
 };
 
 // a sweep: total (specs/dadapt_adam.py:42), numerator (specs/dadapt_adam.py:38)
-template <class Grad>
-struct dadapt_adam_float32_use_bias_correction_2 {
+template <class Weight, class Grad>
+struct dadapt_adam_use_bias_correction_kernel_2 {
+    // random bits of exp_avg, exp_avg_sq, s, p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{12, false}, {12, false}, {12, false}, {Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P, 2, 1, 0}), KEPT = NOISE.mask({P, 2, 1, 0});
     static constexpr int BLOCK = 64, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // exp_avg_codes
-        {3, -1, 2, BLOCK_OF, true, true, NONE, 3},  // exp_avg_scale
-        {4, -1, 1, ELEMENT, true, true, NONE, 4},  // exp_avg_sq_codes
-        {5, -1, 2, BLOCK_OF, true, true, NONE, 5},  // exp_avg_sq_range
-        {6, -1, 1, ELEMENT, true, true, NONE, 6},  // s_codes
-        {7, -1, 2, BLOCK_OF, true, true, NONE, 7},  // s_scale
-        {13, 17, 4, WHOLE, false, true, TOTAL, 8},  // tensor_sum_for_total
-        {14, 18, 4, WHOLE, false, true, TOTAL, 9},  // tensor_sum_for_numerator
-        {12, -1, 4, WHOLE, true, false, NONE, 10},  // one_times_one_minus_sqrt_beta2_times_rate
-        {11, -1, 4, WHOLE, true, false, NONE, 11},  // one_minus_rate_times_weight_decay
-        {10, -1, 4, WHOLE, true, false, NONE, 12},  // one_times_one_minus_beta1_times_rate
-    };
+    static constexpr bool MATRICES = false, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {2, -1, 1, ELEMENT, true, true, NONE, 1},  // exp_avg_codes
+        {3, -1, 2, BLOCK_OF, true, true, NONE, 2},  // exp_avg_scale
+        {4, -1, 1, ELEMENT, true, true, NONE, 3},  // exp_avg_sq_codes
+        {5, -1, 2, BLOCK_OF, true, true, NONE, 4},  // exp_avg_sq_range
+        {6, -1, 1, ELEMENT, true, true, NONE, 5},  // s_codes
+        {7, -1, 2, BLOCK_OF, true, true, NONE, 6},  // s_scale
+        {13, 17, 4, WHOLE, false, true, TOTAL, 7},  // tensor_sum_for_total
+        {14, 18, 4, WHOLE, false, true, TOTAL, 8},  // tensor_sum_for_numerator
+        {12, -1, 4, WHOLE, true, false, NONE, 9},  // one_times_one_minus_sqrt_beta2_times_rate
+        {11, -1, 4, WHOLE, true, false, NONE, 10},  // one_minus_rate_times_weight_decay
+        {10, -1, 4, WHOLE, true, false, NONE, 11},  // one_times_one_minus_beta1_times_rate
+    });
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
                      int row_mask, const Known &known) {
@@ -1775,23 +739,23 @@ struct dadapt_adam_float32_use_bias_correction_2 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                         // float32 [n]  read and written
+        Weight weight(at[12], at + 13);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[2];         // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[3];         // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[4];      // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];      // int16 [blocks of 64]  read and written
-        uint8_t *__restrict s_codes_at = (uint8_t *)at[6];               // uint8 [n]  read and written
-        int16_t *__restrict s_scale_at = (int16_t *)at[7];               // int16 [blocks of 64]  read and written
-        float *__restrict tensor_sum_for_total_at = (float *)at[8];      // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_numerator_at = (float *)at[9];  // float32 [tensor]  for tensor_sum
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[1];         // uint8 [n]  read and written
+        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[2];         // int16 [blocks of 64]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[3];      // uint8 [n]  read and written
+        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[4];      // int16 [blocks of 64]  read and written
+        uint8_t *__restrict s_codes_at = (uint8_t *)at[5];               // uint8 [n]  read and written
+        int16_t *__restrict s_scale_at = (int16_t *)at[6];               // int16 [blocks of 64]  read and written
+        float *__restrict tensor_sum_for_total_at = (float *)at[7];      // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_for_numerator_at = (float *)at[8];  // float32 [tensor]  for tensor_sum
         // float32 [model]  read
-        const float *__restrict one_times_one_minus_sqrt_beta2_times_rate_at = (const float *)at[10];
+        const float *__restrict one_times_one_minus_sqrt_beta2_times_rate_at = (const float *)at[9];
         // float32 [model]  read
-        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[11];
+        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[10];
         // float32 [model]  read
-        const float *__restrict one_times_one_minus_beta1_times_rate_at = (const float *)at[12];
+        const float *__restrict one_times_one_minus_beta1_times_rate_at = (const float *)at[11];
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F eps(known.scalars[4]);
@@ -1807,15 +771,9 @@ struct dadapt_adam_float32_use_bias_correction_2 {
         const F one_times_one_minus_beta1_times_rate = F(*one_times_one_minus_beta1_times_rate_at);
         const F one_minus_rate_times_weight_decay = F(*one_minus_rate_times_weight_decay_at);
         const F one_times_one_minus_sqrt_beta2_times_rate = F(*one_times_one_minus_sqrt_beta2_times_rate_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) int32_t word_3_kept[TILE / 8];
-        alignas(64) int32_t word_4_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
         alignas(64) float exp_avg_sq_sqrt_kept[TILE];
         alignas(64) float s_kept[TILE];
-        alignas(64) int32_t noise_2_kept[TILE];
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
@@ -1831,29 +789,7 @@ struct dadapt_adam_float32_use_bias_correction_2 {
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
         I s_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256;
-            const I word_mul = word_xor * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor_2 = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor_2 ^ lshr(word_xor_2, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor_2 ^ (step_key & 255) * 0x1000010;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            const I word_mul_5 = (word_xor ^ 0x3c6ef372) * 0x7feb352d;
-            const I word_mul_6 = (word_mul_5 ^ lshr(word_mul_5, 16)) * -2073254261;
-            const I word_xor_3 = word_mul_6 ^ lshr(word_mul_6, 15);
-            const I word_mul_7 = (word_xor_3 ^ lshr(word_xor_3, 16)) * -1640531535;
-            const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 0x7feb352d;
-            const I word_4 = word_xor_3 ^ (step_key & 255) * 0x1000000;
-            const I word_3 = word_mul_8 ^ lshr(word_mul_8, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-            store(word_3_kept + i, word_3);
-            store(word_4_kept + i, word_4);
-        }
+        Words<dadapt_adam_use_bias_correction_kernel_2> words(BLOCK * blocks, first, stream_key, step_key);
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
@@ -1881,11 +817,18 @@ struct dadapt_adam_float32_use_bias_correction_2 {
             store(scale_mul_2_kept + b, scale_mul_2);
         }
 
+        const auto update_weight = [&](int i, F exp_avg, F exp_avg_sq_sqrt, const auto &noise) {
+            const F p = weight.decode(i);
+            const F p_2 = p * one_minus_rate_times_weight_decay;  // 46  p = policies.decoupled(p, rate, weight_decay)
+            // 47  p = p - moves * exp_avg / (sqrt(exp_avg_sq) + eps)
+            const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_sqrt, scalar_5, scalar_6), p_2);
+            weight.encode(i, p_3, noise);
+        };
         // -- elements: decode, update, encode  (specs/dadapt_adam.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch_weight<BLOCK>(weight, b);
+            if constexpr (!apart<Weight>()) { fetch<BLOCK>(g_at, b + TILE / BLOCK); fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK); }
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -1897,10 +840,7 @@ struct dadapt_adam_float32_use_bias_correction_2 {
             I s_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const I word_4 = spread(word_4_kept, i);
-                const I word_3 = spread(word_3_kept, i);
+                const auto noise = words.at(i);
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
                 const U8 exp_avg_code = raw(exp_avg_codes_at + i);
@@ -1911,7 +851,6 @@ struct dadapt_adam_float32_use_bias_correction_2 {
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                const F p = load(p_at + i);
                 const U8 s_code = raw(s_codes_at + i);
                 const F s_code_2 = counter(s_code) - 8388736.0f;
                 const F s_bend = abs(s_code_2);
@@ -1921,34 +860,24 @@ struct dadapt_adam_float32_use_bias_correction_2 {
                 // 40  exp_avg_sq = keep2 * exp_avg_sq + gain2 * g * g
                 const F exp_avg_sq_2 = fma(gain2 * g_3, g_3, keep2 * exp_avg_sq);
                 const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
-                // 46  p = policies.decoupled(p, rate, weight_decay)
-                const F p_2 = p * one_minus_rate_times_weight_decay;
-                // 47  p = p - moves * exp_avg / (sqrt(exp_avg_sq) + eps)
-                const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_sqrt, scalar_5, scalar_6), p_2);
                 const F s_bend_rcp = 1.0f / (254.0f - s_bend);
                 // 41  s = keep3 * s + gain3 * rate * g
                 const F s = fma(one_times_one_minus_sqrt_beta2_times_rate, g_3, scale_mul * (s_code_2 * s_bend_rcp));
                 const F exp_avg_abs = abs(exp_avg);
-                const I word_and = lane(i);
-                const I word_add = (word_and * (word_and + 1) >> 1) + 1;
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, word_add);
                 const I exp_avg_sq_pattern = bits(exp_avg_sq_sqrt);
                 const F s_abs = abs(s);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise_2 = word_4 ^ rotl(word_3, word_add);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_abs), i, end);
                 largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
                 s_top = larger<RAGGED>(s_top, bits(s_abs), i, end);
+                words.keep(noise, i);
                 store(exp_avg_kept + i, exp_avg);
-                store(noise_kept + i, noise);
                 store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
                 store(s_kept + i, s);
-                store(noise_2_kept + i, noise_2);
-                store(p_at + i, p_3);
                 store(tensor_sum_for_total_at + i, moves * s_abs);
                 store(tensor_sum_for_numerator_at + i, scale_mul_2 * (g_3 * s_code_2 * s_bend_rcp / (sqrt(exp_avg_sq) + eps)));
+                if constexpr (!apart<Weight>())
+                    update_weight(i, exp_avg, exp_avg_sq_sqrt, noise);
             }
             exp_avg_top_kept[b] = exp_avg_top;
             largest_of_block_kept[b] = largest_of_block;
@@ -1994,9 +923,21 @@ struct dadapt_adam_float32_use_bias_correction_2 {
             store(s_scale_at + b, s_up_2 >> 15);
         }
 
+        // -- elements: decode, update  (specs/dadapt_adam.py)
+        if constexpr (apart<Weight>()) for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
+                const F exp_avg = load(exp_avg_kept + i);
+                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
+                update_weight(i, exp_avg, exp_avg_sq_sqrt, noise);
+            }
+        }
+
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             fetch<BLOCK>(s_codes_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
@@ -2007,36 +948,35 @@ struct dadapt_adam_float32_use_bias_correction_2 {
             const F s_divisor_mul(s_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
                 const F exp_avg = load(exp_avg_kept + i);
-                const I noise = load(noise_kept + i);
                 const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
                 const F s = load(s_kept + i);
-                const I noise_2 = load(noise_2_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
-                const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add;
+                const I exp_avg_sq_offset = fraction<1, 24>(noise) + exp_avg_sq_half_add;
                 const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
-                store(exp_avg_codes_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + integer<0>(noise) >> 12);
                 store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
-                store(s_codes_at + i, s_pattern + lshr(noise_2, 20) >> 12);
+                store(s_codes_at + i, s_pattern + integer<2>(noise) >> 12);
             }
         }
     }
 };
 
 // model: values of the model
-template <class Grad>
-struct dadapt_adam_float32_use_bias_correction_small_1 {
+template <class Weight, class Grad>
+struct dadapt_adam_use_bias_correction_small_kernel_1 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {5, -1, 4, WHOLE, true, false, NONE, 0},  // d
         {7, -1, 4, WHOLE, false, true, NONE, 1},  // one_times_one_minus_beta1_times_rate
         {8, -1, 4, WHOLE, false, true, NONE, 2},  // one_minus_rate_times_weight_decay
         {9, -1, 4, WHOLE, false, true, NONE, 3},  // one_times_one_minus_sqrt_beta2_times_rate
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -2064,41 +1004,45 @@ struct dadapt_adam_float32_use_bias_correction_small_1 {
 };
 
 // a sweep: total (specs/dadapt_adam.py:42), numerator (specs/dadapt_adam.py:38)
-template <class Grad>
-struct dadapt_adam_float32_use_bias_correction_small_2 {
+template <class Weight, class Grad>
+struct dadapt_adam_use_bias_correction_small_kernel_2 {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
-        {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
-        {4, -1, 4, ELEMENT, true, true, NONE, 4},  // s
-        {10, 14, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_total
-        {11, 15, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_numerator
-        {9, -1, 4, WHOLE, true, false, NONE, 7},  // one_times_one_minus_sqrt_beta2_times_rate
-        {8, -1, 4, WHOLE, true, false, NONE, 8},  // one_minus_rate_times_weight_decay
-        {7, -1, 4, WHOLE, true, false, NONE, 9},  // one_times_one_minus_beta1_times_rate
-    };
+    static constexpr bool MATRICES = false, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {2, -1, 4, ELEMENT, true, true, NONE, 1},  // exp_avg
+        {3, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg_sq
+        {4, -1, 4, ELEMENT, true, true, NONE, 3},  // s
+        {10, 14, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_total
+        {11, 15, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_numerator
+        {9, -1, 4, WHOLE, true, false, NONE, 6},  // one_times_one_minus_sqrt_beta2_times_rate
+        {8, -1, 4, WHOLE, true, false, NONE, 7},  // one_minus_rate_times_weight_decay
+        {7, -1, 4, WHOLE, true, false, NONE, 8},  // one_times_one_minus_beta1_times_rate
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                         // float32 [n]  read and written
+        Weight weight(at[9], at + 10);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];                   // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];                // float32 [n]  read and written
-        float *__restrict s_at = (float *)at[4];                         // float32 [n]  read and written
-        float *__restrict tensor_sum_for_total_at = (float *)at[5];      // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_numerator_at = (float *)at[6];  // float32 [tensor]  for tensor_sum
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        float *__restrict exp_avg_at = (float *)at[1];                   // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[2];                // float32 [n]  read and written
+        float *__restrict s_at = (float *)at[3];                         // float32 [n]  read and written
+        float *__restrict tensor_sum_for_total_at = (float *)at[4];      // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_for_numerator_at = (float *)at[5];  // float32 [tensor]  for tensor_sum
         // float32 [model]  read
-        const float *__restrict one_times_one_minus_sqrt_beta2_times_rate_at = (const float *)at[7];
+        const float *__restrict one_times_one_minus_sqrt_beta2_times_rate_at = (const float *)at[6];
         // float32 [model]  read
-        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[8];
+        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[7];
         // float32 [model]  read
-        const float *__restrict one_times_one_minus_beta1_times_rate_at = (const float *)at[9];
+        const float *__restrict one_times_one_minus_beta1_times_rate_at = (const float *)at[8];
+        const int32_t step_key = known.step_key;
+        const int32_t stream_key = known.stream_key;
         const F eps(known.scalars[4]);
         const F grad_scale(known.scalars[5]);
         const F moves(known.scalars[6]);
@@ -2112,14 +1056,16 @@ struct dadapt_adam_float32_use_bias_correction_small_2 {
         const F one_times_one_minus_beta1_times_rate = F(*one_times_one_minus_beta1_times_rate_at);
         const F one_minus_rate_times_weight_decay = F(*one_minus_rate_times_weight_decay_at);
         const F one_times_one_minus_sqrt_beta2_times_rate = F(*one_times_one_minus_sqrt_beta2_times_rate_at);
+        Words<dadapt_adam_use_bias_correction_small_kernel_2> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/dadapt_adam.py)
         for (int i = 0; i < count; i += W) {
+            const auto noise = words.at(i);
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             const F s = load(s_at + i);
             const F g_3 = where(0.0f < moves, g_2, F(0.0f));                   // 30  g = where(lr > 0, g, 0.0)
             // 39  exp_avg = keep1 * exp_avg + gain1 * rate * g
@@ -2132,7 +1078,7 @@ struct dadapt_adam_float32_use_bias_correction_small_2 {
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
             // 41  s = keep3 * s + gain3 * rate * g
             const F s_2 = fma(one_times_one_minus_sqrt_beta2_times_rate, g_3, keep3 * s);
-            store(p_at + i, p_3);
+            weight.encode(i, p_3, noise);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
             store(s_at + i, s_2);
@@ -2142,935 +1088,12 @@ struct dadapt_adam_float32_use_bias_correction_small_2 {
     }
 };
 
-// model: values of the model
-template <class Grad>
-struct dadapt_adam_bfloat16_use_bias_correction_1 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = WHOLE;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {9, -1, 4, WHOLE, true, false, NONE, 0},  // d
-        {11, -1, 4, WHOLE, false, true, NONE, 1},  // one_times_one_minus_beta1_times_rate
-        {12, -1, 4, WHOLE, false, true, NONE, 2},  // one_minus_rate_times_weight_decay
-        {13, -1, 4, WHOLE, false, true, NONE, 3},  // one_times_one_minus_sqrt_beta2_times_rate
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const float *__restrict d_at = (const float *)at[0];  // float32 [model]  read
-        // float32 [model]  written
-        float *__restrict one_times_one_minus_beta1_times_rate_at = (float *)at[1];
-        // float32 [model]  written
-        float *__restrict one_minus_rate_times_weight_decay_at = (float *)at[2];
-        // float32 [model]  written
-        float *__restrict one_times_one_minus_sqrt_beta2_times_rate_at = (float *)at[3];
-        const F weight_decay(known.scalars[0]);
-        const F own(known.scalars[1]);
-        const F gain1(known.scalars[2]);
-        const F gain3(known.scalars[3]);
-
-        // -- elements: decode, update  (specs/dadapt_adam.py)
-        for (int i = 0; i < count; i += W) {
-            const F d = load(d_at + i);
-            const F rate = d * own;  // 37  rate = d * own
-            store(one_times_one_minus_beta1_times_rate_at + i, gain1 * rate);
-            store(one_minus_rate_times_weight_decay_at + i, fma(-rate, weight_decay, 1.0f));
-            store(one_times_one_minus_sqrt_beta2_times_rate_at + i, gain3 * rate);
-        }
-    }
-};
-
-// a sweep: total (specs/dadapt_adam.py:42), numerator (specs/dadapt_adam.py:38)
-template <class Grad>
-struct dadapt_adam_bfloat16_use_bias_correction_2 {
-    static constexpr int BLOCK = 64, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // exp_avg_codes
-        {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // exp_avg_scale
-        {5, -1, 1, ELEMENT, true, true, NONE, 5},  // exp_avg_sq_codes
-        {6, -1, 2, BLOCK_OF, true, true, NONE, 6},  // exp_avg_sq_range
-        {7, -1, 1, ELEMENT, true, true, NONE, 7},  // s_codes
-        {8, -1, 2, BLOCK_OF, true, true, NONE, 8},  // s_scale
-        {14, 18, 4, WHOLE, false, true, TOTAL, 9},  // tensor_sum_for_total
-        {15, 19, 4, WHOLE, false, true, TOTAL, 10},  // tensor_sum_for_numerator
-        {13, -1, 4, WHOLE, true, false, NONE, 11},  // one_times_one_minus_sqrt_beta2_times_rate
-        {12, -1, 4, WHOLE, true, false, NONE, 12},  // one_minus_rate_times_weight_decay
-        {11, -1, 4, WHOLE, true, false, NONE, 13},  // one_times_one_minus_beta1_times_rate
-    };
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                    // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];             // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[3];          // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];          // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[5];       // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];       // int16 [blocks of 64]  read and written
-        uint8_t *__restrict s_codes_at = (uint8_t *)at[7];                // uint8 [n]  read and written
-        int16_t *__restrict s_scale_at = (int16_t *)at[8];                // int16 [blocks of 64]  read and written
-        float *__restrict tensor_sum_for_total_at = (float *)at[9];       // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_numerator_at = (float *)at[10];  // float32 [tensor]  for tensor_sum
-        // float32 [model]  read
-        const float *__restrict one_times_one_minus_sqrt_beta2_times_rate_at = (const float *)at[11];
-        // float32 [model]  read
-        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[12];
-        // float32 [model]  read
-        const float *__restrict one_times_one_minus_beta1_times_rate_at = (const float *)at[13];
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F eps(known.scalars[4]);
-        const F grad_scale(known.scalars[5]);
-        const F moves(known.scalars[6]);
-        const F keep1(known.scalars[7]);
-        const F gain2(known.scalars[8]);
-        const F keep2(known.scalars[9]);
-        const F keep3(known.scalars[10]);
-        const F scalar_5(known.scalars[11]);
-        const F scalar_6(known.scalars[12]);
-        const F own(known.scalars[1]);
-        const F one_times_one_minus_beta1_times_rate = F(*one_times_one_minus_beta1_times_rate_at);
-        const F one_minus_rate_times_weight_decay = F(*one_minus_rate_times_weight_decay_at);
-        const F one_times_one_minus_sqrt_beta2_times_rate = F(*one_times_one_minus_sqrt_beta2_times_rate_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) int32_t word_3_kept[TILE / 8];
-        alignas(64) int32_t word_4_kept[TILE / 8];
-        alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float exp_avg_sq_sqrt_kept[TILE];
-        alignas(64) int32_t noise_2_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float s_kept[TILE];
-        alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float scale_mul_kept[TILE / BLOCK];
-        alignas(64) float scale_mul_2_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_half_add_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_base_sub_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) float s_divisor_mul_kept[TILE / BLOCK];
-        I exp_avg_top_kept[TILE / BLOCK];
-        I largest_of_block_kept[TILE / BLOCK];
-        I smallest_of_block_kept[TILE / BLOCK];
-        I s_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256;
-            const I word_mul = (word_xor ^ 0x3c6ef372) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor_2 = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor_2 ^ lshr(word_xor_2, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor_2 ^ (step_key & 255) * 0x1000001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            const I word_mul_5 = word_xor * 0x7feb352d;
-            const I word_mul_6 = (word_mul_5 ^ lshr(word_mul_5, 16)) * -2073254261;
-            const I word_xor_3 = word_mul_6 ^ lshr(word_mul_6, 15);
-            const I word_mul_7 = (word_xor_3 ^ lshr(word_xor_3, 16)) * -1640531535;
-            const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 0x7feb352d;
-            const I word_4 = word_xor_3 ^ (step_key & 255) * 0x1000010;
-            const I word_3 = word_mul_8 ^ lshr(word_mul_8, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-            store(word_3_kept + i, word_3);
-            store(word_4_kept + i, word_4);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
-            const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
-            const I exp_avg_sq_header = to_int(exp_avg_sq_range);
-            const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
-            const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
-            const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
-            const I16 s_scale = raw(s_scale_at + b);
-            const I scale_bits = to_int(s_scale) << 15;
-            const I scale_bits_2 = scale_bits & 0x7fffffff;
-            const F scale = as_float(where(scale_bits_2 == 0x7f800000, I(0x7f7fffff), scale_bits_2));
-            const F exp_avg_scale_mul = keep1 * exp_avg_scale_2;
-            const F scale_mul = keep3 * scale;
-            const F scale_mul_2 = own * scale;
-            store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
-            store(exp_avg_sq_step_kept + b, exp_avg_sq_step);
-            store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
-            store(scale_mul_kept + b, scale_mul);
-            store(scale_mul_2_kept + b, scale_mul_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/dadapt_adam.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
-            fetch<BLOCK>(weight_low_at, b);
-            const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
-            const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
-            const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
-            const F scale_mul(scale_mul_kept[b]);
-            const F scale_mul_2(scale_mul_2_kept[b]);
-            I exp_avg_top(INT32_MIN);
-            I largest_of_block(INT32_MIN);
-            I smallest_of_block(INT32_MAX);
-            I s_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const I word_4 = spread(word_4_kept, i);
-                const I word_3 = spread(word_3_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const F g = grad_scale * g_stored;
-                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
-                const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
-                const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
-                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                const U8 s_code = raw(s_codes_at + i);
-                const F s_code_2 = counter(s_code) - 8388736.0f;
-                const F s_bend = abs(s_code_2);
-                const F g_2 = where(0.0f < moves, g, F(0.0f));                     // 30  g = where(lr > 0, g, 0.0)
-                // 39  exp_avg = keep1 * exp_avg + gain1 * rate * g
-                const F exp_avg = fma(one_times_one_minus_beta1_times_rate, g_2, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
-                // 40  exp_avg_sq = keep2 * exp_avg_sq + gain2 * g * g
-                const F exp_avg_sq_2 = fma(gain2 * g_2, g_2, keep2 * exp_avg_sq);
-                const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
-                const F s_bend_rcp = 1.0f / (254.0f - s_bend);
-                // 41  s = keep3 * s + gain3 * rate * g
-                const F s = fma(one_times_one_minus_sqrt_beta2_times_rate, g_2, scale_mul * (s_code_2 * s_bend_rcp));
-                const I word_and = lane(i);
-                const I word_add = (word_and * (word_and + 1) >> 1) + 1;
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise_2 = word_2 ^ rotl(word, word_add);
-                const F exp_avg_abs = abs(exp_avg);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_4 ^ rotl(word_3, word_add);
-                const I exp_avg_sq_pattern = bits(exp_avg_sq_sqrt);
-                const F s_abs = abs(s);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_abs), i, end);
-                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
-                s_top = larger<RAGGED>(s_top, bits(s_abs), i, end);
-                store(exp_avg_kept + i, exp_avg);
-                store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
-                store(noise_2_kept + i, noise_2);
-                store(noise_kept + i, noise);
-                store(s_kept + i, s);
-                store(tensor_sum_for_total_at + i, moves * s_abs);
-                store(tensor_sum_for_numerator_at + i, scale_mul_2 * (g_2 * s_code_2 * s_bend_rcp / (sqrt(exp_avg_sq) + eps)));
-            }
-            exp_avg_top_kept[b] = exp_avg_top;
-            largest_of_block_kept[b] = largest_of_block;
-            smallest_of_block_kept[b] = smallest_of_block;
-            s_top_kept[b] = s_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I s_top = largest(s_top_kept + b);
-            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
-            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
-            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
-            const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
-            const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
-            const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
-            const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
-            const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_half = exp_avg_sq_units * 10240;
-            const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base;
-            const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
-            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000;
-            const I exp_avg_sq_header_2 = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells_2;
-            const I s_up = max(I(0x4800000), s_top) + 32767;
-            const I s_up_2 = where(s_top < 0x7f800000, s_up, I(0x7fc00000));
-            const I s_divisor = min(I(0x7f7fffff), s_up_2 & 0x7fff8000);
-            const F s_divisor_mul = as_float(s_divisor) * 0.003937007859349251f;
-            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
-            store(exp_avg_sq_half_add_kept + b, exp_avg_sq_half_add);
-            store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(exp_avg_sq_base_sub_kept + b, exp_avg_sq_base_sub);
-            store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(s_divisor_mul_kept + b, s_divisor_mul);
-            store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
-            store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
-            store(s_scale_at + b, s_up_2 >> 15);
-        }
-
-        // -- elements: decode, update, encode  (specs/dadapt_adam.py)
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
-                const I noise_2 = load(noise_2_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-                // 46  p = policies.decoupled(p, rate, weight_decay)
-                const F p_2 = p * one_minus_rate_times_weight_decay;
-                // 47  p = p - moves * exp_avg / (sqrt(exp_avg_sq) + eps)
-                const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_sqrt, scalar_5, scalar_6), p_2);
-                const I p_word = bits_or_nan(p_3) + (noise_2 & 255 | 0x8000);
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
-            }
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
-            fetch<BLOCK>(s_codes_at, b + TILE / BLOCK);
-            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
-            const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
-            const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
-            const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const F s_divisor_mul(s_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const I noise = load(noise_kept + i);
-                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
-                const F s = load(s_kept + i);
-                const I noise_2 = load(noise_2_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
-                const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add;
-                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
-                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
-                store(exp_avg_codes_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
-                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
-                store(s_codes_at + i, s_pattern + lshr(noise_2, 20) >> 12);
-            }
-        }
-    }
-};
-
-// model: values of the model
-template <class Grad>
-struct dadapt_adam_bfloat16_use_bias_correction_small_1 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = WHOLE;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {6, -1, 4, WHOLE, true, false, NONE, 0},  // d
-        {8, -1, 4, WHOLE, false, true, NONE, 1},  // one_times_one_minus_beta1_times_rate
-        {9, -1, 4, WHOLE, false, true, NONE, 2},  // one_minus_rate_times_weight_decay
-        {10, -1, 4, WHOLE, false, true, NONE, 3},  // one_times_one_minus_sqrt_beta2_times_rate
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const float *__restrict d_at = (const float *)at[0];  // float32 [model]  read
-        // float32 [model]  written
-        float *__restrict one_times_one_minus_beta1_times_rate_at = (float *)at[1];
-        // float32 [model]  written
-        float *__restrict one_minus_rate_times_weight_decay_at = (float *)at[2];
-        // float32 [model]  written
-        float *__restrict one_times_one_minus_sqrt_beta2_times_rate_at = (float *)at[3];
-        const F weight_decay(known.scalars[0]);
-        const F own(known.scalars[1]);
-        const F gain1(known.scalars[2]);
-        const F gain3(known.scalars[3]);
-
-        // -- elements: decode, update  (specs/dadapt_adam.py)
-        for (int i = 0; i < count; i += W) {
-            const F d = load(d_at + i);
-            const F rate = d * own;  // 37  rate = d * own
-            store(one_times_one_minus_beta1_times_rate_at + i, gain1 * rate);
-            store(one_minus_rate_times_weight_decay_at + i, fma(-rate, weight_decay, 1.0f));
-            store(one_times_one_minus_sqrt_beta2_times_rate_at + i, gain3 * rate);
-        }
-    }
-};
-
-// a sweep: total (specs/dadapt_adam.py:42), numerator (specs/dadapt_adam.py:38)
-template <class Grad>
-struct dadapt_adam_bfloat16_use_bias_correction_small_2 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg
-        {4, -1, 4, ELEMENT, true, true, NONE, 4},  // exp_avg_sq
-        {5, -1, 4, ELEMENT, true, true, NONE, 5},  // s
-        {11, 15, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_total
-        {12, 16, 4, WHOLE, false, true, TOTAL, 7},  // tensor_sum_for_numerator
-        {10, -1, 4, WHOLE, true, false, NONE, 8},  // one_times_one_minus_sqrt_beta2_times_rate
-        {9, -1, 4, WHOLE, true, false, NONE, 9},  // one_minus_rate_times_weight_decay
-        {8, -1, 4, WHOLE, true, false, NONE, 10},  // one_times_one_minus_beta1_times_rate
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                   // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];            // uint8 [n]  read and written
-        float *__restrict exp_avg_at = (float *)at[3];                   // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[4];                // float32 [n]  read and written
-        float *__restrict s_at = (float *)at[5];                         // float32 [n]  read and written
-        float *__restrict tensor_sum_for_total_at = (float *)at[6];      // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_numerator_at = (float *)at[7];  // float32 [tensor]  for tensor_sum
-        // float32 [model]  read
-        const float *__restrict one_times_one_minus_sqrt_beta2_times_rate_at = (const float *)at[8];
-        // float32 [model]  read
-        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[9];
-        // float32 [model]  read
-        const float *__restrict one_times_one_minus_beta1_times_rate_at = (const float *)at[10];
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F eps(known.scalars[4]);
-        const F grad_scale(known.scalars[5]);
-        const F moves(known.scalars[6]);
-        const F keep1(known.scalars[7]);
-        const F gain2(known.scalars[8]);
-        const F keep2(known.scalars[9]);
-        const F keep3(known.scalars[10]);
-        const F scalar_5(known.scalars[11]);
-        const F scalar_6(known.scalars[12]);
-        const F own(known.scalars[1]);
-        const F one_times_one_minus_beta1_times_rate = F(*one_times_one_minus_beta1_times_rate_at);
-        const F one_minus_rate_times_weight_decay = F(*one_minus_rate_times_weight_decay_at);
-        const F one_times_one_minus_sqrt_beta2_times_rate = F(*one_times_one_minus_sqrt_beta2_times_rate_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/dadapt_adam.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F exp_avg = load(exp_avg_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) - 32768);   // bf16 and 8 more bits, stochastic
-            const F s = load(s_at + i);
-            const F g_2 = where(0.0f < moves, g, F(0.0f));                     // 30  g = where(lr > 0, g, 0.0)
-            // 39  exp_avg = keep1 * exp_avg + gain1 * rate * g
-            const F exp_avg_2 = fma(one_times_one_minus_beta1_times_rate, g_2, keep1 * exp_avg);
-            // 40  exp_avg_sq = keep2 * exp_avg_sq + gain2 * g * g
-            const F exp_avg_sq_2 = fma(gain2 * g_2, g_2, keep2 * exp_avg_sq);
-            // 46  p = policies.decoupled(p, rate, weight_decay)
-            const F p_2 = p * one_minus_rate_times_weight_decay;
-            // 47  p = p - moves * exp_avg / (sqrt(exp_avg_sq) + eps)
-            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
-            // 41  s = keep3 * s + gain3 * rate * g
-            const F s_2 = fma(one_times_one_minus_sqrt_beta2_times_rate, g_2, keep3 * s);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 0x8000);
-            store_half<2>(p_at + i, p_word);
-            store_byte<1>(weight_low_at + i, p_word);
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-            store(s_at + i, s_2);
-            store(tensor_sum_for_total_at + i, moves * abs(s_2));
-            store(tensor_sum_for_numerator_at + i, own * (g_2 * s / (sqrt(exp_avg_sq) + eps)));
-        }
-    }
-};
-
-// a sweep: total (specs/dadapt_adam.py:42), numerator (specs/dadapt_adam.py:38)
-template <class Grad>
-struct dadapt_adam_float16_use_bias_correction_2 {
-    static constexpr int BLOCK = 64, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // exp_avg_codes
-        {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // exp_avg_scale
-        {5, -1, 1, ELEMENT, true, true, NONE, 5},  // exp_avg_sq_codes
-        {6, -1, 2, BLOCK_OF, true, true, NONE, 6},  // exp_avg_sq_range
-        {7, -1, 1, ELEMENT, true, true, NONE, 7},  // s_codes
-        {8, -1, 2, BLOCK_OF, true, true, NONE, 8},  // s_scale
-        {14, 18, 4, WHOLE, false, true, TOTAL, 9},  // tensor_sum_for_total
-        {15, 19, 4, WHOLE, false, true, TOTAL, 10},  // tensor_sum_for_numerator
-        {13, -1, 4, WHOLE, true, false, NONE, 11},  // one_times_one_minus_sqrt_beta2_times_rate
-        {12, -1, 4, WHOLE, true, false, NONE, 12},  // one_minus_rate_times_weight_decay
-        {11, -1, 4, WHOLE, true, false, NONE, 13},  // one_times_one_minus_beta1_times_rate
-    };
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                    // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];             // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[3];          // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];          // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[5];       // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];       // int16 [blocks of 64]  read and written
-        uint8_t *__restrict s_codes_at = (uint8_t *)at[7];                // uint8 [n]  read and written
-        int16_t *__restrict s_scale_at = (int16_t *)at[8];                // int16 [blocks of 64]  read and written
-        float *__restrict tensor_sum_for_total_at = (float *)at[9];       // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_numerator_at = (float *)at[10];  // float32 [tensor]  for tensor_sum
-        // float32 [model]  read
-        const float *__restrict one_times_one_minus_sqrt_beta2_times_rate_at = (const float *)at[11];
-        // float32 [model]  read
-        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[12];
-        // float32 [model]  read
-        const float *__restrict one_times_one_minus_beta1_times_rate_at = (const float *)at[13];
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F eps(known.scalars[4]);
-        const F grad_scale(known.scalars[5]);
-        const F moves(known.scalars[6]);
-        const F keep1(known.scalars[7]);
-        const F gain2(known.scalars[8]);
-        const F keep2(known.scalars[9]);
-        const F keep3(known.scalars[10]);
-        const F scalar_5(known.scalars[11]);
-        const F scalar_6(known.scalars[12]);
-        const F own(known.scalars[1]);
-        const F one_times_one_minus_beta1_times_rate = F(*one_times_one_minus_beta1_times_rate_at);
-        const F one_minus_rate_times_weight_decay = F(*one_minus_rate_times_weight_decay_at);
-        const F one_times_one_minus_sqrt_beta2_times_rate = F(*one_times_one_minus_sqrt_beta2_times_rate_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) int32_t word_3_kept[TILE / 8];
-        alignas(64) int32_t word_4_kept[TILE / 8];
-        alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float exp_avg_sq_sqrt_kept[TILE];
-        alignas(64) int32_t noise_2_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float s_kept[TILE];
-        alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float scale_mul_kept[TILE / BLOCK];
-        alignas(64) float scale_mul_2_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_half_add_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_base_sub_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) float s_divisor_mul_kept[TILE / BLOCK];
-        I exp_avg_top_kept[TILE / BLOCK];
-        I largest_of_block_kept[TILE / BLOCK];
-        I smallest_of_block_kept[TILE / BLOCK];
-        I s_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256;
-            const I word_mul = (word_xor ^ 0x3c6ef372) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor_2 = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor_2 ^ lshr(word_xor_2, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor_2 ^ (step_key & 255) * 0x1000001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            const I word_mul_5 = word_xor * 0x7feb352d;
-            const I word_mul_6 = (word_mul_5 ^ lshr(word_mul_5, 16)) * -2073254261;
-            const I word_xor_3 = word_mul_6 ^ lshr(word_mul_6, 15);
-            const I word_mul_7 = (word_xor_3 ^ lshr(word_xor_3, 16)) * -1640531535;
-            const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 0x7feb352d;
-            const I word_4 = word_xor_3 ^ (step_key & 255) * 0x1000010;
-            const I word_3 = word_mul_8 ^ lshr(word_mul_8, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-            store(word_3_kept + i, word_3);
-            store(word_4_kept + i, word_4);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
-            const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
-            const I exp_avg_sq_header = to_int(exp_avg_sq_range);
-            const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
-            const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
-            const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
-            const I16 s_scale = raw(s_scale_at + b);
-            const I scale_bits = to_int(s_scale) << 15;
-            const I scale_bits_2 = scale_bits & 0x7fffffff;
-            const F scale = as_float(where(scale_bits_2 == 0x7f800000, I(0x7f7fffff), scale_bits_2));
-            const F exp_avg_scale_mul = keep1 * exp_avg_scale_2;
-            const F scale_mul = keep3 * scale;
-            const F scale_mul_2 = own * scale;
-            store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
-            store(exp_avg_sq_step_kept + b, exp_avg_sq_step);
-            store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
-            store(scale_mul_kept + b, scale_mul);
-            store(scale_mul_2_kept + b, scale_mul_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/dadapt_adam.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
-            fetch<BLOCK>(weight_low_at, b);
-            const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
-            const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
-            const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
-            const F scale_mul(scale_mul_kept[b]);
-            const F scale_mul_2(scale_mul_2_kept[b]);
-            I exp_avg_top(INT32_MIN);
-            I largest_of_block(INT32_MIN);
-            I smallest_of_block(INT32_MAX);
-            I s_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const I word_4 = spread(word_4_kept, i);
-                const I word_3 = spread(word_3_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const F g = grad_scale * g_stored;
-                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
-                const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
-                const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
-                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                const U8 s_code = raw(s_codes_at + i);
-                const F s_code_2 = counter(s_code) - 8388736.0f;
-                const F s_bend = abs(s_code_2);
-                const F g_2 = where(0.0f < moves, g, F(0.0f));                     // 30  g = where(lr > 0, g, 0.0)
-                // 39  exp_avg = keep1 * exp_avg + gain1 * rate * g
-                const F exp_avg = fma(one_times_one_minus_beta1_times_rate, g_2, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
-                // 40  exp_avg_sq = keep2 * exp_avg_sq + gain2 * g * g
-                const F exp_avg_sq_2 = fma(gain2 * g_2, g_2, keep2 * exp_avg_sq);
-                const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
-                const F s_bend_rcp = 1.0f / (254.0f - s_bend);
-                // 41  s = keep3 * s + gain3 * rate * g
-                const F s = fma(one_times_one_minus_sqrt_beta2_times_rate, g_2, scale_mul * (s_code_2 * s_bend_rcp));
-                const I word_and = lane(i);
-                const I word_add = (word_and * (word_and + 1) >> 1) + 1;
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise_2 = word_2 ^ rotl(word, word_add);
-                const F exp_avg_abs = abs(exp_avg);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_4 ^ rotl(word_3, word_add);
-                const I exp_avg_sq_pattern = bits(exp_avg_sq_sqrt);
-                const F s_abs = abs(s);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_abs), i, end);
-                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
-                s_top = larger<RAGGED>(s_top, bits(s_abs), i, end);
-                store(exp_avg_kept + i, exp_avg);
-                store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
-                store(noise_2_kept + i, noise_2);
-                store(noise_kept + i, noise);
-                store(s_kept + i, s);
-                store(tensor_sum_for_total_at + i, moves * s_abs);
-                store(tensor_sum_for_numerator_at + i, scale_mul_2 * (g_2 * s_code_2 * s_bend_rcp / (sqrt(exp_avg_sq) + eps)));
-            }
-            exp_avg_top_kept[b] = exp_avg_top;
-            largest_of_block_kept[b] = largest_of_block;
-            smallest_of_block_kept[b] = smallest_of_block;
-            s_top_kept[b] = s_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I s_top = largest(s_top_kept + b);
-            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
-            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
-            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
-            const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
-            const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
-            const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
-            const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
-            const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_half = exp_avg_sq_units * 10240;
-            const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base;
-            const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
-            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000;
-            const I exp_avg_sq_header_2 = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells_2;
-            const I s_up = max(I(0x4800000), s_top) + 32767;
-            const I s_up_2 = where(s_top < 0x7f800000, s_up, I(0x7fc00000));
-            const I s_divisor = min(I(0x7f7fffff), s_up_2 & 0x7fff8000);
-            const F s_divisor_mul = as_float(s_divisor) * 0.003937007859349251f;
-            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
-            store(exp_avg_sq_half_add_kept + b, exp_avg_sq_half_add);
-            store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(exp_avg_sq_base_sub_kept + b, exp_avg_sq_base_sub);
-            store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(s_divisor_mul_kept + b, s_divisor_mul);
-            store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
-            store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
-            store(s_scale_at + b, s_up_2 >> 15);
-        }
-
-        // -- elements: decode, update, encode  (specs/dadapt_adam.py)
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
-                const I noise_2 = load(noise_2_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const I p_high = extend16(extend16(to_int(p_stored)));
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low - 128;
-                const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 0x38000000;
-                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-                // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-                const F p_2 = p * one_minus_rate_times_weight_decay;  // 46  p = policies.decoupled(p, rate, weight_decay)
-                // 47  p = p - moves * exp_avg / (sqrt(exp_avg_sq) + eps)
-                const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_sqrt, scalar_5, scalar_6), p_2);
-                const I p_bitcast = bits(p_3);
-                const I p_sign = p_bitcast >> 16 & 0x8000;
-                const I p_magnitude = p_bitcast & 0x7fffffff;
-                const F p_magnitude_bitcast = as_float(p_magnitude);
-                const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-                const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-                const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-                const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-                const I p_wide_2 = lshr(p_fixed + ((noise_2 & 255) << 1 | 1), 9);
-                const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
-                const I p_kept_ = p_word;
-                store(p_at + i, p_sign | p_word >> 8);
-                store(weight_low_at + i, p_kept_);
-            }
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
-            fetch<BLOCK>(s_codes_at, b + TILE / BLOCK);
-            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
-            const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
-            const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
-            const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const F s_divisor_mul(s_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const I noise = load(noise_kept + i);
-                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
-                const F s = load(s_kept + i);
-                const I noise_2 = load(noise_2_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
-                const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add;
-                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
-                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
-                store(exp_avg_codes_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
-                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
-                store(s_codes_at + i, s_pattern + lshr(noise_2, 20) >> 12);
-            }
-        }
-    }
-};
-
-// a sweep: total (specs/dadapt_adam.py:42), numerator (specs/dadapt_adam.py:38)
-template <class Grad>
-struct dadapt_adam_float16_use_bias_correction_small_2 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg
-        {4, -1, 4, ELEMENT, true, true, NONE, 4},  // exp_avg_sq
-        {5, -1, 4, ELEMENT, true, true, NONE, 5},  // s
-        {11, 15, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_total
-        {12, 16, 4, WHOLE, false, true, TOTAL, 7},  // tensor_sum_for_numerator
-        {10, -1, 4, WHOLE, true, false, NONE, 8},  // one_times_one_minus_sqrt_beta2_times_rate
-        {9, -1, 4, WHOLE, true, false, NONE, 9},  // one_minus_rate_times_weight_decay
-        {8, -1, 4, WHOLE, true, false, NONE, 10},  // one_times_one_minus_beta1_times_rate
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                   // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];            // uint8 [n]  read and written
-        float *__restrict exp_avg_at = (float *)at[3];                   // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[4];                // float32 [n]  read and written
-        float *__restrict s_at = (float *)at[5];                         // float32 [n]  read and written
-        float *__restrict tensor_sum_for_total_at = (float *)at[6];      // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_numerator_at = (float *)at[7];  // float32 [tensor]  for tensor_sum
-        // float32 [model]  read
-        const float *__restrict one_times_one_minus_sqrt_beta2_times_rate_at = (const float *)at[8];
-        // float32 [model]  read
-        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[9];
-        // float32 [model]  read
-        const float *__restrict one_times_one_minus_beta1_times_rate_at = (const float *)at[10];
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F eps(known.scalars[4]);
-        const F grad_scale(known.scalars[5]);
-        const F moves(known.scalars[6]);
-        const F keep1(known.scalars[7]);
-        const F gain2(known.scalars[8]);
-        const F keep2(known.scalars[9]);
-        const F keep3(known.scalars[10]);
-        const F scalar_5(known.scalars[11]);
-        const F scalar_6(known.scalars[12]);
-        const F own(known.scalars[1]);
-        const F one_times_one_minus_beta1_times_rate = F(*one_times_one_minus_beta1_times_rate_at);
-        const F one_minus_rate_times_weight_decay = F(*one_minus_rate_times_weight_decay_at);
-        const F one_times_one_minus_sqrt_beta2_times_rate = F(*one_times_one_minus_sqrt_beta2_times_rate_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/dadapt_adam.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F exp_avg = load(exp_avg_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const I p_high = extend16(extend16(to_int(p_stored)));
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low - 128;
-            const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 0x38000000;
-            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-            // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-            const F s = load(s_at + i);
-            const F g_2 = where(0.0f < moves, g, F(0.0f));                     // 30  g = where(lr > 0, g, 0.0)
-            // 39  exp_avg = keep1 * exp_avg + gain1 * rate * g
-            const F exp_avg_2 = fma(one_times_one_minus_beta1_times_rate, g_2, keep1 * exp_avg);
-            // 40  exp_avg_sq = keep2 * exp_avg_sq + gain2 * g * g
-            const F exp_avg_sq_2 = fma(gain2 * g_2, g_2, keep2 * exp_avg_sq);
-            // 46  p = policies.decoupled(p, rate, weight_decay)
-            const F p_2 = p * one_minus_rate_times_weight_decay;
-            // 47  p = p - moves * exp_avg / (sqrt(exp_avg_sq) + eps)
-            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
-            // 41  s = keep3 * s + gain3 * rate * g
-            const F s_2 = fma(one_times_one_minus_sqrt_beta2_times_rate, g_2, keep3 * s);
-            const I p_bitcast = bits(p_3);
-            const I p_sign = p_bitcast >> 16 & 0x8000;
-            const I p_magnitude = p_bitcast & 0x7fffffff;
-            const F p_magnitude_bitcast = as_float(p_magnitude);
-            const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-            const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-            const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-            const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_wide_2 = lshr(p_fixed + (lshr(noise, 23) | 1), 9);
-            const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
-            const I p_kept_ = p_word;
-            store(p_at + i, p_sign | p_word >> 8);
-            store(weight_low_at + i, p_kept_);
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-            store(s_at + i, s_2);
-            store(tensor_sum_for_total_at + i, moves * abs(s_2));
-            store(tensor_sum_for_numerator_at + i, own * (g_2 * s / (sqrt(exp_avg_sq) + eps)));
-        }
-    }
-};
-
-template <class Grad>
-struct dadapt_adam_float32 {
+template <class Weight, class Grad>
+struct dadapt_adam_step {
     typedef void staged;
     static constexpr int SCALARS = 16, BLOCK = 64;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {1, ELEMENT},  // exp_avg_codes
         {2, BLOCK_OF},  // exp_avg_scale
         {1, ELEMENT},  // exp_avg_sq_codes
@@ -3088,23 +1111,21 @@ struct dadapt_adam_float32 {
         {4, WHOLE},  // total
         {4, WHOLE + 8},  // partial results of tensor_sum_for_total
         {4, WHOLE + 8},  // partial results of tensor_sum_for_numerator
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<dadapt_adam_float32_1<Grad>>(),
-        stage<dadapt_adam_float32_2<Grad>>(),
-        stage<dadapt_adam_float32_3<Grad>>(),
-        stage<dadapt_adam_float32_4<Grad>>(),
+        stage<dadapt_adam_kernel_1<Weight, Grad>>(),
+        stage<dadapt_adam_kernel_2<Weight, Grad>>(),
+        stage<dadapt_adam_kernel_3<Weight, Grad>>(),
+        stage<dadapt_adam_kernel_4<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct dadapt_adam_float32_small {
+template <class Weight, class Grad>
+struct dadapt_adam_small_step {
     typedef void staged;
     static constexpr int SCALARS = 16, BLOCK = 1;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {4, ELEMENT},  // exp_avg
         {4, ELEMENT},  // exp_avg_sq
         {4, ELEMENT},  // s
@@ -3119,24 +1140,21 @@ struct dadapt_adam_float32_small {
         {4, WHOLE},  // total
         {4, WHOLE + 8},  // partial results of tensor_sum_for_total
         {4, WHOLE + 8},  // partial results of tensor_sum_for_numerator
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<dadapt_adam_float32_small_1<Grad>>(),
-        stage<dadapt_adam_float32_small_2<Grad>>(),
-        stage<dadapt_adam_float32_small_3<Grad>>(),
-        stage<dadapt_adam_float32_small_4<Grad>>(),
+        stage<dadapt_adam_small_kernel_1<Weight, Grad>>(),
+        stage<dadapt_adam_small_kernel_2<Weight, Grad>>(),
+        stage<dadapt_adam_small_kernel_3<Weight, Grad>>(),
+        stage<dadapt_adam_small_kernel_4<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct dadapt_adam_bfloat16 {
+template <class Weight, class Grad>
+struct dadapt_adam_use_bias_correction_step {
     typedef void staged;
     static constexpr int SCALARS = 16, BLOCK = 64;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {1, ELEMENT},  // exp_avg_codes
         {2, BLOCK_OF},  // exp_avg_scale
         {1, ELEMENT},  // exp_avg_sq_codes
@@ -3154,24 +1172,21 @@ struct dadapt_adam_bfloat16 {
         {4, WHOLE},  // total
         {4, WHOLE + 8},  // partial results of tensor_sum_for_total
         {4, WHOLE + 8},  // partial results of tensor_sum_for_numerator
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<dadapt_adam_bfloat16_1<Grad>>(),
-        stage<dadapt_adam_bfloat16_2<Grad>>(),
-        stage<dadapt_adam_bfloat16_3<Grad>>(),
-        stage<dadapt_adam_bfloat16_4<Grad>>(),
+        stage<dadapt_adam_use_bias_correction_kernel_1<Weight, Grad>>(),
+        stage<dadapt_adam_use_bias_correction_kernel_2<Weight, Grad>>(),
+        stage<dadapt_adam_kernel_3<Weight, Grad>>(),
+        stage<dadapt_adam_kernel_4<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct dadapt_adam_bfloat16_small {
+template <class Weight, class Grad>
+struct dadapt_adam_use_bias_correction_small_step {
     typedef void staged;
     static constexpr int SCALARS = 16, BLOCK = 1;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {4, ELEMENT},  // exp_avg
         {4, ELEMENT},  // exp_avg_sq
         {4, ELEMENT},  // s
@@ -3186,280 +1201,27 @@ struct dadapt_adam_bfloat16_small {
         {4, WHOLE},  // total
         {4, WHOLE + 8},  // partial results of tensor_sum_for_total
         {4, WHOLE + 8},  // partial results of tensor_sum_for_numerator
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<dadapt_adam_bfloat16_small_1<Grad>>(),
-        stage<dadapt_adam_bfloat16_small_2<Grad>>(),
-        stage<dadapt_adam_bfloat16_small_3<Grad>>(),
-        stage<dadapt_adam_bfloat16_small_4<Grad>>(),
+        stage<dadapt_adam_use_bias_correction_small_kernel_1<Weight, Grad>>(),
+        stage<dadapt_adam_use_bias_correction_small_kernel_2<Weight, Grad>>(),
+        stage<dadapt_adam_small_kernel_3<Weight, Grad>>(),
+        stage<dadapt_adam_small_kernel_4<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct dadapt_adam_float16 {
-    typedef void staged;
-    static constexpr int SCALARS = 16, BLOCK = 64;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // exp_avg_codes
-        {2, BLOCK_OF},  // exp_avg_scale
-        {1, ELEMENT},  // exp_avg_sq_codes
-        {2, BLOCK_OF},  // exp_avg_sq_range
-        {1, ELEMENT},  // s_codes
-        {2, BLOCK_OF},  // s_scale
-        {4, WHOLE},  // d
-        {4, WHOLE},  // numerator_weighted
-        {4, WHOLE},  // one_times_one_minus_beta1_times_rate
-        {4, WHOLE},  // one_minus_rate_times_weight_decay
-        {4, WHOLE},  // one_times_one_minus_sqrt_beta2_times_rate
-        {4, WHOLE},  // tensor_sum_for_total
-        {4, WHOLE},  // tensor_sum_for_numerator
-        {4, WHOLE},  // model_sum_for_numerator
-        {4, WHOLE},  // total
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_total
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_numerator
-    };
-    static constexpr Stage STAGES[] = {
-        stage<dadapt_adam_bfloat16_1<Grad>>(),
-        stage<dadapt_adam_float16_2<Grad>>(),
-        stage<dadapt_adam_bfloat16_3<Grad>>(),
-        stage<dadapt_adam_bfloat16_4<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct dadapt_adam_float16_small {
-    typedef void staged;
-    static constexpr int SCALARS = 16, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {4, ELEMENT},  // exp_avg
-        {4, ELEMENT},  // exp_avg_sq
-        {4, ELEMENT},  // s
-        {4, WHOLE},  // d
-        {4, WHOLE},  // numerator_weighted
-        {4, WHOLE},  // one_times_one_minus_beta1_times_rate
-        {4, WHOLE},  // one_minus_rate_times_weight_decay
-        {4, WHOLE},  // one_times_one_minus_sqrt_beta2_times_rate
-        {4, WHOLE},  // tensor_sum_for_total
-        {4, WHOLE},  // tensor_sum_for_numerator
-        {4, WHOLE},  // model_sum_for_numerator
-        {4, WHOLE},  // total
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_total
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_numerator
-    };
-    static constexpr Stage STAGES[] = {
-        stage<dadapt_adam_bfloat16_small_1<Grad>>(),
-        stage<dadapt_adam_float16_small_2<Grad>>(),
-        stage<dadapt_adam_bfloat16_small_3<Grad>>(),
-        stage<dadapt_adam_bfloat16_small_4<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct dadapt_adam_float32_use_bias_correction {
-    typedef void staged;
-    static constexpr int SCALARS = 16, BLOCK = 64;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // exp_avg_codes
-        {2, BLOCK_OF},  // exp_avg_scale
-        {1, ELEMENT},  // exp_avg_sq_codes
-        {2, BLOCK_OF},  // exp_avg_sq_range
-        {1, ELEMENT},  // s_codes
-        {2, BLOCK_OF},  // s_scale
-        {4, WHOLE},  // d
-        {4, WHOLE},  // numerator_weighted
-        {4, WHOLE},  // one_times_one_minus_beta1_times_rate
-        {4, WHOLE},  // one_minus_rate_times_weight_decay
-        {4, WHOLE},  // one_times_one_minus_sqrt_beta2_times_rate
-        {4, WHOLE},  // tensor_sum_for_total
-        {4, WHOLE},  // tensor_sum_for_numerator
-        {4, WHOLE},  // model_sum_for_numerator
-        {4, WHOLE},  // total
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_total
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_numerator
-    };
-    static constexpr Stage STAGES[] = {
-        stage<dadapt_adam_float32_use_bias_correction_1<Grad>>(),
-        stage<dadapt_adam_float32_use_bias_correction_2<Grad>>(),
-        stage<dadapt_adam_float32_3<Grad>>(),
-        stage<dadapt_adam_float32_4<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct dadapt_adam_float32_use_bias_correction_small {
-    typedef void staged;
-    static constexpr int SCALARS = 16, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, ELEMENT},  // exp_avg
-        {4, ELEMENT},  // exp_avg_sq
-        {4, ELEMENT},  // s
-        {4, WHOLE},  // d
-        {4, WHOLE},  // numerator_weighted
-        {4, WHOLE},  // one_times_one_minus_beta1_times_rate
-        {4, WHOLE},  // one_minus_rate_times_weight_decay
-        {4, WHOLE},  // one_times_one_minus_sqrt_beta2_times_rate
-        {4, WHOLE},  // tensor_sum_for_total
-        {4, WHOLE},  // tensor_sum_for_numerator
-        {4, WHOLE},  // model_sum_for_numerator
-        {4, WHOLE},  // total
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_total
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_numerator
-    };
-    static constexpr Stage STAGES[] = {
-        stage<dadapt_adam_float32_use_bias_correction_small_1<Grad>>(),
-        stage<dadapt_adam_float32_use_bias_correction_small_2<Grad>>(),
-        stage<dadapt_adam_float32_small_3<Grad>>(),
-        stage<dadapt_adam_float32_small_4<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct dadapt_adam_bfloat16_use_bias_correction {
-    typedef void staged;
-    static constexpr int SCALARS = 16, BLOCK = 64;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // exp_avg_codes
-        {2, BLOCK_OF},  // exp_avg_scale
-        {1, ELEMENT},  // exp_avg_sq_codes
-        {2, BLOCK_OF},  // exp_avg_sq_range
-        {1, ELEMENT},  // s_codes
-        {2, BLOCK_OF},  // s_scale
-        {4, WHOLE},  // d
-        {4, WHOLE},  // numerator_weighted
-        {4, WHOLE},  // one_times_one_minus_beta1_times_rate
-        {4, WHOLE},  // one_minus_rate_times_weight_decay
-        {4, WHOLE},  // one_times_one_minus_sqrt_beta2_times_rate
-        {4, WHOLE},  // tensor_sum_for_total
-        {4, WHOLE},  // tensor_sum_for_numerator
-        {4, WHOLE},  // model_sum_for_numerator
-        {4, WHOLE},  // total
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_total
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_numerator
-    };
-    static constexpr Stage STAGES[] = {
-        stage<dadapt_adam_bfloat16_use_bias_correction_1<Grad>>(),
-        stage<dadapt_adam_bfloat16_use_bias_correction_2<Grad>>(),
-        stage<dadapt_adam_bfloat16_3<Grad>>(),
-        stage<dadapt_adam_bfloat16_4<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct dadapt_adam_bfloat16_use_bias_correction_small {
-    typedef void staged;
-    static constexpr int SCALARS = 16, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {4, ELEMENT},  // exp_avg
-        {4, ELEMENT},  // exp_avg_sq
-        {4, ELEMENT},  // s
-        {4, WHOLE},  // d
-        {4, WHOLE},  // numerator_weighted
-        {4, WHOLE},  // one_times_one_minus_beta1_times_rate
-        {4, WHOLE},  // one_minus_rate_times_weight_decay
-        {4, WHOLE},  // one_times_one_minus_sqrt_beta2_times_rate
-        {4, WHOLE},  // tensor_sum_for_total
-        {4, WHOLE},  // tensor_sum_for_numerator
-        {4, WHOLE},  // model_sum_for_numerator
-        {4, WHOLE},  // total
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_total
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_numerator
-    };
-    static constexpr Stage STAGES[] = {
-        stage<dadapt_adam_bfloat16_use_bias_correction_small_1<Grad>>(),
-        stage<dadapt_adam_bfloat16_use_bias_correction_small_2<Grad>>(),
-        stage<dadapt_adam_bfloat16_small_3<Grad>>(),
-        stage<dadapt_adam_bfloat16_small_4<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct dadapt_adam_float16_use_bias_correction {
-    typedef void staged;
-    static constexpr int SCALARS = 16, BLOCK = 64;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // exp_avg_codes
-        {2, BLOCK_OF},  // exp_avg_scale
-        {1, ELEMENT},  // exp_avg_sq_codes
-        {2, BLOCK_OF},  // exp_avg_sq_range
-        {1, ELEMENT},  // s_codes
-        {2, BLOCK_OF},  // s_scale
-        {4, WHOLE},  // d
-        {4, WHOLE},  // numerator_weighted
-        {4, WHOLE},  // one_times_one_minus_beta1_times_rate
-        {4, WHOLE},  // one_minus_rate_times_weight_decay
-        {4, WHOLE},  // one_times_one_minus_sqrt_beta2_times_rate
-        {4, WHOLE},  // tensor_sum_for_total
-        {4, WHOLE},  // tensor_sum_for_numerator
-        {4, WHOLE},  // model_sum_for_numerator
-        {4, WHOLE},  // total
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_total
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_numerator
-    };
-    static constexpr Stage STAGES[] = {
-        stage<dadapt_adam_bfloat16_use_bias_correction_1<Grad>>(),
-        stage<dadapt_adam_float16_use_bias_correction_2<Grad>>(),
-        stage<dadapt_adam_bfloat16_3<Grad>>(),
-        stage<dadapt_adam_bfloat16_4<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct dadapt_adam_float16_use_bias_correction_small {
-    typedef void staged;
-    static constexpr int SCALARS = 16, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {4, ELEMENT},  // exp_avg
-        {4, ELEMENT},  // exp_avg_sq
-        {4, ELEMENT},  // s
-        {4, WHOLE},  // d
-        {4, WHOLE},  // numerator_weighted
-        {4, WHOLE},  // one_times_one_minus_beta1_times_rate
-        {4, WHOLE},  // one_minus_rate_times_weight_decay
-        {4, WHOLE},  // one_times_one_minus_sqrt_beta2_times_rate
-        {4, WHOLE},  // tensor_sum_for_total
-        {4, WHOLE},  // tensor_sum_for_numerator
-        {4, WHOLE},  // model_sum_for_numerator
-        {4, WHOLE},  // total
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_total
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_numerator
-    };
-    static constexpr Stage STAGES[] = {
-        stage<dadapt_adam_bfloat16_use_bias_correction_small_1<Grad>>(),
-        stage<dadapt_adam_float16_use_bias_correction_small_2<Grad>>(),
-        stage<dadapt_adam_bfloat16_small_3<Grad>>(),
-        stage<dadapt_adam_bfloat16_small_4<Grad>>(),
-    };
-};
+template <class Grad> using dadapt_adam_float32 = dadapt_adam_step<weight_float32, Grad>;
+template <class Grad> using dadapt_adam_float32_small = dadapt_adam_small_step<weight_float32, Grad>;
+template <class Grad> using dadapt_adam_bfloat16 = dadapt_adam_step<weight_bfloat16, Grad>;
+template <class Grad> using dadapt_adam_bfloat16_small = dadapt_adam_small_step<weight_bfloat16, Grad>;
+template <class Grad> using dadapt_adam_float16 = dadapt_adam_step<weight_float16, Grad>;
+template <class Grad> using dadapt_adam_float16_small = dadapt_adam_small_step<weight_float16, Grad>;
+template <class Grad> using dadapt_adam_float32_use_bias_correction = dadapt_adam_use_bias_correction_step<weight_float32, Grad>;
+template <class Grad> using dadapt_adam_float32_use_bias_correction_small = dadapt_adam_use_bias_correction_small_step<weight_float32, Grad>;
+template <class Grad> using dadapt_adam_bfloat16_use_bias_correction = dadapt_adam_use_bias_correction_step<weight_bfloat16, Grad>;
+template <class Grad> using dadapt_adam_bfloat16_use_bias_correction_small = dadapt_adam_use_bias_correction_small_step<weight_bfloat16, Grad>;
+template <class Grad> using dadapt_adam_float16_use_bias_correction = dadapt_adam_use_bias_correction_step<weight_float16, Grad>;
+template <class Grad> using dadapt_adam_float16_use_bias_correction_small = dadapt_adam_use_bias_correction_small_step<weight_float16, Grad>;
 
 }  // namespace
 

@@ -14,31 +14,66 @@
 
 namespace {
 
+// bf16, nearest
+struct weight_bfloat16 {
+    static constexpr int NOISE = 0;
+    static constexpr Part PARTS[] = {{2, true}};  // code
+    uint16_t *__restrict code_at;
+
+    weight_bfloat16(char *p, char *const *more) : code_at((uint16_t *)p) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        return widened(code_stored);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        const I x_bits = bits(x);
+        const I carry = (x_bits >> 16 & 1) + 32767;
+        store_half<2>(code_at + i, bits_or_nan(as_float(x_bits)) + carry);
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); }
+};
+
+// f16, nearest
+struct weight_float16 {
+    static constexpr int NOISE = 0;
+    static constexpr Part PARTS[] = {{2, true}};  // code
+    uint16_t *__restrict code_at;
+
+    weight_float16(char *p, char *const *more) : code_at((uint16_t *)p) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        return widen_half(code_stored);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        store(code_at + i, narrow_half(x));
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); }
+};
+
 // a sweep: p_norm (specs/fromage.py:16), g_norm (specs/fromage.py:16)
-template <class Grad>
-struct fromage_float32_1 {
+template <class Weight, class Grad>
+struct fromage_kernel_1 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, 6, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_p_norm
-        {3, 7, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_g_norm
-    };
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, false, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {2, 6, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_for_p_norm
+        {3, 7, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_g_norm
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        const float *__restrict p_at = (const float *)at[0];          // float32 [n]  read
+        Weight weight(at[3], at + 4);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict tensor_sum_for_p_norm_at = (float *)at[2];  // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_g_norm_at = (float *)at[3];  // float32 [tensor]  for tensor_sum
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        float *__restrict tensor_sum_for_p_norm_at = (float *)at[1];  // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_for_g_norm_at = (float *)at[2];  // float32 [tensor]  for tensor_sum
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             const F g = Grad::load(g_at + i);
             store(tensor_sum_for_p_norm_at + i, p * p);
             store(tensor_sum_for_g_norm_at + i, g * g);
@@ -47,18 +82,18 @@ struct fromage_float32_1 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct fromage_float32_2 {
+template <class Weight, class Grad>
+struct fromage_kernel_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {4, -1, 4, WHOLE, false, true, NONE, 0},  // shrink
         {5, -1, 4, WHOLE, false, true, NONE, 1},  // lr_times_ratio
         {3, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_g_norm
         {2, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_for_p_norm
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -91,249 +126,69 @@ struct fromage_float32_2 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct fromage_float32_3 {
+template <class Weight, class Grad>
+struct fromage_kernel_3 {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {5, -1, 4, WHOLE, true, false, NONE, 2},  // lr_times_ratio
-        {4, -1, 4, WHOLE, true, false, NONE, 3},  // shrink
-    };
+    static constexpr bool MATRICES = false, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {5, -1, 4, WHOLE, true, false, NONE, 1},  // lr_times_ratio
+        {4, -1, 4, WHOLE, true, false, NONE, 2},  // shrink
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                           // float32 [n]  read and written
+        Weight weight(at[3], at + 4);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const float *__restrict lr_times_ratio_at = (const float *)at[2];  // float32 [tensor]  read
-        const float *__restrict shrink_at = (const float *)at[3];          // float32 [tensor]  read
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        const float *__restrict lr_times_ratio_at = (const float *)at[1];  // float32 [tensor]  read
+        const float *__restrict shrink_at = (const float *)at[2];          // float32 [tensor]  read
+        const int32_t step_key = known.step_key;
+        const int32_t stream_key = known.stream_key;
         const F grad_scale(known.scalars[3]);
         const F lr_times_ratio = F(*lr_times_ratio_at);
         const F shrink = F(*shrink_at);
+        Words<fromage_kernel_3> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/fromage.py)
         for (int i = 0; i < count; i += W) {
+            const auto noise = words.at(i);
             const F g = Grad::load(g_at + i);
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             const F p_2 = fma(-(grad_scale * lr_times_ratio), g, p) * shrink;  // 19  p = (p - lr * ratio * g) * shrink
-            store(p_at + i, p_2);
+            weight.encode(i, p_2, noise);
         }
     }
 };
 
-// a sweep: p_norm (specs/fromage.py:16), g_norm (specs/fromage.py:16)
-template <class Grad>
-struct fromage_bfloat16_1 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, 6, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_p_norm
-        {3, 7, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_g_norm
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const uint16_t *__restrict p_at = (const uint16_t *)at[0];    // bfloat16 [n]  read
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict tensor_sum_for_p_norm_at = (float *)at[2];  // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_g_norm_at = (float *)at[3];  // float32 [tensor]  for tensor_sum
-
-        // -- elements: decode, encode
-        for (int i = 0; i < count; i += W) {
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);  // bf16, nearest
-            const F g_stored = Grad::load(g_at + i);
-            const F g_cast = g_stored;
-            store(tensor_sum_for_p_norm_at + i, p * p);
-            store(tensor_sum_for_g_norm_at + i, g_cast * g_cast);
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct fromage_bfloat16_3 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {5, -1, 4, WHOLE, true, false, NONE, 2},  // lr_times_ratio
-        {4, -1, 4, WHOLE, true, false, NONE, 3},  // shrink
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                     // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const float *__restrict lr_times_ratio_at = (const float *)at[2];  // float32 [tensor]  read
-        const float *__restrict shrink_at = (const float *)at[3];          // float32 [tensor]  read
-        const F grad_scale(known.scalars[3]);
-        const F lr_times_ratio = F(*lr_times_ratio_at);
-        const F shrink = F(*shrink_at);
-
-        // -- elements: decode, update, encode  (specs/fromage.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);  // bf16, nearest
-            // 19  p = (p - lr * ratio * g) * shrink
-            const F p_2 = fma(-(grad_scale * lr_times_ratio), g_stored, p) * shrink;
-            const I p_x_bits = bits(p_2);
-            const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-        }
-    }
-};
-
-// a sweep: p_norm (specs/fromage.py:16), g_norm (specs/fromage.py:16)
-template <class Grad>
-struct fromage_float16_1 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, 6, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_p_norm
-        {3, 7, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_g_norm
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const uint16_t *__restrict p_at = (const uint16_t *)at[0];    // float16 [n]  read
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict tensor_sum_for_p_norm_at = (float *)at[2];  // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_g_norm_at = (float *)at[3];  // float32 [tensor]  for tensor_sum
-
-        // -- elements: decode, encode
-        for (int i = 0; i < count; i += W) {
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);  // f16, nearest
-            const F g_stored = Grad::load(g_at + i);
-            const F g_cast = g_stored;
-            store(tensor_sum_for_p_norm_at + i, p * p);
-            store(tensor_sum_for_g_norm_at + i, g_cast * g_cast);
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct fromage_float16_3 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {5, -1, 4, WHOLE, true, false, NONE, 2},  // lr_times_ratio
-        {4, -1, 4, WHOLE, true, false, NONE, 3},  // shrink
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                     // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const float *__restrict lr_times_ratio_at = (const float *)at[2];  // float32 [tensor]  read
-        const float *__restrict shrink_at = (const float *)at[3];          // float32 [tensor]  read
-        const F grad_scale(known.scalars[3]);
-        const F lr_times_ratio = F(*lr_times_ratio_at);
-        const F shrink = F(*shrink_at);
-
-        // -- elements: decode, update  (specs/fromage.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);  // f16, nearest
-            // 19  p = (p - lr * ratio * g) * shrink
-            const F p_2 = fma(-(grad_scale * lr_times_ratio), g_stored, p) * shrink;
-            store(p_at + i, narrow_half(p_2));
-        }
-    }
-};
-
-template <class Grad>
-struct fromage_float32 {
+template <class Weight, class Grad>
+struct fromage_step {
     typedef void staged;
     static constexpr int SCALARS = 4, BLOCK = 1;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {4, WHOLE},  // tensor_sum_for_p_norm
         {4, WHOLE},  // tensor_sum_for_g_norm
         {4, WHOLE},  // shrink
         {4, WHOLE},  // lr_times_ratio
         {4, WHOLE + 8},  // partial results of tensor_sum_for_p_norm
         {4, WHOLE + 8},  // partial results of tensor_sum_for_g_norm
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<fromage_float32_1<Grad>>(),
-        stage<fromage_float32_2<Grad>>(),
-        stage<fromage_float32_3<Grad>>(),
+        stage<fromage_kernel_1<Weight, Grad>>(),
+        stage<fromage_kernel_2<Weight, Grad>>(),
+        stage<fromage_kernel_3<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct fromage_bfloat16 {
-    typedef void staged;
-    static constexpr int SCALARS = 4, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, WHOLE},  // tensor_sum_for_p_norm
-        {4, WHOLE},  // tensor_sum_for_g_norm
-        {4, WHOLE},  // shrink
-        {4, WHOLE},  // lr_times_ratio
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_p_norm
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_g_norm
-    };
-    static constexpr Stage STAGES[] = {
-        stage<fromage_bfloat16_1<Grad>>(),
-        stage<fromage_float32_2<Grad>>(),
-        stage<fromage_bfloat16_3<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct fromage_float16 {
-    typedef void staged;
-    static constexpr int SCALARS = 4, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, WHOLE},  // tensor_sum_for_p_norm
-        {4, WHOLE},  // tensor_sum_for_g_norm
-        {4, WHOLE},  // shrink
-        {4, WHOLE},  // lr_times_ratio
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_p_norm
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_g_norm
-    };
-    static constexpr Stage STAGES[] = {
-        stage<fromage_float16_1<Grad>>(),
-        stage<fromage_float32_2<Grad>>(),
-        stage<fromage_float16_3<Grad>>(),
-    };
-};
+template <class Grad> using fromage_float32 = fromage_step<weight_float32, Grad>;
+template <class Grad> using fromage_bfloat16 = fromage_step<weight_bfloat16, Grad>;
+template <class Grad> using fromage_float16 = fromage_step<weight_float16, Grad>;
 
 }  // namespace
 

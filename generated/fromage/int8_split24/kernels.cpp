@@ -14,31 +14,89 @@
 
 namespace {
 
+// bf16 and 8 more bits, stochastic
+struct weight_bfloat16 {
+    static constexpr int NOISE = 8;
+    static constexpr Part PARTS[] = {{2, true}, {1, true}};  // code, low
+    uint16_t *__restrict code_at;
+    uint8_t *__restrict low_at;
+
+    weight_bfloat16(char *p, char *const *more) : code_at((uint16_t *)p), low_at((uint8_t *)more[0]) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        const U8 low_code = raw(low_at + i);
+        return as_float(joined(code_stored, low_code) - 32768);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        const I word = bits_or_nan(x) + (integer<P>(noise) | 0x8000);
+        store_half<2>(code_at + i, word);
+        store_byte<1>(low_at + i, word);
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); fetch<N>(low_at, b); }
+};
+
+// f16 and 8 more bits, stochastic
+struct weight_float16 {
+    static constexpr int NOISE = 8;
+    static constexpr Part PARTS[] = {{2, true}, {1, true}};  // code, low
+    uint16_t *__restrict code_at;
+    uint8_t *__restrict low_at;
+
+    weight_float16(char *p, char *const *more) : code_at((uint16_t *)p), low_at((uint8_t *)more[0]) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        const I high = extend16(extend16(to_int(code_stored)));
+        const U8 low_code = raw(low_at + i);
+        const I low = to_int(low_code);
+        const I offset = low - 128;
+        const I wide = ((high & 32767) << 8) + offset;
+        const I subnormal = bits(2.3283064365386963e-10f * to_float(wide));
+        const I normal = (wide << 5) + 0x38000000;
+        const I finite = where(wide < 0x40000, subnormal, normal);
+        return as_float(bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000))) | (high & 0x8000) << 16);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        const I x_bitcast = bits(x);
+        const I sign_ = x_bitcast >> 16 & 0x8000;
+        const I magnitude = x_bitcast & 0x7fffffff;
+        const F magnitude_bitcast = as_float(magnitude);
+        const M is_subnormal = magnitude_bitcast < 6.103515625e-05f;
+        const I subnormal = to_int(2199023255552.0f * magnitude_bitcast);
+        const I rebiased = min(I(0xf800000), magnitude - 0x38000000);
+        const I fixed = where(is_subnormal, subnormal, rebiased << 4);
+        const I wide = lshr(fixed + middle<P, 9>(noise), 9);
+        const I word = where(x == x, wide, I(0x7e0000)) + 128;
+        const I kept_ = word;
+        store(code_at + i, sign_ | word >> 8);
+        store(low_at + i, kept_);
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); fetch<N>(low_at, b); }
+};
+
 // a sweep: p_norm (specs/fromage.py:16), g_norm (specs/fromage.py:16)
-template <class Grad>
-struct fromage_float32_1 {
+template <class Weight, class Grad>
+struct fromage_kernel_1 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, 6, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_p_norm
-        {3, 7, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_g_norm
-    };
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, false, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {2, 6, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_for_p_norm
+        {3, 7, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_g_norm
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        const float *__restrict p_at = (const float *)at[0];          // float32 [n]  read
+        Weight weight(at[3], at + 4);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict tensor_sum_for_p_norm_at = (float *)at[2];  // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_g_norm_at = (float *)at[3];  // float32 [tensor]  for tensor_sum
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        float *__restrict tensor_sum_for_p_norm_at = (float *)at[1];  // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_for_g_norm_at = (float *)at[2];  // float32 [tensor]  for tensor_sum
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             const F g = Grad::load(g_at + i);
             store(tensor_sum_for_p_norm_at + i, p * p);
             store(tensor_sum_for_g_norm_at + i, g * g);
@@ -47,18 +105,18 @@ struct fromage_float32_1 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct fromage_float32_2 {
+template <class Weight, class Grad>
+struct fromage_kernel_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {4, -1, 4, WHOLE, false, true, NONE, 0},  // shrink
         {5, -1, 4, WHOLE, false, true, NONE, 1},  // lr_times_ratio
         {3, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_g_norm
         {2, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_for_p_norm
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -91,379 +149,69 @@ struct fromage_float32_2 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct fromage_float32_3 {
+template <class Weight, class Grad>
+struct fromage_kernel_3 {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {5, -1, 4, WHOLE, true, false, NONE, 2},  // lr_times_ratio
-        {4, -1, 4, WHOLE, true, false, NONE, 3},  // shrink
-    };
+    static constexpr bool MATRICES = false, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {5, -1, 4, WHOLE, true, false, NONE, 1},  // lr_times_ratio
+        {4, -1, 4, WHOLE, true, false, NONE, 2},  // shrink
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                           // float32 [n]  read and written
+        Weight weight(at[3], at + 4);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const float *__restrict lr_times_ratio_at = (const float *)at[2];  // float32 [tensor]  read
-        const float *__restrict shrink_at = (const float *)at[3];          // float32 [tensor]  read
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        const float *__restrict lr_times_ratio_at = (const float *)at[1];  // float32 [tensor]  read
+        const float *__restrict shrink_at = (const float *)at[2];          // float32 [tensor]  read
+        const int32_t step_key = known.step_key;
+        const int32_t stream_key = known.stream_key;
         const F grad_scale(known.scalars[3]);
         const F lr_times_ratio = F(*lr_times_ratio_at);
         const F shrink = F(*shrink_at);
+        Words<fromage_kernel_3> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/fromage.py)
         for (int i = 0; i < count; i += W) {
+            const auto noise = words.at(i);
             const F g = Grad::load(g_at + i);
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             const F p_2 = fma(-(grad_scale * lr_times_ratio), g, p) * shrink;  // 19  p = (p - lr * ratio * g) * shrink
-            store(p_at + i, p_2);
+            weight.encode(i, p_2, noise);
         }
     }
 };
 
-// a sweep: p_norm (specs/fromage.py:16), g_norm (specs/fromage.py:16)
-template <class Grad>
-struct fromage_bfloat16_1 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
-        {3, 7, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_p_norm
-        {4, 8, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_g_norm
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const uint16_t *__restrict p_at = (const uint16_t *)at[0];         // bfloat16 [n]  read
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];  // uint8 [n]  read
-        float *__restrict tensor_sum_for_p_norm_at = (float *)at[3];       // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_g_norm_at = (float *)at[4];       // float32 [tensor]  for tensor_sum
-
-        // -- elements: decode, encode
-        for (int i = 0; i < count; i += W) {
-            const U16 p_stored = raw(p_at + i);
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-            const F g_stored = Grad::load(g_at + i);
-            const F g_cast = g_stored;
-            store(tensor_sum_for_p_norm_at + i, p * p);
-            store(tensor_sum_for_g_norm_at + i, g_cast * g_cast);
-        }
-    }
-};
-
-// tensor: values of tensors
-template <class Grad>
-struct fromage_bfloat16_2 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = WHOLE;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {5, -1, 4, WHOLE, false, true, NONE, 0},  // shrink
-        {6, -1, 4, WHOLE, false, true, NONE, 1},  // lr_times_ratio
-        {4, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_g_norm
-        {3, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_for_p_norm
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        float *__restrict shrink_at = (float *)at[0];          // float32 [tensor]  written
-        float *__restrict lr_times_ratio_at = (float *)at[1];  // float32 [tensor]  written
-        // float32 [tensor]  read
-        const float *__restrict tensor_sum_for_g_norm_at = (const float *)at[2];
-        // float32 [tensor]  read
-        const float *__restrict tensor_sum_for_p_norm_at = (const float *)at[3];
-        const F lr(known.scalars[0]);
-        const F grad_scale_times_grad_scale(known.scalars[1]);
-        const F one_over_sqrt_one_plus_lr_times_lr(known.scalars[2]);
-
-        // -- elements: decode, update  (specs/fromage.py)
-        for (int i = 0; i < count; i += W) {
-            const F tensor_sum_for_g_norm = load(tensor_sum_for_g_norm_at + i);
-            const F tensor_sum_for_p_norm = load(tensor_sum_for_p_norm_at + i);
-            // 16  p_norm, g_norm = norm(p), norm(g)
-            const F g_norm = sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm);
-            const M g_norm_le = g_norm <= 0.0f;
-            // 18  shrink = where(g_norm <= 0, 1.0, 1 / sqrt(1 + lr * lr))
-            const F shrink = where(g_norm_le, F(1.0f), one_over_sqrt_one_plus_lr_times_lr);
-            const F p_norm = sqrt(tensor_sum_for_p_norm);  // 16  p_norm, g_norm = norm(p), norm(g)
-            // 17  ratio = where((p_norm <= 0) | (g_norm <= 0), 1.0, p_norm / g_norm)
-            const F ratio = where(p_norm <= 0.0f | g_norm_le, F(1.0f), p_norm / g_norm);
-            store(shrink_at + i, shrink);
-            store(lr_times_ratio_at + i, lr * ratio);
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct fromage_bfloat16_3 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {6, -1, 4, WHOLE, true, false, NONE, 3},  // lr_times_ratio
-        {5, -1, 4, WHOLE, true, false, NONE, 4},  // shrink
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                     // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];              // uint8 [n]  read and written
-        const float *__restrict lr_times_ratio_at = (const float *)at[3];  // float32 [tensor]  read
-        const float *__restrict shrink_at = (const float *)at[4];          // float32 [tensor]  read
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F grad_scale(known.scalars[3]);
-        const F lr_times_ratio = F(*lr_times_ratio_at);
-        const F shrink = F(*shrink_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/fromage.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-            // 19  p = (p - lr * ratio * g) * shrink
-            const F p_2 = fma(-(grad_scale * lr_times_ratio), g_stored, p) * shrink;
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = bits_or_nan(p_2) + (lshr(noise, 24) + 0x8000);
-            store_half<2>(p_at + i, p_word);
-            store_byte<1>(weight_low_at + i, p_word);
-        }
-    }
-};
-
-// a sweep: p_norm (specs/fromage.py:16), g_norm (specs/fromage.py:16)
-template <class Grad>
-struct fromage_float16_1 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
-        {3, 7, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_p_norm
-        {4, 8, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_g_norm
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const uint16_t *__restrict p_at = (const uint16_t *)at[0];         // float16 [n]  read
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];  // uint8 [n]  read
-        float *__restrict tensor_sum_for_p_norm_at = (float *)at[3];       // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_g_norm_at = (float *)at[4];       // float32 [tensor]  for tensor_sum
-
-        // -- elements: decode, encode
-        for (int i = 0; i < count; i += W) {
-            const U16 p_stored = raw(p_at + i);
-            const I p_high = extend16(extend16(to_int(p_stored)));
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low - 128;
-            const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 0x38000000;
-            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-            // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-            const F g_stored = Grad::load(g_at + i);
-            const F g_cast = g_stored;
-            store(tensor_sum_for_p_norm_at + i, p * p);
-            store(tensor_sum_for_g_norm_at + i, g_cast * g_cast);
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct fromage_float16_3 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {6, -1, 4, WHOLE, true, false, NONE, 3},  // lr_times_ratio
-        {5, -1, 4, WHOLE, true, false, NONE, 4},  // shrink
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                     // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];              // uint8 [n]  read and written
-        const float *__restrict lr_times_ratio_at = (const float *)at[3];  // float32 [tensor]  read
-        const float *__restrict shrink_at = (const float *)at[4];          // float32 [tensor]  read
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F grad_scale(known.scalars[3]);
-        const F lr_times_ratio = F(*lr_times_ratio_at);
-        const F shrink = F(*shrink_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/fromage.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const I p_high = extend16(extend16(to_int(p_stored)));
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low - 128;
-            const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 0x38000000;
-            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-            // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-            // 19  p = (p - lr * ratio * g) * shrink
-            const F p_2 = fma(-(grad_scale * lr_times_ratio), g_stored, p) * shrink;
-            const I p_bitcast = bits(p_2);
-            const I p_sign = p_bitcast >> 16 & 0x8000;
-            const I p_magnitude = p_bitcast & 0x7fffffff;
-            const F p_magnitude_bitcast = as_float(p_magnitude);
-            const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-            const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-            const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-            const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_wide_2 = lshr(p_fixed + (lshr(noise, 23) | 1), 9);
-            const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
-            const I p_kept_ = p_word;
-            store(p_at + i, p_sign | p_word >> 8);
-            store(weight_low_at + i, p_kept_);
-        }
-    }
-};
-
-template <class Grad>
-struct fromage_float32 {
+template <class Weight, class Grad>
+struct fromage_step {
     typedef void staged;
     static constexpr int SCALARS = 4, BLOCK = 1;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {4, WHOLE},  // tensor_sum_for_p_norm
         {4, WHOLE},  // tensor_sum_for_g_norm
         {4, WHOLE},  // shrink
         {4, WHOLE},  // lr_times_ratio
         {4, WHOLE + 8},  // partial results of tensor_sum_for_p_norm
         {4, WHOLE + 8},  // partial results of tensor_sum_for_g_norm
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<fromage_float32_1<Grad>>(),
-        stage<fromage_float32_2<Grad>>(),
-        stage<fromage_float32_3<Grad>>(),
+        stage<fromage_kernel_1<Weight, Grad>>(),
+        stage<fromage_kernel_2<Weight, Grad>>(),
+        stage<fromage_kernel_3<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct fromage_bfloat16 {
-    typedef void staged;
-    static constexpr int SCALARS = 4, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {4, WHOLE},  // tensor_sum_for_p_norm
-        {4, WHOLE},  // tensor_sum_for_g_norm
-        {4, WHOLE},  // shrink
-        {4, WHOLE},  // lr_times_ratio
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_p_norm
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_g_norm
-    };
-    static constexpr Stage STAGES[] = {
-        stage<fromage_bfloat16_1<Grad>>(),
-        stage<fromage_bfloat16_2<Grad>>(),
-        stage<fromage_bfloat16_3<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct fromage_float16 {
-    typedef void staged;
-    static constexpr int SCALARS = 4, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {4, WHOLE},  // tensor_sum_for_p_norm
-        {4, WHOLE},  // tensor_sum_for_g_norm
-        {4, WHOLE},  // shrink
-        {4, WHOLE},  // lr_times_ratio
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_p_norm
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_g_norm
-    };
-    static constexpr Stage STAGES[] = {
-        stage<fromage_float16_1<Grad>>(),
-        stage<fromage_bfloat16_2<Grad>>(),
-        stage<fromage_float16_3<Grad>>(),
-    };
-};
+template <class Grad> using fromage_float32 = fromage_step<weight_float32, Grad>;
+template <class Grad> using fromage_bfloat16 = fromage_step<weight_bfloat16, Grad>;
+template <class Grad> using fromage_float16 = fromage_step<weight_float16, Grad>;
 
 }  // namespace
 

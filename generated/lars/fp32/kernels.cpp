@@ -16,31 +16,66 @@
 
 namespace {
 
+// bf16, nearest
+struct weight_bfloat16 {
+    static constexpr int NOISE = 0;
+    static constexpr Part PARTS[] = {{2, true}};  // code
+    uint16_t *__restrict code_at;
+
+    weight_bfloat16(char *p, char *const *more) : code_at((uint16_t *)p) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        return widened(code_stored);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        const I x_bits = bits(x);
+        const I carry = (x_bits >> 16 & 1) + 32767;
+        store_half<2>(code_at + i, bits_or_nan(as_float(x_bits)) + carry);
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); }
+};
+
+// f16, nearest
+struct weight_float16 {
+    static constexpr int NOISE = 0;
+    static constexpr Part PARTS[] = {{2, true}};  // code
+    uint16_t *__restrict code_at;
+
+    weight_float16(char *p, char *const *more) : code_at((uint16_t *)p) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        return widen_half(code_stored);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        store(code_at + i, narrow_half(x));
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); }
+};
+
 // a sweep: weight_norm (specs/lars.py:17), grad_norm (specs/lars.py:17)
-template <class Grad>
-struct lars_float32_1 {
+template <class Weight, class Grad>
+struct lars_kernel_1 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {3, 6, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_weight_norm
-        {4, 7, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_grad_norm
-    };
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, false, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {3, 6, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_for_weight_norm
+        {4, 7, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_grad_norm
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        const float *__restrict p_at = (const float *)at[0];               // float32 [n]  read
+        Weight weight(at[3], at + 4);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict tensor_sum_for_weight_norm_at = (float *)at[2];  // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_grad_norm_at = (float *)at[3];    // float32 [tensor]  for tensor_sum
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        float *__restrict tensor_sum_for_weight_norm_at = (float *)at[1];  // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_for_grad_norm_at = (float *)at[2];    // float32 [tensor]  for tensor_sum
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             const F g = Grad::load(g_at + i);
             store(tensor_sum_for_weight_norm_at + i, p * p);
             store(tensor_sum_for_grad_norm_at + i, g * g);
@@ -49,17 +84,17 @@ struct lars_float32_1 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct lars_float32_2 {
+template <class Weight, class Grad>
+struct lars_kernel_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {5, -1, 4, WHOLE, false, true, NONE, 0},  // lr_times_local_lr
         {3, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_for_weight_norm
         {4, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_grad_norm
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -90,265 +125,75 @@ struct lars_float32_2 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct lars_float32_3 {
+template <class Weight, class Grad>
+struct lars_kernel_3 {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // momentum_buffer
-        {5, -1, 4, WHOLE, true, false, NONE, 3},  // lr_times_local_lr
-    };
+    static constexpr bool MATRICES = false, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {2, -1, 4, ELEMENT, true, true, NONE, 1},  // momentum_buffer
+        {5, -1, 4, WHOLE, true, false, NONE, 2},  // lr_times_local_lr
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                              // float32 [n]  read and written
+        Weight weight(at[3], at + 4);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict momentum_buffer_at = (float *)at[2];                // float32 [n]  read and written
-        const float *__restrict lr_times_local_lr_at = (const float *)at[3];  // float32 [tensor]  read
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        float *__restrict momentum_buffer_at = (float *)at[1];                // float32 [n]  read and written
+        const float *__restrict lr_times_local_lr_at = (const float *)at[2];  // float32 [tensor]  read
+        const int32_t step_key = known.step_key;
+        const int32_t stream_key = known.stream_key;
         const F momentum(known.scalars[4]);
         const F weight_decay(known.scalars[1]);
         const F grad_scale(known.scalars[5]);
         const F lr_times_local_lr = F(*lr_times_local_lr_at);
+        Words<lars_kernel_3> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/lars.py)
         for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
+            const auto noise = words.at(i);
+            const F p = weight.decode(i);
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
             const F momentum_buffer = load(momentum_buffer_at + i);
             // 20  momentum_buffer = momentum * momentum_buffer + lr * local_lr * (g + weight_decay * p)
             const F momentum_buffer_2 = fma(lr_times_local_lr, fma(weight_decay, p, g_2), momentum * momentum_buffer);
             const F p_2 = p - momentum_buffer_2;  // 21  p = p - momentum_buffer
-            store(p_at + i, p_2);
+            weight.encode(i, p_2, noise);
             store(momentum_buffer_at + i, momentum_buffer_2);
         }
     }
 };
 
-// a sweep: weight_norm (specs/lars.py:17), grad_norm (specs/lars.py:17)
-template <class Grad>
-struct lars_bfloat16_1 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {3, 6, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_weight_norm
-        {4, 7, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_grad_norm
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const uint16_t *__restrict p_at = (const uint16_t *)at[0];         // bfloat16 [n]  read
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict tensor_sum_for_weight_norm_at = (float *)at[2];  // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_grad_norm_at = (float *)at[3];    // float32 [tensor]  for tensor_sum
-
-        // -- elements: decode, encode
-        for (int i = 0; i < count; i += W) {
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);  // bf16, nearest
-            const F g_stored = Grad::load(g_at + i);
-            const F g_cast = g_stored;
-            store(tensor_sum_for_weight_norm_at + i, p * p);
-            store(tensor_sum_for_grad_norm_at + i, g_cast * g_cast);
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct lars_bfloat16_3 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // momentum_buffer
-        {5, -1, 4, WHOLE, true, false, NONE, 3},  // lr_times_local_lr
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                        // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict momentum_buffer_at = (float *)at[2];                // float32 [n]  read and written
-        const float *__restrict lr_times_local_lr_at = (const float *)at[3];  // float32 [tensor]  read
-        const F momentum(known.scalars[4]);
-        const F weight_decay(known.scalars[1]);
-        const F grad_scale(known.scalars[5]);
-        const F lr_times_local_lr = F(*lr_times_local_lr_at);
-
-        // -- elements: decode, update, encode  (specs/lars.py)
-        for (int i = 0; i < count; i += W) {
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);        // bf16, nearest
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F momentum_buffer = load(momentum_buffer_at + i);
-            // 20  momentum_buffer = momentum * momentum_buffer + lr * local_lr * (g + weight_decay * p)
-            const F momentum_buffer_2 = fma(lr_times_local_lr, fma(weight_decay, p, g), momentum * momentum_buffer);
-            const F p_2 = p - momentum_buffer_2;  // 21  p = p - momentum_buffer
-            const I p_x_bits = bits(p_2);
-            const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-            store(momentum_buffer_at + i, momentum_buffer_2);
-        }
-    }
-};
-
-// a sweep: weight_norm (specs/lars.py:17), grad_norm (specs/lars.py:17)
-template <class Grad>
-struct lars_float16_1 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {3, 6, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_weight_norm
-        {4, 7, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_grad_norm
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const uint16_t *__restrict p_at = (const uint16_t *)at[0];         // float16 [n]  read
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict tensor_sum_for_weight_norm_at = (float *)at[2];  // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_grad_norm_at = (float *)at[3];    // float32 [tensor]  for tensor_sum
-
-        // -- elements: decode, encode
-        for (int i = 0; i < count; i += W) {
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);  // f16, nearest
-            const F g_stored = Grad::load(g_at + i);
-            const F g_cast = g_stored;
-            store(tensor_sum_for_weight_norm_at + i, p * p);
-            store(tensor_sum_for_grad_norm_at + i, g_cast * g_cast);
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct lars_float16_3 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // momentum_buffer
-        {5, -1, 4, WHOLE, true, false, NONE, 3},  // lr_times_local_lr
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                        // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict momentum_buffer_at = (float *)at[2];                // float32 [n]  read and written
-        const float *__restrict lr_times_local_lr_at = (const float *)at[3];  // float32 [tensor]  read
-        const F momentum(known.scalars[4]);
-        const F weight_decay(known.scalars[1]);
-        const F grad_scale(known.scalars[5]);
-        const F lr_times_local_lr = F(*lr_times_local_lr_at);
-
-        // -- elements: decode, update  (specs/lars.py)
-        for (int i = 0; i < count; i += W) {
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);     // f16, nearest
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F momentum_buffer = load(momentum_buffer_at + i);
-            // 20  momentum_buffer = momentum * momentum_buffer + lr * local_lr * (g + weight_decay * p)
-            const F momentum_buffer_2 = fma(lr_times_local_lr, fma(weight_decay, p, g), momentum * momentum_buffer);
-            const F p_2 = p - momentum_buffer_2;  // 21  p = p - momentum_buffer
-            store(p_at + i, narrow_half(p_2));
-            store(momentum_buffer_at + i, momentum_buffer_2);
-        }
-    }
-};
-
-template <class Grad>
-struct lars_float32 {
+template <class Weight, class Grad>
+struct lars_step {
     typedef void staged;
     static constexpr int SCALARS = 6, BLOCK = 1;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {4, ELEMENT},  // momentum_buffer
         {4, WHOLE},  // tensor_sum_for_weight_norm
         {4, WHOLE},  // tensor_sum_for_grad_norm
         {4, WHOLE},  // lr_times_local_lr
         {4, WHOLE + 8},  // partial results of tensor_sum_for_weight_norm
         {4, WHOLE + 8},  // partial results of tensor_sum_for_grad_norm
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<lars_float32_1<Grad>>(),
-        stage<lars_float32_2<Grad>>(),
-        stage<lars_float32_3<Grad>>(),
+        stage<lars_kernel_1<Weight, Grad>>(),
+        stage<lars_kernel_2<Weight, Grad>>(),
+        stage<lars_kernel_3<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct lars_bfloat16 {
-    typedef void staged;
-    static constexpr int SCALARS = 6, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, ELEMENT},  // momentum_buffer
-        {4, WHOLE},  // tensor_sum_for_weight_norm
-        {4, WHOLE},  // tensor_sum_for_grad_norm
-        {4, WHOLE},  // lr_times_local_lr
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_weight_norm
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_grad_norm
-    };
-    static constexpr Stage STAGES[] = {
-        stage<lars_bfloat16_1<Grad>>(),
-        stage<lars_float32_2<Grad>>(),
-        stage<lars_bfloat16_3<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct lars_float16 {
-    typedef void staged;
-    static constexpr int SCALARS = 6, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, ELEMENT},  // momentum_buffer
-        {4, WHOLE},  // tensor_sum_for_weight_norm
-        {4, WHOLE},  // tensor_sum_for_grad_norm
-        {4, WHOLE},  // lr_times_local_lr
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_weight_norm
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_grad_norm
-    };
-    static constexpr Stage STAGES[] = {
-        stage<lars_float16_1<Grad>>(),
-        stage<lars_float32_2<Grad>>(),
-        stage<lars_float16_3<Grad>>(),
-    };
-};
+template <class Grad> using lars_float32 = lars_step<weight_float32, Grad>;
+template <class Grad> using lars_bfloat16 = lars_step<weight_bfloat16, Grad>;
+template <class Grad> using lars_float16 = lars_step<weight_float16, Grad>;
 
 }  // namespace
 

@@ -20,19 +20,58 @@
 
 namespace {
 
-template <class Grad>
-struct lookahead_adamw_float32 {
+// bf16, nearest
+struct weight_bfloat16 {
+    static constexpr int NOISE = 0;
+    static constexpr Part PARTS[] = {{2, true}};  // code
+    uint16_t *__restrict code_at;
+
+    weight_bfloat16(char *p, char *const *more) : code_at((uint16_t *)p) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        return widened(code_stored);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        const I x_bits = bits(x);
+        const I carry = (x_bits >> 16 & 1) + 32767;
+        store_half<2>(code_at + i, bits_or_nan(as_float(x_bits)) + carry);
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); }
+};
+
+// f16, nearest
+struct weight_float16 {
+    static constexpr int NOISE = 0;
+    static constexpr Part PARTS[] = {{2, true}};  // code
+    uint16_t *__restrict code_at;
+
+    weight_float16(char *p, char *const *more) : code_at((uint16_t *)p) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        return widen_half(code_stored);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        store(code_at + i, narrow_half(x));
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); }
+};
+
+template <class Weight, class Grad>
+struct lookahead_adamw_kernel {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, true}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, false}};
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, false}});
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];           // float32 [n]  read and written
+        Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];     // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
+        float *__restrict exp_avg_at = (float *)at[parts<Weight>() + 1];     // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[parts<Weight>() + 2];  // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -40,13 +79,15 @@ struct lookahead_adamw_float32 {
         const F scalar_2(scalars[4]);
         const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
+        Words<lookahead_adamw_kernel> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/lookahead_adamw.py)
         for (int i = 0; i < count; i += W) {
+            const auto noise = words.at(i);
             const F g = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
@@ -54,115 +95,30 @@ struct lookahead_adamw_float32 {
             const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
-            store(p_at + i, p_3);
+            weight.encode(i, p_3, noise);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
         }
     }
 };
 
-template <class Grad>
-struct lookahead_adamw_bfloat16 {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, false}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];     // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];     // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[2]);
-        const F one_minus_beta1_times_grad_scale(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F scalar_4(scalars[6]);
-
-        // -- elements: decode, update, encode  (specs/lookahead_adamw.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F exp_avg = load(exp_avg_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);                      // bf16, nearest
-            const F g_cast = g_stored;
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
-            // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
-            const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
-            // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
-            const I p_x_bits = bits(p_3);
-            const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-        }
-    }
-};
-
-template <class Grad>
-struct lookahead_adamw_float16 {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, false}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];     // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];     // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[2]);
-        const F one_minus_beta1_times_grad_scale(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F scalar_4(scalars[6]);
-
-        // -- elements: decode, update  (specs/lookahead_adamw.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F exp_avg = load(exp_avg_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);                   // f16, nearest
-            const F g_cast = g_stored;
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
-            // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
-            const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
-            // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
-            store(p_at + i, narrow_half(p_3));
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-        }
-    }
-};
-
-template <class Grad>
-struct lookahead_adamw_float32_sync {
+template <class Weight, class Grad>
+struct lookahead_adamw_sync_kernel {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, true}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 8;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}});
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];           // float32 [n]  read and written
+        Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];     // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
-        float *__restrict slow_at = (float *)at[4];        // float32 [n]  read and written
+        float *__restrict exp_avg_at = (float *)at[parts<Weight>() + 1];     // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[parts<Weight>() + 2];  // float32 [n]  read and written
+        float *__restrict slow_at = (float *)at[parts<Weight>() + 3];        // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F alpha(scalars[2]);
@@ -171,13 +127,15 @@ struct lookahead_adamw_float32_sync {
         const F scalar_2(scalars[5]);
         const F scalar_3(scalars[6]);
         const F scalar_4(scalars[7]);
+        Words<lookahead_adamw_sync_kernel> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update, encode  (specs/lookahead_adamw.py)
         for (int i = 0; i < count; i += W) {
+            const auto noise = words.at(i);
             const F g = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             const F slow = load(slow_at + i);
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
@@ -187,7 +145,7 @@ struct lookahead_adamw_float32_sync {
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
             const F slow_fma = fma(alpha, p_3 - slow, slow);
-            store(p_at + i, slow_fma);
+            weight.encode(i, slow_fma, noise);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
             store(slow_at + i, slow_fma);
@@ -195,118 +153,23 @@ struct lookahead_adamw_float32_sync {
     }
 };
 
-template <class Grad>
-struct lookahead_adamw_bfloat16_sync {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 8;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];     // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];     // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
-        float *__restrict slow_at = (float *)at[4];        // float32 [n]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F alpha(scalars[2]);
-        const F one_minus_lr_times_weight_decay(scalars[3]);
-        const F one_minus_beta1_times_grad_scale(scalars[4]);
-        const F scalar_2(scalars[5]);
-        const F scalar_3(scalars[6]);
-        const F scalar_4(scalars[7]);
-
-        // -- elements: decode, update, encode  (specs/lookahead_adamw.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F exp_avg = load(exp_avg_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);                      // bf16, nearest
-            const F slow = load(slow_at + i);
-            const F g_cast = g_stored;
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
-            // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
-            const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
-            // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
-            const F slow_fma = fma(alpha, p_3 - slow, slow);
-            const I p_x_bits = bits(slow_fma);
-            const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-            store(slow_at + i, slow_fma);
-        }
-    }
-};
-
-template <class Grad>
-struct lookahead_adamw_float16_sync {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 8;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];     // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];     // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
-        float *__restrict slow_at = (float *)at[4];        // float32 [n]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F alpha(scalars[2]);
-        const F one_minus_lr_times_weight_decay(scalars[3]);
-        const F one_minus_beta1_times_grad_scale(scalars[4]);
-        const F scalar_2(scalars[5]);
-        const F scalar_3(scalars[6]);
-        const F scalar_4(scalars[7]);
-
-        // -- elements: decode, update, encode  (specs/lookahead_adamw.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F exp_avg = load(exp_avg_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);                   // f16, nearest
-            const F slow = load(slow_at + i);
-            const F g_cast = g_stored;
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
-            // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
-            const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
-            // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
-            const F slow_fma = fma(alpha, p_3 - slow, slow);
-            store(p_at + i, narrow_half(slow_fma));
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-            store(slow_at + i, slow_fma);
-        }
-    }
-};
-
-template <class Grad>
-struct lookahead_adamw_float32_amsgrad {
+template <class Weight, class Grad>
+struct lookahead_adamw_amsgrad_kernel {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, true}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, false}};
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, false}});
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];               // float32 [n]  read and written
+        Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];         // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];      // float32 [n]  read and written
-        float *__restrict max_exp_avg_sq_at = (float *)at[4];  // float32 [n]  read and written
+        float *__restrict exp_avg_at = (float *)at[parts<Weight>() + 1];         // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[parts<Weight>() + 2];      // float32 [n]  read and written
+        float *__restrict max_exp_avg_sq_at = (float *)at[parts<Weight>() + 3];  // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -314,14 +177,16 @@ struct lookahead_adamw_float32_amsgrad {
         const F scalar_2(scalars[4]);
         const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
+        Words<lookahead_adamw_amsgrad_kernel> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/lookahead_adamw.py)
         for (int i = 0; i < count; i += W) {
+            const auto noise = words.at(i);
             const F g = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F max_exp_avg_sq = load(max_exp_avg_sq_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
@@ -331,7 +196,7 @@ struct lookahead_adamw_float32_amsgrad {
             const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
-            store(p_at + i, p_3);
+            weight.encode(i, p_3, noise);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
             store(max_exp_avg_sq_at + i, max_exp_avg_sq_2);
@@ -339,119 +204,24 @@ struct lookahead_adamw_float32_amsgrad {
     }
 };
 
-template <class Grad>
-struct lookahead_adamw_bfloat16_amsgrad {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, false}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];         // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];         // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];      // float32 [n]  read and written
-        float *__restrict max_exp_avg_sq_at = (float *)at[4];  // float32 [n]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[2]);
-        const F one_minus_beta1_times_grad_scale(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F scalar_4(scalars[6]);
-
-        // -- elements: decode, update, encode  (specs/lookahead_adamw.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F exp_avg = load(exp_avg_at + i);
-            const F max_exp_avg_sq = load(max_exp_avg_sq_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);                                 // bf16, nearest
-            const F g_cast = g_stored;
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
-            // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
-            // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-            const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
-            const F p_2 = one_minus_lr_times_weight_decay * p;             // 30  p = decoupled(p, rate, weight_decay)
-            // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
-            const I p_x_bits = bits(p_3);
-            const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-            store(max_exp_avg_sq_at + i, max_exp_avg_sq_2);
-        }
-    }
-};
-
-template <class Grad>
-struct lookahead_adamw_float16_amsgrad {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, false}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];         // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];         // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];      // float32 [n]  read and written
-        float *__restrict max_exp_avg_sq_at = (float *)at[4];  // float32 [n]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F one_minus_lr_times_weight_decay(scalars[2]);
-        const F one_minus_beta1_times_grad_scale(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F scalar_4(scalars[6]);
-
-        // -- elements: decode, update  (specs/lookahead_adamw.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F exp_avg = load(exp_avg_at + i);
-            const F max_exp_avg_sq = load(max_exp_avg_sq_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);                              // f16, nearest
-            const F g_cast = g_stored;
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
-            // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
-            // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-            const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
-            const F p_2 = one_minus_lr_times_weight_decay * p;             // 30  p = decoupled(p, rate, weight_decay)
-            // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
-            store(p_at + i, narrow_half(p_3));
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-            store(max_exp_avg_sq_at + i, max_exp_avg_sq_2);
-        }
-    }
-};
-
-template <class Grad>
-struct lookahead_adamw_float32_amsgrad_sync {
+template <class Weight, class Grad>
+struct lookahead_adamw_amsgrad_sync_kernel {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, true}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 8;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}});
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];               // float32 [n]  read and written
+        Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];         // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];      // float32 [n]  read and written
-        float *__restrict max_exp_avg_sq_at = (float *)at[4];  // float32 [n]  read and written
-        float *__restrict slow_at = (float *)at[5];            // float32 [n]  read and written
+        float *__restrict exp_avg_at = (float *)at[parts<Weight>() + 1];         // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[parts<Weight>() + 2];      // float32 [n]  read and written
+        float *__restrict max_exp_avg_sq_at = (float *)at[parts<Weight>() + 3];  // float32 [n]  read and written
+        float *__restrict slow_at = (float *)at[parts<Weight>() + 4];            // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F alpha(scalars[2]);
@@ -460,14 +230,16 @@ struct lookahead_adamw_float32_amsgrad_sync {
         const F scalar_2(scalars[5]);
         const F scalar_3(scalars[6]);
         const F scalar_4(scalars[7]);
+        Words<lookahead_adamw_amsgrad_sync_kernel> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update, encode  (specs/lookahead_adamw.py)
         for (int i = 0; i < count; i += W) {
+            const auto noise = words.at(i);
             const F g = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F max_exp_avg_sq = load(max_exp_avg_sq_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             const F slow = load(slow_at + i);
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
@@ -479,7 +251,7 @@ struct lookahead_adamw_float32_amsgrad_sync {
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
             const F slow_fma = fma(alpha, p_3 - slow, slow);
-            store(p_at + i, slow_fma);
+            weight.encode(i, slow_fma, noise);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
             store(max_exp_avg_sq_at + i, max_exp_avg_sq_2);
@@ -488,113 +260,18 @@ struct lookahead_adamw_float32_amsgrad_sync {
     }
 };
 
-template <class Grad>
-struct lookahead_adamw_bfloat16_amsgrad_sync {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 8;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];         // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];         // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];      // float32 [n]  read and written
-        float *__restrict max_exp_avg_sq_at = (float *)at[4];  // float32 [n]  read and written
-        float *__restrict slow_at = (float *)at[5];            // float32 [n]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F alpha(scalars[2]);
-        const F one_minus_lr_times_weight_decay(scalars[3]);
-        const F one_minus_beta1_times_grad_scale(scalars[4]);
-        const F scalar_2(scalars[5]);
-        const F scalar_3(scalars[6]);
-        const F scalar_4(scalars[7]);
-
-        // -- elements: decode, update, encode  (specs/lookahead_adamw.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F exp_avg = load(exp_avg_at + i);
-            const F max_exp_avg_sq = load(max_exp_avg_sq_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);                                 // bf16, nearest
-            const F slow = load(slow_at + i);
-            const F g_cast = g_stored;
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
-            // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
-            // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-            const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
-            const F p_2 = one_minus_lr_times_weight_decay * p;             // 30  p = decoupled(p, rate, weight_decay)
-            // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
-            const F slow_fma = fma(alpha, p_3 - slow, slow);
-            const I p_x_bits = bits(slow_fma);
-            const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-            store(max_exp_avg_sq_at + i, max_exp_avg_sq_2);
-            store(slow_at + i, slow_fma);
-        }
-    }
-};
-
-template <class Grad>
-struct lookahead_adamw_float16_amsgrad_sync {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 8;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];         // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];         // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];      // float32 [n]  read and written
-        float *__restrict max_exp_avg_sq_at = (float *)at[4];  // float32 [n]  read and written
-        float *__restrict slow_at = (float *)at[5];            // float32 [n]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F alpha(scalars[2]);
-        const F one_minus_lr_times_weight_decay(scalars[3]);
-        const F one_minus_beta1_times_grad_scale(scalars[4]);
-        const F scalar_2(scalars[5]);
-        const F scalar_3(scalars[6]);
-        const F scalar_4(scalars[7]);
-
-        // -- elements: decode, update, encode  (specs/lookahead_adamw.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F exp_avg = load(exp_avg_at + i);
-            const F max_exp_avg_sq = load(max_exp_avg_sq_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);                              // f16, nearest
-            const F slow = load(slow_at + i);
-            const F g_cast = g_stored;
-            // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
-            // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
-            // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-            const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
-            const F p_2 = one_minus_lr_times_weight_decay * p;             // 30  p = decoupled(p, rate, weight_decay)
-            // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
-            const F slow_fma = fma(alpha, p_3 - slow, slow);
-            store(p_at + i, narrow_half(slow_fma));
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-            store(max_exp_avg_sq_at + i, max_exp_avg_sq_2);
-            store(slow_at + i, slow_fma);
-        }
-    }
-};
+template <class Grad> using lookahead_adamw_float32 = lookahead_adamw_kernel<weight_float32, Grad>;
+template <class Grad> using lookahead_adamw_bfloat16 = lookahead_adamw_kernel<weight_bfloat16, Grad>;
+template <class Grad> using lookahead_adamw_float16 = lookahead_adamw_kernel<weight_float16, Grad>;
+template <class Grad> using lookahead_adamw_float32_sync = lookahead_adamw_sync_kernel<weight_float32, Grad>;
+template <class Grad> using lookahead_adamw_bfloat16_sync = lookahead_adamw_sync_kernel<weight_bfloat16, Grad>;
+template <class Grad> using lookahead_adamw_float16_sync = lookahead_adamw_sync_kernel<weight_float16, Grad>;
+template <class Grad> using lookahead_adamw_float32_amsgrad = lookahead_adamw_amsgrad_kernel<weight_float32, Grad>;
+template <class Grad> using lookahead_adamw_bfloat16_amsgrad = lookahead_adamw_amsgrad_kernel<weight_bfloat16, Grad>;
+template <class Grad> using lookahead_adamw_float16_amsgrad = lookahead_adamw_amsgrad_kernel<weight_float16, Grad>;
+template <class Grad> using lookahead_adamw_float32_amsgrad_sync = lookahead_adamw_amsgrad_sync_kernel<weight_float32, Grad>;
+template <class Grad> using lookahead_adamw_bfloat16_amsgrad_sync = lookahead_adamw_amsgrad_sync_kernel<weight_bfloat16, Grad>;
+template <class Grad> using lookahead_adamw_float16_amsgrad_sync = lookahead_adamw_amsgrad_sync_kernel<weight_float16, Grad>;
 
 }  // namespace
 

@@ -18,27 +18,68 @@
 
 namespace {
 
-template <class Grad>
-struct madgrad_float32 {
+// bf16, nearest
+struct weight_bfloat16 {
+    static constexpr int NOISE = 0;
+    static constexpr Part PARTS[] = {{2, true}};  // code
+    uint16_t *__restrict code_at;
+
+    weight_bfloat16(char *p, char *const *more) : code_at((uint16_t *)p) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        return widened(code_stored);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        const I x_bits = bits(x);
+        const I carry = (x_bits >> 16 & 1) + 32767;
+        store_half<2>(code_at + i, bits_or_nan(as_float(x_bits)) + carry);
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); }
+};
+
+// f16, nearest
+struct weight_float16 {
+    static constexpr int NOISE = 0;
+    static constexpr Part PARTS[] = {{2, true}};  // code
+    uint16_t *__restrict code_at;
+
+    weight_float16(char *p, char *const *more) : code_at((uint16_t *)p) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        return widen_half(code_stored);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        store(code_at + i, narrow_half(x));
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); }
+};
+
+template <class Weight, class Grad>
+struct madgrad_kernel {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 4;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}});
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];            // float32 [n]  read and written
+        Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict grad_sum_sq_at = (float *)at[2];  // float32 [n]  read and written
-        float *__restrict s_at = (float *)at[3];            // float32 [n]  read and written
+        float *__restrict grad_sum_sq_at = (float *)at[parts<Weight>() + 1];  // float32 [n]  read and written
+        float *__restrict s_at = (float *)at[parts<Weight>() + 2];            // float32 [n]  read and written
         const F weight_decay(scalars[0]);
         const F eps(scalars[1]);
         const F grad_scale(scalars[2]);
-        const F weight(scalars[3]);
+        const F weight_(scalars[3]);
+        Words<madgrad_kernel> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/madgrad.py)
         for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
+            const auto noise = words.at(i);
+            const F p = weight.decode(i);
             const F grad_sum_sq = load(grad_sum_sq_at + i);
             const F s = load(s_at + i);
             const F g = Grad::load(g_at + i);
@@ -51,7 +92,7 @@ struct madgrad_float32 {
             // 26  start = x0 if has_momentum else p + where(before > 0, s / before, 0.0)
             const F start = p + where(0.0f < before, s / before, F(0.0f));
             const F g_3 = fma(weight_decay, p, g_2);                        // 24  g = l2(g, p, weight_decay)
-            const F g_mul = weight * g_3;
+            const F g_mul = weight_ * g_3;
             const F grad_sum_sq_2 = fma(g_mul, g_3, grad_sum_sq);           // 28  grad_sum_sq = grad_sum_sq + weight * g * g
             const F grad_sum_sq_bitcast_2 = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 0x2a508935);
             const F grad_sum_sq_fma_3 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_bitcast_2 * grad_sum_sq_bitcast_2), grad_sum_sq_bitcast_2), grad_sum_sq_bitcast_2);
@@ -60,145 +101,48 @@ struct madgrad_float32 {
             const F denom = where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma_4 * grad_sum_sq_fma_4), grad_sum_sq_fma_4), grad_sum_sq_fma_4), grad_sum_sq_2) + eps;
             const F s_2 = s + g_mul;                                        // 29  s = s + weight * g
             const F z = start - where(0.0f < denom, s_2 / denom, F(0.0f));  // 31  z = start - where(denom > 0, s / denom, 0.0)
-            store(p_at + i, z);
+            weight.encode(i, z, noise);
             store(grad_sum_sq_at + i, grad_sum_sq_2);
             store(s_at + i, s_2);
         }
     }
 };
 
-template <class Grad>
-struct madgrad_bfloat16 {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 4;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];      // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict grad_sum_sq_at = (float *)at[2];  // float32 [n]  read and written
-        float *__restrict s_at = (float *)at[3];            // float32 [n]  read and written
-        const F weight_decay(scalars[0]);
-        const F eps(scalars[1]);
-        const F grad_scale(scalars[2]);
-        const F weight(scalars[3]);
-
-        // -- elements: decode, update, encode  (specs/madgrad.py)
-        for (int i = 0; i < count; i += W) {
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);                                  // bf16, nearest
-            const F grad_sum_sq = load(grad_sum_sq_at + i);
-            const F s = load(s_at + i);
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F grad_sum_sq_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq))) + 0x2a508935);
-            const F grad_sum_sq_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast);
-            const F grad_sum_sq_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma);
-            // 25  before = cbrt(grad_sum_sq) + eps
-            const F before = where(0.0f < grad_sum_sq & grad_sum_sq <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq) + eps;
-            // 26  start = x0 if has_momentum else p + where(before > 0, s / before, 0.0)
-            const F start = p + where(0.0f < before, s / before, F(0.0f));
-            const F g_2 = fma(weight_decay, p, g);                          // 24  g = l2(g, p, weight_decay)
-            const F g_mul = weight * g_2;
-            const F grad_sum_sq_2 = fma(g_mul, g_2, grad_sum_sq);           // 28  grad_sum_sq = grad_sum_sq + weight * g * g
-            const F grad_sum_sq_bitcast_2 = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 0x2a508935);
-            const F grad_sum_sq_fma_3 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_bitcast_2 * grad_sum_sq_bitcast_2), grad_sum_sq_bitcast_2), grad_sum_sq_bitcast_2);
-            const F grad_sum_sq_fma_4 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma_3 * grad_sum_sq_fma_3), grad_sum_sq_fma_3), grad_sum_sq_fma_3);
-            // 30  denom = cbrt(grad_sum_sq) + eps
-            const F denom = where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma_4 * grad_sum_sq_fma_4), grad_sum_sq_fma_4), grad_sum_sq_fma_4), grad_sum_sq_2) + eps;
-            const F s_2 = s + g_mul;                                        // 29  s = s + weight * g
-            const F z = start - where(0.0f < denom, s_2 / denom, F(0.0f));  // 31  z = start - where(denom > 0, s / denom, 0.0)
-            const I p_x_bits = bits(z);
-            const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-            store(grad_sum_sq_at + i, grad_sum_sq_2);
-            store(s_at + i, s_2);
-        }
-    }
-};
-
-template <class Grad>
-struct madgrad_float16 {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 4;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];      // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict grad_sum_sq_at = (float *)at[2];  // float32 [n]  read and written
-        float *__restrict s_at = (float *)at[3];            // float32 [n]  read and written
-        const F weight_decay(scalars[0]);
-        const F eps(scalars[1]);
-        const F grad_scale(scalars[2]);
-        const F weight(scalars[3]);
-
-        // -- elements: decode, update  (specs/madgrad.py)
-        for (int i = 0; i < count; i += W) {
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);                               // f16, nearest
-            const F grad_sum_sq = load(grad_sum_sq_at + i);
-            const F s = load(s_at + i);
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F grad_sum_sq_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq))) + 0x2a508935);
-            const F grad_sum_sq_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast);
-            const F grad_sum_sq_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma);
-            // 25  before = cbrt(grad_sum_sq) + eps
-            const F before = where(0.0f < grad_sum_sq & grad_sum_sq <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq) + eps;
-            // 26  start = x0 if has_momentum else p + where(before > 0, s / before, 0.0)
-            const F start = p + where(0.0f < before, s / before, F(0.0f));
-            const F g_2 = fma(weight_decay, p, g);                          // 24  g = l2(g, p, weight_decay)
-            const F g_mul = weight * g_2;
-            const F grad_sum_sq_2 = fma(g_mul, g_2, grad_sum_sq);           // 28  grad_sum_sq = grad_sum_sq + weight * g * g
-            const F grad_sum_sq_bitcast_2 = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 0x2a508935);
-            const F grad_sum_sq_fma_3 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_bitcast_2 * grad_sum_sq_bitcast_2), grad_sum_sq_bitcast_2), grad_sum_sq_bitcast_2);
-            const F grad_sum_sq_fma_4 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma_3 * grad_sum_sq_fma_3), grad_sum_sq_fma_3), grad_sum_sq_fma_3);
-            // 30  denom = cbrt(grad_sum_sq) + eps
-            const F denom = where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma_4 * grad_sum_sq_fma_4), grad_sum_sq_fma_4), grad_sum_sq_fma_4), grad_sum_sq_2) + eps;
-            const F s_2 = s + g_mul;                                        // 29  s = s + weight * g
-            const F z = start - where(0.0f < denom, s_2 / denom, F(0.0f));  // 31  z = start - where(denom > 0, s / denom, 0.0)
-            store(p_at + i, narrow_half(z));
-            store(grad_sum_sq_at + i, grad_sum_sq_2);
-            store(s_at + i, s_2);
-        }
-    }
-};
-
-template <class Grad>
-struct madgrad_float32_has_momentum {
+template <class Weight, class Grad>
+struct madgrad_has_momentum_kernel {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, false}};
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, false}});
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];               // float32 [n]  read and written
+        Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict grad_sum_sq_at = (float *)at[2];     // float32 [n]  read and written
-        float *__restrict s_at = (float *)at[3];               // float32 [n]  read and written
-        const float *__restrict x0_at = (const float *)at[4];  // float32 [n]  read
+        float *__restrict grad_sum_sq_at = (float *)at[parts<Weight>() + 1];     // float32 [n]  read and written
+        float *__restrict s_at = (float *)at[parts<Weight>() + 2];               // float32 [n]  read and written
+        const float *__restrict x0_at = (const float *)at[parts<Weight>() + 3];  // float32 [n]  read
         const F weight_decay(scalars[0]);
         const F eps(scalars[1]);
         const F grad_scale(scalars[2]);
-        const F weight(scalars[3]);
+        const F weight_(scalars[3]);
         const F one_minus_momentum(scalars[4]);
+        Words<madgrad_has_momentum_kernel> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/madgrad.py)
         for (int i = 0; i < count; i += W) {
+            const auto noise = words.at(i);
             const F x0 = load(x0_at + i);
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
             const F grad_sum_sq = load(grad_sum_sq_at + i);
             const F s = load(s_at + i);
             const F g_3 = fma(weight_decay, p, g_2);                     // 24  g = l2(g, p, weight_decay)
-            const F g_mul = weight * g_3;
+            const F g_mul = weight_ * g_3;
             const F grad_sum_sq_2 = fma(g_mul, g_3, grad_sum_sq);        // 28  grad_sum_sq = grad_sum_sq + weight * g * g
             const F grad_sum_sq_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 0x2a508935);
             const F grad_sum_sq_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast);
@@ -209,110 +153,19 @@ struct madgrad_float32_has_momentum {
             const F z = x0 - where(0.0f < denom, s_2 / denom, F(0.0f));  // 31  z = start - where(denom > 0, s / denom, 0.0)
             // 32  p = p + (1 - momentum) * (z - p) if has_momentum else z
             const F p_2 = fma(one_minus_momentum, z - p, p);
-            store(p_at + i, p_2);
+            weight.encode(i, p_2, noise);
             store(grad_sum_sq_at + i, grad_sum_sq_2);
             store(s_at + i, s_2);
         }
     }
 };
 
-template <class Grad>
-struct madgrad_bfloat16_has_momentum {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, false}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];         // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict grad_sum_sq_at = (float *)at[2];     // float32 [n]  read and written
-        float *__restrict s_at = (float *)at[3];               // float32 [n]  read and written
-        const float *__restrict x0_at = (const float *)at[4];  // float32 [n]  read
-        const F weight_decay(scalars[0]);
-        const F eps(scalars[1]);
-        const F grad_scale(scalars[2]);
-        const F weight(scalars[3]);
-        const F one_minus_momentum(scalars[4]);
-
-        // -- elements: decode, update, encode  (specs/madgrad.py)
-        for (int i = 0; i < count; i += W) {
-            const F x0 = load(x0_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);                               // bf16, nearest
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F grad_sum_sq = load(grad_sum_sq_at + i);
-            const F s = load(s_at + i);
-            const F g_2 = fma(weight_decay, p, g);                       // 24  g = l2(g, p, weight_decay)
-            const F g_mul = weight * g_2;
-            const F grad_sum_sq_2 = fma(g_mul, g_2, grad_sum_sq);        // 28  grad_sum_sq = grad_sum_sq + weight * g * g
-            const F grad_sum_sq_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 0x2a508935);
-            const F grad_sum_sq_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast);
-            const F grad_sum_sq_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma);
-            // 30  denom = cbrt(grad_sum_sq) + eps
-            const F denom = where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_2) + eps;
-            const F s_2 = s + g_mul;                                     // 29  s = s + weight * g
-            const F z = x0 - where(0.0f < denom, s_2 / denom, F(0.0f));  // 31  z = start - where(denom > 0, s / denom, 0.0)
-            // 32  p = p + (1 - momentum) * (z - p) if has_momentum else z
-            const F p_2 = fma(one_minus_momentum, z - p, p);
-            const I p_x_bits = bits(p_2);
-            const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-            store(grad_sum_sq_at + i, grad_sum_sq_2);
-            store(s_at + i, s_2);
-        }
-    }
-};
-
-template <class Grad>
-struct madgrad_float16_has_momentum {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, false}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];         // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict grad_sum_sq_at = (float *)at[2];     // float32 [n]  read and written
-        float *__restrict s_at = (float *)at[3];               // float32 [n]  read and written
-        const float *__restrict x0_at = (const float *)at[4];  // float32 [n]  read
-        const F weight_decay(scalars[0]);
-        const F eps(scalars[1]);
-        const F grad_scale(scalars[2]);
-        const F weight(scalars[3]);
-        const F one_minus_momentum(scalars[4]);
-
-        // -- elements: decode, update  (specs/madgrad.py)
-        for (int i = 0; i < count; i += W) {
-            const F x0 = load(x0_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);                            // f16, nearest
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F grad_sum_sq = load(grad_sum_sq_at + i);
-            const F s = load(s_at + i);
-            const F g_2 = fma(weight_decay, p, g);                       // 24  g = l2(g, p, weight_decay)
-            const F g_mul = weight * g_2;
-            const F grad_sum_sq_2 = fma(g_mul, g_2, grad_sum_sq);        // 28  grad_sum_sq = grad_sum_sq + weight * g * g
-            const F grad_sum_sq_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 0x2a508935);
-            const F grad_sum_sq_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast);
-            const F grad_sum_sq_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma);
-            // 30  denom = cbrt(grad_sum_sq) + eps
-            const F denom = where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_2) + eps;
-            const F s_2 = s + g_mul;                                     // 29  s = s + weight * g
-            const F z = x0 - where(0.0f < denom, s_2 / denom, F(0.0f));  // 31  z = start - where(denom > 0, s / denom, 0.0)
-            // 32  p = p + (1 - momentum) * (z - p) if has_momentum else z
-            const F p_2 = fma(one_minus_momentum, z - p, p);
-            store(p_at + i, narrow_half(p_2));
-            store(grad_sum_sq_at + i, grad_sum_sq_2);
-            store(s_at + i, s_2);
-        }
-    }
-};
+template <class Grad> using madgrad_float32 = madgrad_kernel<weight_float32, Grad>;
+template <class Grad> using madgrad_bfloat16 = madgrad_kernel<weight_bfloat16, Grad>;
+template <class Grad> using madgrad_float16 = madgrad_kernel<weight_float16, Grad>;
+template <class Grad> using madgrad_float32_has_momentum = madgrad_has_momentum_kernel<weight_float32, Grad>;
+template <class Grad> using madgrad_bfloat16_has_momentum = madgrad_has_momentum_kernel<weight_bfloat16, Grad>;
+template <class Grad> using madgrad_float16_has_momentum = madgrad_has_momentum_kernel<weight_float16, Grad>;
 
 }  // namespace
 

@@ -21,11 +21,73 @@
 
 namespace {
 
-template <class Grad>
-struct madgrad_float32 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3), SCALARS = 4;
+// bf16 and 8 more bits, stochastic
+struct weight_bfloat16 {
+    static constexpr int NOISE = 8;
+    static constexpr Part PARTS[] = {{2, true}, {1, true}};  // code, low
+    uint16_t *__restrict code_at;
+    uint8_t *__restrict low_at;
+
+    weight_bfloat16(char *p, char *const *more) : code_at((uint16_t *)p), low_at((uint8_t *)more[0]) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        const U8 low_code = raw(low_at + i);
+        return as_float(joined(code_stored, low_code) - 32768);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        const I word = bits_or_nan(x) + (integer<P>(noise) | 0x8000);
+        store_half<2>(code_at + i, word);
+        store_byte<1>(low_at + i, word);
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); fetch<N>(low_at, b); }
+};
+
+// f16 and 8 more bits, stochastic
+struct weight_float16 {
+    static constexpr int NOISE = 8;
+    static constexpr Part PARTS[] = {{2, true}, {1, true}};  // code, low
+    uint16_t *__restrict code_at;
+    uint8_t *__restrict low_at;
+
+    weight_float16(char *p, char *const *more) : code_at((uint16_t *)p), low_at((uint8_t *)more[0]) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        const I high = extend16(extend16(to_int(code_stored)));
+        const U8 low_code = raw(low_at + i);
+        const I low = to_int(low_code);
+        const I offset = low - 128;
+        const I wide = ((high & 32767) << 8) + offset;
+        const I subnormal = bits(2.3283064365386963e-10f * to_float(wide));
+        const I normal = (wide << 5) + 0x38000000;
+        const I finite = where(wide < 0x40000, subnormal, normal);
+        return as_float(bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000))) | (high & 0x8000) << 16);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        const I x_bitcast = bits(x);
+        const I sign_ = x_bitcast >> 16 & 0x8000;
+        const I magnitude = x_bitcast & 0x7fffffff;
+        const F magnitude_bitcast = as_float(magnitude);
+        const M is_subnormal = magnitude_bitcast < 6.103515625e-05f;
+        const I subnormal = to_int(2199023255552.0f * magnitude_bitcast);
+        const I rebiased = min(I(0xf800000), magnitude - 0x38000000);
+        const I fixed = where(is_subnormal, subnormal, rebiased << 4);
+        const I wide = lshr(fixed + middle<P, 9>(noise), 9);
+        const I word = where(x == x, wide, I(0x7e0000)) + 128;
+        const I kept_ = word;
+        store(code_at + i, sign_ | word >> 8);
+        store(low_at + i, kept_);
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); fetch<N>(low_at, b); }
+};
+
+template <class Weight, class Grad>
+struct madgrad_kernel {
+    // random bits of grad_sum_sq, s, p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{12, false}, {12, false}, {Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P, 1, 0}), KEPT = NOISE.mask({1, 0});
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2 + count(KEPT)), SCALARS = 4;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}});
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
                      const float *scalars, int32_t step_key, int32_t stream_key) {
@@ -35,20 +97,19 @@ struct madgrad_float32 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];                      // float32 [n]  read and written
+        Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict grad_sum_sq_codes_at = (uint8_t *)at[2];  // uint8 [n]  read and written
-        int16_t *__restrict grad_sum_sq_range_at = (int16_t *)at[3];  // int16 [blocks of 64]  read and written
-        uint8_t *__restrict s_codes_at = (uint8_t *)at[4];            // uint8 [n]  read and written
-        int16_t *__restrict s_scale_at = (int16_t *)at[5];            // int16 [blocks of 64]  read and written
+        // uint8 [n]  read and written
+        uint8_t *__restrict grad_sum_sq_codes_at = (uint8_t *)at[parts<Weight>() + 1];
+        // int16 [blocks of 64]  read and written
+        int16_t *__restrict grad_sum_sq_range_at = (int16_t *)at[parts<Weight>() + 2];
+        uint8_t *__restrict s_codes_at = (uint8_t *)at[parts<Weight>() + 3];  // uint8 [n]  read and written
+        int16_t *__restrict s_scale_at = (int16_t *)at[parts<Weight>() + 4];  // int16 [blocks of 64]  read and written
         const F weight_decay(scalars[0]);
         const F eps(scalars[1]);
         const F grad_scale(scalars[2]);
-        const F weight(scalars[3]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) int32_t noise_kept[TILE];
+        const F weight_(scalars[3]);
         alignas(64) int32_t grad_sum_sq_pattern_kept[TILE];
         alignas(64) float s_kept[TILE];
         alignas(64) int32_t grad_sum_sq_middle_2_kept[TILE / BLOCK];
@@ -62,19 +123,7 @@ struct madgrad_float32 {
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
         I s_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000010;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
+        Words<madgrad_kernel> words(BLOCK * blocks, first, stream_key, step_key);
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
@@ -96,7 +145,7 @@ struct madgrad_float32 {
         // -- elements: decode, update, encode  (specs/madgrad.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch_weight<BLOCK>(weight, b + TILE / BLOCK);
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const I grad_sum_sq_middle_2(grad_sum_sq_middle_2_kept[b]);
             const I grad_sum_sq_step(grad_sum_sq_step_kept[b]);
@@ -106,9 +155,8 @@ struct madgrad_float32 {
             I s_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const F p = load(p_at + i);
+                const auto noise = words.at(i);
+                const F p = weight.decode(i);
                 const U8 grad_sum_sq_code = raw(grad_sum_sq_codes_at + i);
                 const I grad_sum_sq_piece = to_int(grad_sum_sq_code);
                 const F grad_sum_sq_value = as_float(grad_sum_sq_middle_2 + grad_sum_sq_piece * grad_sum_sq_step);
@@ -128,7 +176,7 @@ struct madgrad_float32 {
                 // 26  start = x0 if has_momentum else p + where(before > 0, s / before, 0.0)
                 const F start = p + where(0.0f < before, s_value / before, F(0.0f));
                 const F g_3 = fma(weight_decay, p, g_2);                              // 24  g = l2(g, p, weight_decay)
-                const F g_mul = weight * g_3;
+                const F g_mul = weight_ * g_3;
                 // 28  grad_sum_sq = grad_sum_sq + weight * g * g
                 const F grad_sum_sq_2 = fma(g_mul, g_3, grad_sum_sq);
                 const F grad_sum_sq_bitcast_2 = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 0x2a508935);
@@ -140,17 +188,14 @@ struct madgrad_float32 {
                 // 31  z = start - where(denom > 0, s / denom, 0.0)
                 const F z = start - where(0.0f < denom, s / denom, F(0.0f));
                 const I grad_sum_sq_pattern = bits(sqrt(grad_sum_sq_2));
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const F s_abs = abs(s);
                 largest_of_block = larger<RAGGED>(largest_of_block, grad_sum_sq_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, grad_sum_sq_pattern, i, end);
                 s_top = larger<RAGGED>(s_top, bits(s_abs), i, end);
-                store(noise_kept + i, noise);
+                words.keep(noise, i);
                 store(grad_sum_sq_pattern_kept + i, grad_sum_sq_pattern);
                 store(s_kept + i, s);
-                store(p_at + i, z);
+                weight.encode(i, z, noise);
             }
             largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
@@ -199,40 +244,45 @@ struct madgrad_float32 {
             const F s_divisor_mul(s_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I noise = load(noise_kept + i);
+                const auto noise = words.kept(i);
                 const I grad_sum_sq_pattern = load(grad_sum_sq_pattern_kept + i);
                 const F s = load(s_kept + i);
-                const I grad_sum_sq_offset = lshr(noise, 8) + grad_sum_sq_half_add;
+                const I grad_sum_sq_offset = fraction<0, 24>(noise) + grad_sum_sq_half_add;
                 const I grad_sum_sq_position = max(I(0), min(grad_sum_sq_pattern - grad_sum_sq_base, grad_sum_sq_base_sub)) * grad_sum_sq_scale + grad_sum_sq_offset;
                 const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
                 store_byte<3>(grad_sum_sq_codes_at + i, grad_sum_sq_position);
-                store(s_codes_at + i, s_pattern + (noise & 4095) >> 12);
+                store(s_codes_at + i, s_pattern + integer<1>(noise) >> 12);
             }
         }
     }
 };
 
-template <class Grad>
-struct madgrad_float32_small {
+template <class Weight, class Grad>
+struct madgrad_small_kernel {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 4;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}});
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];            // float32 [n]  read and written
+        Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict grad_sum_sq_at = (float *)at[2];  // float32 [n]  read and written
-        float *__restrict s_at = (float *)at[3];            // float32 [n]  read and written
+        float *__restrict grad_sum_sq_at = (float *)at[parts<Weight>() + 1];  // float32 [n]  read and written
+        float *__restrict s_at = (float *)at[parts<Weight>() + 2];            // float32 [n]  read and written
         const F weight_decay(scalars[0]);
         const F eps(scalars[1]);
         const F grad_scale(scalars[2]);
-        const F weight(scalars[3]);
+        const F weight_(scalars[3]);
+        Words<madgrad_small_kernel> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/madgrad.py)
         for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
+            const auto noise = words.at(i);
+            const F p = weight.decode(i);
             const F grad_sum_sq = load(grad_sum_sq_at + i);
             const F s = load(s_at + i);
             const F g = Grad::load(g_at + i);
@@ -245,7 +295,7 @@ struct madgrad_float32_small {
             // 26  start = x0 if has_momentum else p + where(before > 0, s / before, 0.0)
             const F start = p + where(0.0f < before, s / before, F(0.0f));
             const F g_3 = fma(weight_decay, p, g_2);                        // 24  g = l2(g, p, weight_decay)
-            const F g_mul = weight * g_3;
+            const F g_mul = weight_ * g_3;
             const F grad_sum_sq_2 = fma(g_mul, g_3, grad_sum_sq);           // 28  grad_sum_sq = grad_sum_sq + weight * g * g
             const F grad_sum_sq_bitcast_2 = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 0x2a508935);
             const F grad_sum_sq_fma_3 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_bitcast_2 * grad_sum_sq_bitcast_2), grad_sum_sq_bitcast_2), grad_sum_sq_bitcast_2);
@@ -254,18 +304,21 @@ struct madgrad_float32_small {
             const F denom = where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma_4 * grad_sum_sq_fma_4), grad_sum_sq_fma_4), grad_sum_sq_fma_4), grad_sum_sq_2) + eps;
             const F s_2 = s + g_mul;                                        // 29  s = s + weight * g
             const F z = start - where(0.0f < denom, s_2 / denom, F(0.0f));  // 31  z = start - where(denom > 0, s / denom, 0.0)
-            store(p_at + i, z);
+            weight.encode(i, z, noise);
             store(grad_sum_sq_at + i, grad_sum_sq_2);
             store(s_at + i, s_2);
         }
     }
 };
 
-template <class Grad>
-struct madgrad_bfloat16 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3), SCALARS = 4;
+template <class Weight, class Grad>
+struct madgrad_has_momentum_kernel {
+    // random bits of grad_sum_sq, s, p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{12, false}, {12, false}, {Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P, 1, 0}), KEPT = NOISE.mask({1, 0});
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2 + count(KEPT)), SCALARS = 5;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {4, ELEMENT, false}});
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
                      const float *scalars, int32_t step_key, int32_t stream_key) {
@@ -275,600 +328,21 @@ struct madgrad_bfloat16 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                // bfloat16 [n]  read and written
+        Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];         // uint8 [n]  read and written
-        uint8_t *__restrict grad_sum_sq_codes_at = (uint8_t *)at[3];  // uint8 [n]  read and written
-        int16_t *__restrict grad_sum_sq_range_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
-        uint8_t *__restrict s_codes_at = (uint8_t *)at[5];            // uint8 [n]  read and written
-        int16_t *__restrict s_scale_at = (int16_t *)at[6];            // int16 [blocks of 64]  read and written
+        // uint8 [n]  read and written
+        uint8_t *__restrict grad_sum_sq_codes_at = (uint8_t *)at[parts<Weight>() + 1];
+        // int16 [blocks of 64]  read and written
+        int16_t *__restrict grad_sum_sq_range_at = (int16_t *)at[parts<Weight>() + 2];
+        uint8_t *__restrict s_codes_at = (uint8_t *)at[parts<Weight>() + 3];     // uint8 [n]  read and written
+        int16_t *__restrict s_scale_at = (int16_t *)at[parts<Weight>() + 4];     // int16 [blocks of 64]  read and written
+        const float *__restrict x0_at = (const float *)at[parts<Weight>() + 5];  // float32 [n]  read
         const F weight_decay(scalars[0]);
         const F eps(scalars[1]);
         const F grad_scale(scalars[2]);
-        const F weight(scalars[3]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) int32_t grad_sum_sq_pattern_kept[TILE];
-        alignas(64) float s_kept[TILE];
-        alignas(64) int32_t grad_sum_sq_middle_2_kept[TILE / BLOCK];
-        alignas(64) int32_t grad_sum_sq_step_kept[TILE / BLOCK];
-        alignas(64) float scale_kept[TILE / BLOCK];
-        alignas(64) int32_t grad_sum_sq_half_add_kept[TILE / BLOCK];
-        alignas(64) int32_t grad_sum_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t grad_sum_sq_base_sub_kept[TILE / BLOCK];
-        alignas(64) int32_t grad_sum_sq_scale_kept[TILE / BLOCK];
-        alignas(64) float s_divisor_mul_kept[TILE / BLOCK];
-        I largest_of_block_kept[TILE / BLOCK];
-        I smallest_of_block_kept[TILE / BLOCK];
-        I s_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1001001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 grad_sum_sq_range = raw(grad_sum_sq_range_at + b);
-            const I grad_sum_sq_header = to_int(grad_sum_sq_range);
-            const I grad_sum_sq_cells = max(I(4), grad_sum_sq_header & 255);
-            const I grad_sum_sq_step = bits(fma(4194304.0f, 1.0f / to_float(grad_sum_sq_cells), 12582912.0f)) - 0x4b400000;
-            const I grad_sum_sq_middle = ((grad_sum_sq_header & 0xff00) << 14) + 0x20000000 + (grad_sum_sq_step >> 1);
-            const I grad_sum_sq_middle_2 = where(grad_sum_sq_header == 0, I(0), grad_sum_sq_middle);
-            const I16 s_scale = raw(s_scale_at + b);
-            const I scale_bits = to_int(s_scale) << 15;
-            const I scale_bits_2 = scale_bits & 0x7fffffff;
-            const F scale = as_float(where(scale_bits_2 == 0x7f800000, I(0x7f7fffff), scale_bits_2));
-            store(grad_sum_sq_middle_2_kept + b, grad_sum_sq_middle_2);
-            store(grad_sum_sq_step_kept + b, grad_sum_sq_step);
-            store(scale_kept + b, scale);
-        }
-
-        // -- elements: decode, update, encode  (specs/madgrad.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            const I grad_sum_sq_middle_2(grad_sum_sq_middle_2_kept[b]);
-            const I grad_sum_sq_step(grad_sum_sq_step_kept[b]);
-            const F scale(scale_kept[b]);
-            I largest_of_block(INT32_MIN);
-            I smallest_of_block(INT32_MAX);
-            I s_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);      // bf16 and 8 more bits, stochastic
-                const U8 grad_sum_sq_code = raw(grad_sum_sq_codes_at + i);
-                const I grad_sum_sq_piece = to_int(grad_sum_sq_code);
-                const F grad_sum_sq_value = as_float(grad_sum_sq_middle_2 + grad_sum_sq_piece * grad_sum_sq_step);
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value;
-                const U8 s_code = raw(s_codes_at + i);
-                const F s_code_2 = counter(s_code) - 8388736.0f;
-                const F s_bend = abs(s_code_2);
-                const F s_value = scale * (s_code_2 / (254.0f - s_bend));
-                const F g_stored = Grad::load(g_at + i);
-                const F g = grad_scale * g_stored;
-                const F grad_sum_sq_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq))) + 0x2a508935);
-                const F grad_sum_sq_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast);
-                const F grad_sum_sq_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma);
-                // 25  before = cbrt(grad_sum_sq) + eps
-                const F before = where(0.0f < grad_sum_sq & grad_sum_sq <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq) + eps;
-                // 26  start = x0 if has_momentum else p + where(before > 0, s / before, 0.0)
-                const F start = p + where(0.0f < before, s_value / before, F(0.0f));
-                const F g_2 = fma(weight_decay, p, g);                                // 24  g = l2(g, p, weight_decay)
-                const F g_mul = weight * g_2;
-                // 28  grad_sum_sq = grad_sum_sq + weight * g * g
-                const F grad_sum_sq_2 = fma(g_mul, g_2, grad_sum_sq);
-                const F grad_sum_sq_bitcast_2 = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 0x2a508935);
-                const F grad_sum_sq_fma_3 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_bitcast_2 * grad_sum_sq_bitcast_2), grad_sum_sq_bitcast_2), grad_sum_sq_bitcast_2);
-                const F grad_sum_sq_fma_4 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma_3 * grad_sum_sq_fma_3), grad_sum_sq_fma_3), grad_sum_sq_fma_3);
-                // 30  denom = cbrt(grad_sum_sq) + eps
-                const F denom = where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma_4 * grad_sum_sq_fma_4), grad_sum_sq_fma_4), grad_sum_sq_fma_4), grad_sum_sq_2) + eps;
-                const F s = s_value + g_mul;                                          // 29  s = s + weight * g
-                // 31  z = start - where(denom > 0, s / denom, 0.0)
-                const F z = start - where(0.0f < denom, s / denom, F(0.0f));
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = bits_or_nan(z) + (noise & 255 | 0x8000);
-                const I grad_sum_sq_pattern = bits(sqrt(grad_sum_sq_2));
-                const F s_abs = abs(s);
-                largest_of_block = larger<RAGGED>(largest_of_block, grad_sum_sq_pattern, i, end);
-                smallest_of_block = smaller<RAGGED>(smallest_of_block, grad_sum_sq_pattern, i, end);
-                s_top = larger<RAGGED>(s_top, bits(s_abs), i, end);
-                store(noise_kept + i, noise);
-                store(grad_sum_sq_pattern_kept + i, grad_sum_sq_pattern);
-                store(s_kept + i, s);
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
-            }
-            largest_of_block_kept[b] = largest_of_block;
-            smallest_of_block_kept[b] = smallest_of_block;
-            s_top_kept[b] = s_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I s_top = largest(s_top_kept + b);
-            const I grad_sum_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
-            const I grad_sum_sq_above = (grad_sum_sq_largest + 0x80000 >> 22) + 1;
-            const I grad_sum_sq_below = smallest_of_block - 0x80000 >> 22;
-            const I grad_sum_sq_units = min(I(64), max(I(1), grad_sum_sq_above - max(I(128), grad_sum_sq_below)));
-            const I grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units;
-            const I grad_sum_sq_start = grad_sum_sq_first << 22;
-            const I grad_sum_sq_half = grad_sum_sq_units * 10240;
-            const I grad_sum_sq_base = grad_sum_sq_start + grad_sum_sq_half;
-            const I grad_sum_sq_base_sub = 0x5f700000 - grad_sum_sq_base;
-            const I grad_sum_sq_cells_2 = min(I(255), to_int(256.5f / to_float(grad_sum_sq_units)));
-            const I grad_sum_sq_scale = grad_sum_sq_cells_2 << 2;
-            const I grad_sum_sq_half_add = grad_sum_sq_half * grad_sum_sq_scale - 0x800000;
-            const I grad_sum_sq_header_2 = grad_sum_sq_first - 128 << 8 | grad_sum_sq_cells_2;
-            const I s_up = max(I(0x4800000), s_top) + 32767;
-            const I s_up_2 = where(s_top < 0x7f800000, s_up, I(0x7fc00000));
-            const I s_divisor = min(I(0x7f7fffff), s_up_2 & 0x7fff8000);
-            const F s_divisor_mul = as_float(s_divisor) * 0.003937007859349251f;
-            store(grad_sum_sq_half_add_kept + b, grad_sum_sq_half_add);
-            store(grad_sum_sq_base_kept + b, grad_sum_sq_base);
-            store(grad_sum_sq_base_sub_kept + b, grad_sum_sq_base_sub);
-            store(grad_sum_sq_scale_kept + b, grad_sum_sq_scale);
-            store(s_divisor_mul_kept + b, s_divisor_mul);
-            store(grad_sum_sq_range_at + b, grad_sum_sq_header_2);
-            store(s_scale_at + b, s_up_2 >> 15);
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(grad_sum_sq_codes_at, b + TILE / BLOCK);
-            fetch<BLOCK>(s_codes_at, b + TILE / BLOCK);
-            const I grad_sum_sq_half_add(grad_sum_sq_half_add_kept[b]);
-            const I grad_sum_sq_base(grad_sum_sq_base_kept[b]);
-            const I grad_sum_sq_base_sub(grad_sum_sq_base_sub_kept[b]);
-            const I grad_sum_sq_scale(grad_sum_sq_scale_kept[b]);
-            const F s_divisor_mul(s_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I noise = load(noise_kept + i);
-                const I grad_sum_sq_pattern = load(grad_sum_sq_pattern_kept + i);
-                const F s = load(s_kept + i);
-                const I grad_sum_sq_offset = lshr(noise, 8) + grad_sum_sq_half_add;
-                const I grad_sum_sq_position = max(I(0), min(grad_sum_sq_pattern - grad_sum_sq_base, grad_sum_sq_base_sub)) * grad_sum_sq_scale + grad_sum_sq_offset;
-                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
-                store_byte<3>(grad_sum_sq_codes_at + i, grad_sum_sq_position);
-                store(s_codes_at + i, s_pattern + (noise >> 8 & 4095) >> 12);
-            }
-        }
-    }
-};
-
-template <class Grad>
-struct madgrad_bfloat16_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 4;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];         // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];  // uint8 [n]  read and written
-        float *__restrict grad_sum_sq_at = (float *)at[3];     // float32 [n]  read and written
-        float *__restrict s_at = (float *)at[4];               // float32 [n]  read and written
-        const F weight_decay(scalars[0]);
-        const F eps(scalars[1]);
-        const F grad_scale(scalars[2]);
-        const F weight(scalars[3]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/madgrad.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const U16 p_stored = raw(p_at + i);
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-            const F grad_sum_sq = load(grad_sum_sq_at + i);
-            const F s = load(s_at + i);
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F grad_sum_sq_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq))) + 0x2a508935);
-            const F grad_sum_sq_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast);
-            const F grad_sum_sq_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma);
-            // 25  before = cbrt(grad_sum_sq) + eps
-            const F before = where(0.0f < grad_sum_sq & grad_sum_sq <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq) + eps;
-            // 26  start = x0 if has_momentum else p + where(before > 0, s / before, 0.0)
-            const F start = p + where(0.0f < before, s / before, F(0.0f));
-            const F g_2 = fma(weight_decay, p, g);                            // 24  g = l2(g, p, weight_decay)
-            const F g_mul = weight * g_2;
-            const F grad_sum_sq_2 = fma(g_mul, g_2, grad_sum_sq);             // 28  grad_sum_sq = grad_sum_sq + weight * g * g
-            const F grad_sum_sq_bitcast_2 = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 0x2a508935);
-            const F grad_sum_sq_fma_3 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_bitcast_2 * grad_sum_sq_bitcast_2), grad_sum_sq_bitcast_2), grad_sum_sq_bitcast_2);
-            const F grad_sum_sq_fma_4 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma_3 * grad_sum_sq_fma_3), grad_sum_sq_fma_3), grad_sum_sq_fma_3);
-            // 30  denom = cbrt(grad_sum_sq) + eps
-            const F denom = where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma_4 * grad_sum_sq_fma_4), grad_sum_sq_fma_4), grad_sum_sq_fma_4), grad_sum_sq_2) + eps;
-            const F s_2 = s + g_mul;                                          // 29  s = s + weight * g
-            const F z = start - where(0.0f < denom, s_2 / denom, F(0.0f));    // 31  z = start - where(denom > 0, s / denom, 0.0)
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = bits_or_nan(z) + (lshr(noise, 24) + 0x8000);
-            store_half<2>(p_at + i, p_word);
-            store_byte<1>(weight_low_at + i, p_word);
-            store(grad_sum_sq_at + i, grad_sum_sq_2);
-            store(s_at + i, s_2);
-        }
-    }
-};
-
-template <class Grad>
-struct madgrad_float16 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3), SCALARS = 4;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];         // uint8 [n]  read and written
-        uint8_t *__restrict grad_sum_sq_codes_at = (uint8_t *)at[3];  // uint8 [n]  read and written
-        int16_t *__restrict grad_sum_sq_range_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
-        uint8_t *__restrict s_codes_at = (uint8_t *)at[5];            // uint8 [n]  read and written
-        int16_t *__restrict s_scale_at = (int16_t *)at[6];            // int16 [blocks of 64]  read and written
-        const F weight_decay(scalars[0]);
-        const F eps(scalars[1]);
-        const F grad_scale(scalars[2]);
-        const F weight(scalars[3]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) int32_t grad_sum_sq_pattern_kept[TILE];
-        alignas(64) float s_kept[TILE];
-        alignas(64) int32_t grad_sum_sq_middle_2_kept[TILE / BLOCK];
-        alignas(64) int32_t grad_sum_sq_step_kept[TILE / BLOCK];
-        alignas(64) float scale_kept[TILE / BLOCK];
-        alignas(64) int32_t grad_sum_sq_half_add_kept[TILE / BLOCK];
-        alignas(64) int32_t grad_sum_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t grad_sum_sq_base_sub_kept[TILE / BLOCK];
-        alignas(64) int32_t grad_sum_sq_scale_kept[TILE / BLOCK];
-        alignas(64) float s_divisor_mul_kept[TILE / BLOCK];
-        I largest_of_block_kept[TILE / BLOCK];
-        I smallest_of_block_kept[TILE / BLOCK];
-        I s_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1001001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 grad_sum_sq_range = raw(grad_sum_sq_range_at + b);
-            const I grad_sum_sq_header = to_int(grad_sum_sq_range);
-            const I grad_sum_sq_cells = max(I(4), grad_sum_sq_header & 255);
-            const I grad_sum_sq_step = bits(fma(4194304.0f, 1.0f / to_float(grad_sum_sq_cells), 12582912.0f)) - 0x4b400000;
-            const I grad_sum_sq_middle = ((grad_sum_sq_header & 0xff00) << 14) + 0x20000000 + (grad_sum_sq_step >> 1);
-            const I grad_sum_sq_middle_2 = where(grad_sum_sq_header == 0, I(0), grad_sum_sq_middle);
-            const I16 s_scale = raw(s_scale_at + b);
-            const I scale_bits = to_int(s_scale) << 15;
-            const I scale_bits_2 = scale_bits & 0x7fffffff;
-            const F scale = as_float(where(scale_bits_2 == 0x7f800000, I(0x7f7fffff), scale_bits_2));
-            store(grad_sum_sq_middle_2_kept + b, grad_sum_sq_middle_2);
-            store(grad_sum_sq_step_kept + b, grad_sum_sq_step);
-            store(scale_kept + b, scale);
-        }
-
-        // -- elements: decode, update, encode  (specs/madgrad.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            const I grad_sum_sq_middle_2(grad_sum_sq_middle_2_kept[b]);
-            const I grad_sum_sq_step(grad_sum_sq_step_kept[b]);
-            const F scale(scale_kept[b]);
-            I largest_of_block(INT32_MIN);
-            I smallest_of_block(INT32_MAX);
-            I s_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const U16 p_stored = raw(p_at + i);
-                const I p_high = extend16(extend16(to_int(p_stored)));
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low - 128;
-                const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 0x38000000;
-                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-                // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-                const U8 grad_sum_sq_code = raw(grad_sum_sq_codes_at + i);
-                const I grad_sum_sq_piece = to_int(grad_sum_sq_code);
-                const F grad_sum_sq_value = as_float(grad_sum_sq_middle_2 + grad_sum_sq_piece * grad_sum_sq_step);
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value;
-                const U8 s_code = raw(s_codes_at + i);
-                const F s_code_2 = counter(s_code) - 8388736.0f;
-                const F s_bend = abs(s_code_2);
-                const F s_value = scale * (s_code_2 / (254.0f - s_bend));
-                const F g_stored = Grad::load(g_at + i);
-                const F g = grad_scale * g_stored;
-                const F grad_sum_sq_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq))) + 0x2a508935);
-                const F grad_sum_sq_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast);
-                const F grad_sum_sq_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma);
-                // 25  before = cbrt(grad_sum_sq) + eps
-                const F before = where(0.0f < grad_sum_sq & grad_sum_sq <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq) + eps;
-                // 26  start = x0 if has_momentum else p + where(before > 0, s / before, 0.0)
-                const F start = p + where(0.0f < before, s_value / before, F(0.0f));
-                const F g_2 = fma(weight_decay, p, g);                                // 24  g = l2(g, p, weight_decay)
-                const F g_mul = weight * g_2;
-                // 28  grad_sum_sq = grad_sum_sq + weight * g * g
-                const F grad_sum_sq_2 = fma(g_mul, g_2, grad_sum_sq);
-                const F grad_sum_sq_bitcast_2 = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 0x2a508935);
-                const F grad_sum_sq_fma_3 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_bitcast_2 * grad_sum_sq_bitcast_2), grad_sum_sq_bitcast_2), grad_sum_sq_bitcast_2);
-                const F grad_sum_sq_fma_4 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma_3 * grad_sum_sq_fma_3), grad_sum_sq_fma_3), grad_sum_sq_fma_3);
-                // 30  denom = cbrt(grad_sum_sq) + eps
-                const F denom = where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma_4 * grad_sum_sq_fma_4), grad_sum_sq_fma_4), grad_sum_sq_fma_4), grad_sum_sq_2) + eps;
-                const F s = s_value + g_mul;                                          // 29  s = s + weight * g
-                // 31  z = start - where(denom > 0, s / denom, 0.0)
-                const F z = start - where(0.0f < denom, s / denom, F(0.0f));
-                const I z_bitcast = bits(z);
-                const I p_sign = z_bitcast >> 16 & 0x8000;
-                const I p_magnitude = z_bitcast & 0x7fffffff;
-                const F p_magnitude_bitcast = as_float(p_magnitude);
-                const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-                const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-                const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-                const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_wide_2 = lshr(p_fixed + ((noise & 255) << 1 | 1), 9);
-                const I p_word = where(z == z, p_wide_2, I(0x7e0000)) + 128;
-                const I p_kept_ = p_word;
-                const I grad_sum_sq_pattern = bits(sqrt(grad_sum_sq_2));
-                const F s_abs = abs(s);
-                largest_of_block = larger<RAGGED>(largest_of_block, grad_sum_sq_pattern, i, end);
-                smallest_of_block = smaller<RAGGED>(smallest_of_block, grad_sum_sq_pattern, i, end);
-                s_top = larger<RAGGED>(s_top, bits(s_abs), i, end);
-                store(noise_kept + i, noise);
-                store(grad_sum_sq_pattern_kept + i, grad_sum_sq_pattern);
-                store(s_kept + i, s);
-                store(p_at + i, p_sign | p_word >> 8);
-                store(weight_low_at + i, p_kept_);
-            }
-            largest_of_block_kept[b] = largest_of_block;
-            smallest_of_block_kept[b] = smallest_of_block;
-            s_top_kept[b] = s_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I s_top = largest(s_top_kept + b);
-            const I grad_sum_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
-            const I grad_sum_sq_above = (grad_sum_sq_largest + 0x80000 >> 22) + 1;
-            const I grad_sum_sq_below = smallest_of_block - 0x80000 >> 22;
-            const I grad_sum_sq_units = min(I(64), max(I(1), grad_sum_sq_above - max(I(128), grad_sum_sq_below)));
-            const I grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units;
-            const I grad_sum_sq_start = grad_sum_sq_first << 22;
-            const I grad_sum_sq_half = grad_sum_sq_units * 10240;
-            const I grad_sum_sq_base = grad_sum_sq_start + grad_sum_sq_half;
-            const I grad_sum_sq_base_sub = 0x5f700000 - grad_sum_sq_base;
-            const I grad_sum_sq_cells_2 = min(I(255), to_int(256.5f / to_float(grad_sum_sq_units)));
-            const I grad_sum_sq_scale = grad_sum_sq_cells_2 << 2;
-            const I grad_sum_sq_half_add = grad_sum_sq_half * grad_sum_sq_scale - 0x800000;
-            const I grad_sum_sq_header_2 = grad_sum_sq_first - 128 << 8 | grad_sum_sq_cells_2;
-            const I s_up = max(I(0x4800000), s_top) + 32767;
-            const I s_up_2 = where(s_top < 0x7f800000, s_up, I(0x7fc00000));
-            const I s_divisor = min(I(0x7f7fffff), s_up_2 & 0x7fff8000);
-            const F s_divisor_mul = as_float(s_divisor) * 0.003937007859349251f;
-            store(grad_sum_sq_half_add_kept + b, grad_sum_sq_half_add);
-            store(grad_sum_sq_base_kept + b, grad_sum_sq_base);
-            store(grad_sum_sq_base_sub_kept + b, grad_sum_sq_base_sub);
-            store(grad_sum_sq_scale_kept + b, grad_sum_sq_scale);
-            store(s_divisor_mul_kept + b, s_divisor_mul);
-            store(grad_sum_sq_range_at + b, grad_sum_sq_header_2);
-            store(s_scale_at + b, s_up_2 >> 15);
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(grad_sum_sq_codes_at, b + TILE / BLOCK);
-            fetch<BLOCK>(s_codes_at, b + TILE / BLOCK);
-            const I grad_sum_sq_half_add(grad_sum_sq_half_add_kept[b]);
-            const I grad_sum_sq_base(grad_sum_sq_base_kept[b]);
-            const I grad_sum_sq_base_sub(grad_sum_sq_base_sub_kept[b]);
-            const I grad_sum_sq_scale(grad_sum_sq_scale_kept[b]);
-            const F s_divisor_mul(s_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I noise = load(noise_kept + i);
-                const I grad_sum_sq_pattern = load(grad_sum_sq_pattern_kept + i);
-                const F s = load(s_kept + i);
-                const I grad_sum_sq_offset = lshr(noise, 8) + grad_sum_sq_half_add;
-                const I grad_sum_sq_position = max(I(0), min(grad_sum_sq_pattern - grad_sum_sq_base, grad_sum_sq_base_sub)) * grad_sum_sq_scale + grad_sum_sq_offset;
-                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
-                store_byte<3>(grad_sum_sq_codes_at + i, grad_sum_sq_position);
-                store(s_codes_at + i, s_pattern + (noise >> 8 & 4095) >> 12);
-            }
-        }
-    }
-};
-
-template <class Grad>
-struct madgrad_float16_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 4;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];         // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];  // uint8 [n]  read and written
-        float *__restrict grad_sum_sq_at = (float *)at[3];     // float32 [n]  read and written
-        float *__restrict s_at = (float *)at[4];               // float32 [n]  read and written
-        const F weight_decay(scalars[0]);
-        const F eps(scalars[1]);
-        const F grad_scale(scalars[2]);
-        const F weight(scalars[3]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/madgrad.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const U16 p_stored = raw(p_at + i);
-            const I p_high = extend16(extend16(to_int(p_stored)));
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low - 128;
-            const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 0x38000000;
-            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-            // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-            const F grad_sum_sq = load(grad_sum_sq_at + i);
-            const F s = load(s_at + i);
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F grad_sum_sq_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq))) + 0x2a508935);
-            const F grad_sum_sq_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast);
-            const F grad_sum_sq_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma);
-            // 25  before = cbrt(grad_sum_sq) + eps
-            const F before = where(0.0f < grad_sum_sq & grad_sum_sq <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq) + eps;
-            // 26  start = x0 if has_momentum else p + where(before > 0, s / before, 0.0)
-            const F start = p + where(0.0f < before, s / before, F(0.0f));
-            const F g_2 = fma(weight_decay, p, g);                          // 24  g = l2(g, p, weight_decay)
-            const F g_mul = weight * g_2;
-            const F grad_sum_sq_2 = fma(g_mul, g_2, grad_sum_sq);           // 28  grad_sum_sq = grad_sum_sq + weight * g * g
-            const F grad_sum_sq_bitcast_2 = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 0x2a508935);
-            const F grad_sum_sq_fma_3 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_bitcast_2 * grad_sum_sq_bitcast_2), grad_sum_sq_bitcast_2), grad_sum_sq_bitcast_2);
-            const F grad_sum_sq_fma_4 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma_3 * grad_sum_sq_fma_3), grad_sum_sq_fma_3), grad_sum_sq_fma_3);
-            // 30  denom = cbrt(grad_sum_sq) + eps
-            const F denom = where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma_4 * grad_sum_sq_fma_4), grad_sum_sq_fma_4), grad_sum_sq_fma_4), grad_sum_sq_2) + eps;
-            const F s_2 = s + g_mul;                                        // 29  s = s + weight * g
-            const F z = start - where(0.0f < denom, s_2 / denom, F(0.0f));  // 31  z = start - where(denom > 0, s / denom, 0.0)
-            const I z_bitcast = bits(z);
-            const I p_sign = z_bitcast >> 16 & 0x8000;
-            const I p_magnitude = z_bitcast & 0x7fffffff;
-            const F p_magnitude_bitcast = as_float(p_magnitude);
-            const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-            const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-            const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-            const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_wide_2 = lshr(p_fixed + (lshr(noise, 23) | 1), 9);
-            const I p_word = where(z == z, p_wide_2, I(0x7e0000)) + 128;
-            const I p_kept_ = p_word;
-            store(p_at + i, p_sign | p_word >> 8);
-            store(weight_low_at + i, p_kept_);
-            store(grad_sum_sq_at + i, grad_sum_sq_2);
-            store(s_at + i, s_2);
-        }
-    }
-};
-
-template <class Grad>
-struct madgrad_float32_has_momentum {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3), SCALARS = 5;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {4, ELEMENT, false}};
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];                      // float32 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict grad_sum_sq_codes_at = (uint8_t *)at[2];  // uint8 [n]  read and written
-        int16_t *__restrict grad_sum_sq_range_at = (int16_t *)at[3];  // int16 [blocks of 64]  read and written
-        uint8_t *__restrict s_codes_at = (uint8_t *)at[4];            // uint8 [n]  read and written
-        int16_t *__restrict s_scale_at = (int16_t *)at[5];            // int16 [blocks of 64]  read and written
-        const float *__restrict x0_at = (const float *)at[6];         // float32 [n]  read
-        const F weight_decay(scalars[0]);
-        const F eps(scalars[1]);
-        const F grad_scale(scalars[2]);
-        const F weight(scalars[3]);
+        const F weight_(scalars[3]);
         const F one_minus_momentum(scalars[4]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) int32_t noise_kept[TILE];
         alignas(64) int32_t grad_sum_sq_pattern_kept[TILE];
         alignas(64) float s_kept[TILE];
         alignas(64) int32_t grad_sum_sq_middle_2_kept[TILE / BLOCK];
@@ -882,19 +356,7 @@ struct madgrad_float32_has_momentum {
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
         I s_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000010;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
+        Words<madgrad_has_momentum_kernel> words(BLOCK * blocks, first, stream_key, step_key);
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
@@ -916,7 +378,7 @@ struct madgrad_float32_has_momentum {
         // -- elements: decode, update, encode  (specs/madgrad.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch_weight<BLOCK>(weight, b + TILE / BLOCK);
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const I grad_sum_sq_middle_2(grad_sum_sq_middle_2_kept[b]);
             const I grad_sum_sq_step(grad_sum_sq_step_kept[b]);
@@ -926,10 +388,9 @@ struct madgrad_float32_has_momentum {
             I s_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
+                const auto noise = words.at(i);
                 const F x0 = load(x0_at + i);
-                const F p = load(p_at + i);
+                const F p = weight.decode(i);
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
                 const U8 grad_sum_sq_code = raw(grad_sum_sq_codes_at + i);
@@ -941,7 +402,7 @@ struct madgrad_float32_has_momentum {
                 const F s_code_2 = counter(s_code) - 8388736.0f;
                 const F s_bend = abs(s_code_2);
                 const F g_3 = fma(weight_decay, p, g_2);                      // 24  g = l2(g, p, weight_decay)
-                const F g_mul = weight * g_3;
+                const F g_mul = weight_ * g_3;
                 const F grad_sum_sq_2 = fma(g_mul, g_3, grad_sum_sq);         // 28  grad_sum_sq = grad_sum_sq + weight * g * g
                 const F grad_sum_sq_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 0x2a508935);
                 const F grad_sum_sq_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast);
@@ -953,17 +414,14 @@ struct madgrad_float32_has_momentum {
                 // 32  p = p + (1 - momentum) * (z - p) if has_momentum else z
                 const F p_2 = fma(one_minus_momentum, z - p, p);
                 const I grad_sum_sq_pattern = bits(sqrt(grad_sum_sq_2));
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const F s_abs = abs(s);
                 largest_of_block = larger<RAGGED>(largest_of_block, grad_sum_sq_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, grad_sum_sq_pattern, i, end);
                 s_top = larger<RAGGED>(s_top, bits(s_abs), i, end);
-                store(noise_kept + i, noise);
+                words.keep(noise, i);
                 store(grad_sum_sq_pattern_kept + i, grad_sum_sq_pattern);
                 store(s_kept + i, s);
-                store(p_at + i, p_2);
+                weight.encode(i, p_2, noise);
             }
             largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
@@ -1013,49 +471,54 @@ struct madgrad_float32_has_momentum {
             const F s_divisor_mul(s_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I noise = load(noise_kept + i);
+                const auto noise = words.kept(i);
                 const I grad_sum_sq_pattern = load(grad_sum_sq_pattern_kept + i);
                 const F s = load(s_kept + i);
-                const I grad_sum_sq_offset = lshr(noise, 8) + grad_sum_sq_half_add;
+                const I grad_sum_sq_offset = fraction<0, 24>(noise) + grad_sum_sq_half_add;
                 const I grad_sum_sq_position = max(I(0), min(grad_sum_sq_pattern - grad_sum_sq_base, grad_sum_sq_base_sub)) * grad_sum_sq_scale + grad_sum_sq_offset;
                 const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
                 store_byte<3>(grad_sum_sq_codes_at + i, grad_sum_sq_position);
-                store(s_codes_at + i, s_pattern + (noise & 4095) >> 12);
+                store(s_codes_at + i, s_pattern + integer<1>(noise) >> 12);
             }
         }
     }
 };
 
-template <class Grad>
-struct madgrad_float32_has_momentum_small {
+template <class Weight, class Grad>
+struct madgrad_has_momentum_small_kernel {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, false}};
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, false}});
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];               // float32 [n]  read and written
+        Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict grad_sum_sq_at = (float *)at[2];     // float32 [n]  read and written
-        float *__restrict s_at = (float *)at[3];               // float32 [n]  read and written
-        const float *__restrict x0_at = (const float *)at[4];  // float32 [n]  read
+        float *__restrict grad_sum_sq_at = (float *)at[parts<Weight>() + 1];     // float32 [n]  read and written
+        float *__restrict s_at = (float *)at[parts<Weight>() + 2];               // float32 [n]  read and written
+        const float *__restrict x0_at = (const float *)at[parts<Weight>() + 3];  // float32 [n]  read
         const F weight_decay(scalars[0]);
         const F eps(scalars[1]);
         const F grad_scale(scalars[2]);
-        const F weight(scalars[3]);
+        const F weight_(scalars[3]);
         const F one_minus_momentum(scalars[4]);
+        Words<madgrad_has_momentum_small_kernel> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/madgrad.py)
         for (int i = 0; i < count; i += W) {
+            const auto noise = words.at(i);
             const F x0 = load(x0_at + i);
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
             const F grad_sum_sq = load(grad_sum_sq_at + i);
             const F s = load(s_at + i);
             const F g_3 = fma(weight_decay, p, g_2);                     // 24  g = l2(g, p, weight_decay)
-            const F g_mul = weight * g_3;
+            const F g_mul = weight_ * g_3;
             const F grad_sum_sq_2 = fma(g_mul, g_3, grad_sum_sq);        // 28  grad_sum_sq = grad_sum_sq + weight * g * g
             const F grad_sum_sq_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 0x2a508935);
             const F grad_sum_sq_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast);
@@ -1066,578 +529,25 @@ struct madgrad_float32_has_momentum_small {
             const F z = x0 - where(0.0f < denom, s_2 / denom, F(0.0f));  // 31  z = start - where(denom > 0, s / denom, 0.0)
             // 32  p = p + (1 - momentum) * (z - p) if has_momentum else z
             const F p_2 = fma(one_minus_momentum, z - p, p);
-            store(p_at + i, p_2);
+            weight.encode(i, p_2, noise);
             store(grad_sum_sq_at + i, grad_sum_sq_2);
             store(s_at + i, s_2);
         }
     }
 };
 
-template <class Grad>
-struct madgrad_bfloat16_has_momentum {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3), SCALARS = 5;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {4, ELEMENT, false}};
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];         // uint8 [n]  read and written
-        uint8_t *__restrict grad_sum_sq_codes_at = (uint8_t *)at[3];  // uint8 [n]  read and written
-        int16_t *__restrict grad_sum_sq_range_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
-        uint8_t *__restrict s_codes_at = (uint8_t *)at[5];            // uint8 [n]  read and written
-        int16_t *__restrict s_scale_at = (int16_t *)at[6];            // int16 [blocks of 64]  read and written
-        const float *__restrict x0_at = (const float *)at[7];         // float32 [n]  read
-        const F weight_decay(scalars[0]);
-        const F eps(scalars[1]);
-        const F grad_scale(scalars[2]);
-        const F weight(scalars[3]);
-        const F one_minus_momentum(scalars[4]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) int32_t grad_sum_sq_pattern_kept[TILE];
-        alignas(64) float s_kept[TILE];
-        alignas(64) int32_t grad_sum_sq_middle_2_kept[TILE / BLOCK];
-        alignas(64) int32_t grad_sum_sq_step_kept[TILE / BLOCK];
-        alignas(64) float scale_kept[TILE / BLOCK];
-        alignas(64) int32_t grad_sum_sq_half_add_kept[TILE / BLOCK];
-        alignas(64) int32_t grad_sum_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t grad_sum_sq_base_sub_kept[TILE / BLOCK];
-        alignas(64) int32_t grad_sum_sq_scale_kept[TILE / BLOCK];
-        alignas(64) float s_divisor_mul_kept[TILE / BLOCK];
-        I largest_of_block_kept[TILE / BLOCK];
-        I smallest_of_block_kept[TILE / BLOCK];
-        I s_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1001001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 grad_sum_sq_range = raw(grad_sum_sq_range_at + b);
-            const I grad_sum_sq_header = to_int(grad_sum_sq_range);
-            const I grad_sum_sq_cells = max(I(4), grad_sum_sq_header & 255);
-            const I grad_sum_sq_step = bits(fma(4194304.0f, 1.0f / to_float(grad_sum_sq_cells), 12582912.0f)) - 0x4b400000;
-            const I grad_sum_sq_middle = ((grad_sum_sq_header & 0xff00) << 14) + 0x20000000 + (grad_sum_sq_step >> 1);
-            const I grad_sum_sq_middle_2 = where(grad_sum_sq_header == 0, I(0), grad_sum_sq_middle);
-            const I16 s_scale = raw(s_scale_at + b);
-            const I scale_bits = to_int(s_scale) << 15;
-            const I scale_bits_2 = scale_bits & 0x7fffffff;
-            const F scale = as_float(where(scale_bits_2 == 0x7f800000, I(0x7f7fffff), scale_bits_2));
-            store(grad_sum_sq_middle_2_kept + b, grad_sum_sq_middle_2);
-            store(grad_sum_sq_step_kept + b, grad_sum_sq_step);
-            store(scale_kept + b, scale);
-        }
-
-        // -- elements: decode, update, encode  (specs/madgrad.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            const I grad_sum_sq_middle_2(grad_sum_sq_middle_2_kept[b]);
-            const I grad_sum_sq_step(grad_sum_sq_step_kept[b]);
-            const F scale(scale_kept[b]);
-            I largest_of_block(INT32_MIN);
-            I smallest_of_block(INT32_MAX);
-            I s_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const F x0 = load(x0_at + i);
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-                const F g_stored = Grad::load(g_at + i);
-                const F g = grad_scale * g_stored;
-                const U8 grad_sum_sq_code = raw(grad_sum_sq_codes_at + i);
-                const I grad_sum_sq_piece = to_int(grad_sum_sq_code);
-                const F grad_sum_sq_value = as_float(grad_sum_sq_middle_2 + grad_sum_sq_piece * grad_sum_sq_step);
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value;
-                const U8 s_code = raw(s_codes_at + i);
-                const F s_code_2 = counter(s_code) - 8388736.0f;
-                const F s_bend = abs(s_code_2);
-                const F g_2 = fma(weight_decay, p, g);                            // 24  g = l2(g, p, weight_decay)
-                const F g_mul = weight * g_2;
-                const F grad_sum_sq_2 = fma(g_mul, g_2, grad_sum_sq);             // 28  grad_sum_sq = grad_sum_sq + weight * g * g
-                const F grad_sum_sq_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 0x2a508935);
-                const F grad_sum_sq_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast);
-                const F grad_sum_sq_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma);
-                // 30  denom = cbrt(grad_sum_sq) + eps
-                const F denom = where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_2) + eps;
-                const F s = fma(scale, s_code_2 / (254.0f - s_bend), g_mul);      // 29  s = s + weight * g
-                const F z = x0 - where(0.0f < denom, s / denom, F(0.0f));         // 31  z = start - where(denom > 0, s / denom, 0.0)
-                // 32  p = p + (1 - momentum) * (z - p) if has_momentum else z
-                const F p_2 = fma(one_minus_momentum, z - p, p);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = bits_or_nan(p_2) + (noise & 255 | 0x8000);
-                const I grad_sum_sq_pattern = bits(sqrt(grad_sum_sq_2));
-                const F s_abs = abs(s);
-                largest_of_block = larger<RAGGED>(largest_of_block, grad_sum_sq_pattern, i, end);
-                smallest_of_block = smaller<RAGGED>(smallest_of_block, grad_sum_sq_pattern, i, end);
-                s_top = larger<RAGGED>(s_top, bits(s_abs), i, end);
-                store(noise_kept + i, noise);
-                store(grad_sum_sq_pattern_kept + i, grad_sum_sq_pattern);
-                store(s_kept + i, s);
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
-            }
-            largest_of_block_kept[b] = largest_of_block;
-            smallest_of_block_kept[b] = smallest_of_block;
-            s_top_kept[b] = s_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I s_top = largest(s_top_kept + b);
-            const I grad_sum_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
-            const I grad_sum_sq_above = (grad_sum_sq_largest + 0x80000 >> 22) + 1;
-            const I grad_sum_sq_below = smallest_of_block - 0x80000 >> 22;
-            const I grad_sum_sq_units = min(I(64), max(I(1), grad_sum_sq_above - max(I(128), grad_sum_sq_below)));
-            const I grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units;
-            const I grad_sum_sq_start = grad_sum_sq_first << 22;
-            const I grad_sum_sq_half = grad_sum_sq_units * 10240;
-            const I grad_sum_sq_base = grad_sum_sq_start + grad_sum_sq_half;
-            const I grad_sum_sq_base_sub = 0x5f700000 - grad_sum_sq_base;
-            const I grad_sum_sq_cells_2 = min(I(255), to_int(256.5f / to_float(grad_sum_sq_units)));
-            const I grad_sum_sq_scale = grad_sum_sq_cells_2 << 2;
-            const I grad_sum_sq_half_add = grad_sum_sq_half * grad_sum_sq_scale - 0x800000;
-            const I grad_sum_sq_header_2 = grad_sum_sq_first - 128 << 8 | grad_sum_sq_cells_2;
-            const I s_up = max(I(0x4800000), s_top) + 32767;
-            const I s_up_2 = where(s_top < 0x7f800000, s_up, I(0x7fc00000));
-            const I s_divisor = min(I(0x7f7fffff), s_up_2 & 0x7fff8000);
-            const F s_divisor_mul = as_float(s_divisor) * 0.003937007859349251f;
-            store(grad_sum_sq_half_add_kept + b, grad_sum_sq_half_add);
-            store(grad_sum_sq_base_kept + b, grad_sum_sq_base);
-            store(grad_sum_sq_base_sub_kept + b, grad_sum_sq_base_sub);
-            store(grad_sum_sq_scale_kept + b, grad_sum_sq_scale);
-            store(s_divisor_mul_kept + b, s_divisor_mul);
-            store(grad_sum_sq_range_at + b, grad_sum_sq_header_2);
-            store(s_scale_at + b, s_up_2 >> 15);
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(grad_sum_sq_codes_at, b + TILE / BLOCK);
-            fetch<BLOCK>(s_codes_at, b + TILE / BLOCK);
-            fetch<BLOCK>(x0_at, b + TILE / BLOCK);
-            const I grad_sum_sq_half_add(grad_sum_sq_half_add_kept[b]);
-            const I grad_sum_sq_base(grad_sum_sq_base_kept[b]);
-            const I grad_sum_sq_base_sub(grad_sum_sq_base_sub_kept[b]);
-            const I grad_sum_sq_scale(grad_sum_sq_scale_kept[b]);
-            const F s_divisor_mul(s_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I noise = load(noise_kept + i);
-                const I grad_sum_sq_pattern = load(grad_sum_sq_pattern_kept + i);
-                const F s = load(s_kept + i);
-                const I grad_sum_sq_offset = lshr(noise, 8) + grad_sum_sq_half_add;
-                const I grad_sum_sq_position = max(I(0), min(grad_sum_sq_pattern - grad_sum_sq_base, grad_sum_sq_base_sub)) * grad_sum_sq_scale + grad_sum_sq_offset;
-                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
-                store_byte<3>(grad_sum_sq_codes_at + i, grad_sum_sq_position);
-                store(s_codes_at + i, s_pattern + (noise >> 8 & 4095) >> 12);
-            }
-        }
-    }
-};
-
-template <class Grad>
-struct madgrad_bfloat16_has_momentum_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, false}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];         // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];  // uint8 [n]  read and written
-        float *__restrict grad_sum_sq_at = (float *)at[3];     // float32 [n]  read and written
-        float *__restrict s_at = (float *)at[4];               // float32 [n]  read and written
-        const float *__restrict x0_at = (const float *)at[5];  // float32 [n]  read
-        const F weight_decay(scalars[0]);
-        const F eps(scalars[1]);
-        const F grad_scale(scalars[2]);
-        const F weight(scalars[3]);
-        const F one_minus_momentum(scalars[4]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/madgrad.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const F x0 = load(x0_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F grad_sum_sq = load(grad_sum_sq_at + i);
-            const F s = load(s_at + i);
-            const F g_2 = fma(weight_decay, p, g);                            // 24  g = l2(g, p, weight_decay)
-            const F g_mul = weight * g_2;
-            const F grad_sum_sq_2 = fma(g_mul, g_2, grad_sum_sq);             // 28  grad_sum_sq = grad_sum_sq + weight * g * g
-            const F grad_sum_sq_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 0x2a508935);
-            const F grad_sum_sq_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast);
-            const F grad_sum_sq_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma);
-            // 30  denom = cbrt(grad_sum_sq) + eps
-            const F denom = where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_2) + eps;
-            const F s_2 = s + g_mul;                                          // 29  s = s + weight * g
-            const F z = x0 - where(0.0f < denom, s_2 / denom, F(0.0f));       // 31  z = start - where(denom > 0, s / denom, 0.0)
-            // 32  p = p + (1 - momentum) * (z - p) if has_momentum else z
-            const F p_2 = fma(one_minus_momentum, z - p, p);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = bits_or_nan(p_2) + (lshr(noise, 24) + 0x8000);
-            store_half<2>(p_at + i, p_word);
-            store_byte<1>(weight_low_at + i, p_word);
-            store(grad_sum_sq_at + i, grad_sum_sq_2);
-            store(s_at + i, s_2);
-        }
-    }
-};
-
-template <class Grad>
-struct madgrad_float16_has_momentum {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3), SCALARS = 5;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {4, ELEMENT, false}};
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];         // uint8 [n]  read and written
-        uint8_t *__restrict grad_sum_sq_codes_at = (uint8_t *)at[3];  // uint8 [n]  read and written
-        int16_t *__restrict grad_sum_sq_range_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
-        uint8_t *__restrict s_codes_at = (uint8_t *)at[5];            // uint8 [n]  read and written
-        int16_t *__restrict s_scale_at = (int16_t *)at[6];            // int16 [blocks of 64]  read and written
-        const float *__restrict x0_at = (const float *)at[7];         // float32 [n]  read
-        const F weight_decay(scalars[0]);
-        const F eps(scalars[1]);
-        const F grad_scale(scalars[2]);
-        const F weight(scalars[3]);
-        const F one_minus_momentum(scalars[4]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) int32_t grad_sum_sq_pattern_kept[TILE];
-        alignas(64) float s_kept[TILE];
-        alignas(64) int32_t grad_sum_sq_middle_2_kept[TILE / BLOCK];
-        alignas(64) int32_t grad_sum_sq_step_kept[TILE / BLOCK];
-        alignas(64) float scale_kept[TILE / BLOCK];
-        alignas(64) int32_t grad_sum_sq_half_add_kept[TILE / BLOCK];
-        alignas(64) int32_t grad_sum_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t grad_sum_sq_base_sub_kept[TILE / BLOCK];
-        alignas(64) int32_t grad_sum_sq_scale_kept[TILE / BLOCK];
-        alignas(64) float s_divisor_mul_kept[TILE / BLOCK];
-        I largest_of_block_kept[TILE / BLOCK];
-        I smallest_of_block_kept[TILE / BLOCK];
-        I s_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1001001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 grad_sum_sq_range = raw(grad_sum_sq_range_at + b);
-            const I grad_sum_sq_header = to_int(grad_sum_sq_range);
-            const I grad_sum_sq_cells = max(I(4), grad_sum_sq_header & 255);
-            const I grad_sum_sq_step = bits(fma(4194304.0f, 1.0f / to_float(grad_sum_sq_cells), 12582912.0f)) - 0x4b400000;
-            const I grad_sum_sq_middle = ((grad_sum_sq_header & 0xff00) << 14) + 0x20000000 + (grad_sum_sq_step >> 1);
-            const I grad_sum_sq_middle_2 = where(grad_sum_sq_header == 0, I(0), grad_sum_sq_middle);
-            const I16 s_scale = raw(s_scale_at + b);
-            const I scale_bits = to_int(s_scale) << 15;
-            const I scale_bits_2 = scale_bits & 0x7fffffff;
-            const F scale = as_float(where(scale_bits_2 == 0x7f800000, I(0x7f7fffff), scale_bits_2));
-            store(grad_sum_sq_middle_2_kept + b, grad_sum_sq_middle_2);
-            store(grad_sum_sq_step_kept + b, grad_sum_sq_step);
-            store(scale_kept + b, scale);
-        }
-
-        // -- elements: decode, update, encode  (specs/madgrad.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            const I grad_sum_sq_middle_2(grad_sum_sq_middle_2_kept[b]);
-            const I grad_sum_sq_step(grad_sum_sq_step_kept[b]);
-            const F scale(scale_kept[b]);
-            I largest_of_block(INT32_MIN);
-            I smallest_of_block(INT32_MAX);
-            I s_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const F x0 = load(x0_at + i);
-                const U16 p_stored = raw(p_at + i);
-                const I p_high = extend16(extend16(to_int(p_stored)));
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low - 128;
-                const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 0x38000000;
-                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-                // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-                const F g_stored = Grad::load(g_at + i);
-                const F g = grad_scale * g_stored;
-                const U8 grad_sum_sq_code = raw(grad_sum_sq_codes_at + i);
-                const I grad_sum_sq_piece = to_int(grad_sum_sq_code);
-                const F grad_sum_sq_value = as_float(grad_sum_sq_middle_2 + grad_sum_sq_piece * grad_sum_sq_step);
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value;
-                const U8 s_code = raw(s_codes_at + i);
-                const F s_code_2 = counter(s_code) - 8388736.0f;
-                const F s_bend = abs(s_code_2);
-                const F g_2 = fma(weight_decay, p, g);                        // 24  g = l2(g, p, weight_decay)
-                const F g_mul = weight * g_2;
-                const F grad_sum_sq_2 = fma(g_mul, g_2, grad_sum_sq);         // 28  grad_sum_sq = grad_sum_sq + weight * g * g
-                const F grad_sum_sq_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 0x2a508935);
-                const F grad_sum_sq_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast);
-                const F grad_sum_sq_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma);
-                // 30  denom = cbrt(grad_sum_sq) + eps
-                const F denom = where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_2) + eps;
-                const F s = fma(scale, s_code_2 / (254.0f - s_bend), g_mul);  // 29  s = s + weight * g
-                const F z = x0 - where(0.0f < denom, s / denom, F(0.0f));     // 31  z = start - where(denom > 0, s / denom, 0.0)
-                // 32  p = p + (1 - momentum) * (z - p) if has_momentum else z
-                const F p_2 = fma(one_minus_momentum, z - p, p);
-                const I p_bitcast = bits(p_2);
-                const I p_sign = p_bitcast >> 16 & 0x8000;
-                const I p_magnitude = p_bitcast & 0x7fffffff;
-                const F p_magnitude_bitcast = as_float(p_magnitude);
-                const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-                const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-                const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-                const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_wide_2 = lshr(p_fixed + ((noise & 255) << 1 | 1), 9);
-                const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
-                const I p_kept_ = p_word;
-                const I grad_sum_sq_pattern = bits(sqrt(grad_sum_sq_2));
-                const F s_abs = abs(s);
-                largest_of_block = larger<RAGGED>(largest_of_block, grad_sum_sq_pattern, i, end);
-                smallest_of_block = smaller<RAGGED>(smallest_of_block, grad_sum_sq_pattern, i, end);
-                s_top = larger<RAGGED>(s_top, bits(s_abs), i, end);
-                store(noise_kept + i, noise);
-                store(grad_sum_sq_pattern_kept + i, grad_sum_sq_pattern);
-                store(s_kept + i, s);
-                store(p_at + i, p_sign | p_word >> 8);
-                store(weight_low_at + i, p_kept_);
-            }
-            largest_of_block_kept[b] = largest_of_block;
-            smallest_of_block_kept[b] = smallest_of_block;
-            s_top_kept[b] = s_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I s_top = largest(s_top_kept + b);
-            const I grad_sum_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
-            const I grad_sum_sq_above = (grad_sum_sq_largest + 0x80000 >> 22) + 1;
-            const I grad_sum_sq_below = smallest_of_block - 0x80000 >> 22;
-            const I grad_sum_sq_units = min(I(64), max(I(1), grad_sum_sq_above - max(I(128), grad_sum_sq_below)));
-            const I grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units;
-            const I grad_sum_sq_start = grad_sum_sq_first << 22;
-            const I grad_sum_sq_half = grad_sum_sq_units * 10240;
-            const I grad_sum_sq_base = grad_sum_sq_start + grad_sum_sq_half;
-            const I grad_sum_sq_base_sub = 0x5f700000 - grad_sum_sq_base;
-            const I grad_sum_sq_cells_2 = min(I(255), to_int(256.5f / to_float(grad_sum_sq_units)));
-            const I grad_sum_sq_scale = grad_sum_sq_cells_2 << 2;
-            const I grad_sum_sq_half_add = grad_sum_sq_half * grad_sum_sq_scale - 0x800000;
-            const I grad_sum_sq_header_2 = grad_sum_sq_first - 128 << 8 | grad_sum_sq_cells_2;
-            const I s_up = max(I(0x4800000), s_top) + 32767;
-            const I s_up_2 = where(s_top < 0x7f800000, s_up, I(0x7fc00000));
-            const I s_divisor = min(I(0x7f7fffff), s_up_2 & 0x7fff8000);
-            const F s_divisor_mul = as_float(s_divisor) * 0.003937007859349251f;
-            store(grad_sum_sq_half_add_kept + b, grad_sum_sq_half_add);
-            store(grad_sum_sq_base_kept + b, grad_sum_sq_base);
-            store(grad_sum_sq_base_sub_kept + b, grad_sum_sq_base_sub);
-            store(grad_sum_sq_scale_kept + b, grad_sum_sq_scale);
-            store(s_divisor_mul_kept + b, s_divisor_mul);
-            store(grad_sum_sq_range_at + b, grad_sum_sq_header_2);
-            store(s_scale_at + b, s_up_2 >> 15);
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(grad_sum_sq_codes_at, b + TILE / BLOCK);
-            fetch<BLOCK>(s_codes_at, b + TILE / BLOCK);
-            fetch<BLOCK>(x0_at, b + TILE / BLOCK);
-            const I grad_sum_sq_half_add(grad_sum_sq_half_add_kept[b]);
-            const I grad_sum_sq_base(grad_sum_sq_base_kept[b]);
-            const I grad_sum_sq_base_sub(grad_sum_sq_base_sub_kept[b]);
-            const I grad_sum_sq_scale(grad_sum_sq_scale_kept[b]);
-            const F s_divisor_mul(s_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I noise = load(noise_kept + i);
-                const I grad_sum_sq_pattern = load(grad_sum_sq_pattern_kept + i);
-                const F s = load(s_kept + i);
-                const I grad_sum_sq_offset = lshr(noise, 8) + grad_sum_sq_half_add;
-                const I grad_sum_sq_position = max(I(0), min(grad_sum_sq_pattern - grad_sum_sq_base, grad_sum_sq_base_sub)) * grad_sum_sq_scale + grad_sum_sq_offset;
-                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
-                store_byte<3>(grad_sum_sq_codes_at + i, grad_sum_sq_position);
-                store(s_codes_at + i, s_pattern + (noise >> 8 & 4095) >> 12);
-            }
-        }
-    }
-};
-
-template <class Grad>
-struct madgrad_float16_has_momentum_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, false}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];         // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];  // uint8 [n]  read and written
-        float *__restrict grad_sum_sq_at = (float *)at[3];     // float32 [n]  read and written
-        float *__restrict s_at = (float *)at[4];               // float32 [n]  read and written
-        const float *__restrict x0_at = (const float *)at[5];  // float32 [n]  read
-        const F weight_decay(scalars[0]);
-        const F eps(scalars[1]);
-        const F grad_scale(scalars[2]);
-        const F weight(scalars[3]);
-        const F one_minus_momentum(scalars[4]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/madgrad.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const F x0 = load(x0_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const I p_high = extend16(extend16(to_int(p_stored)));
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low - 128;
-            const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 0x38000000;
-            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-            // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F grad_sum_sq = load(grad_sum_sq_at + i);
-            const F s = load(s_at + i);
-            const F g_2 = fma(weight_decay, p, g);                       // 24  g = l2(g, p, weight_decay)
-            const F g_mul = weight * g_2;
-            const F grad_sum_sq_2 = fma(g_mul, g_2, grad_sum_sq);        // 28  grad_sum_sq = grad_sum_sq + weight * g * g
-            const F grad_sum_sq_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 0x2a508935);
-            const F grad_sum_sq_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast);
-            const F grad_sum_sq_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma);
-            // 30  denom = cbrt(grad_sum_sq) + eps
-            const F denom = where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_2) + eps;
-            const F s_2 = s + g_mul;                                     // 29  s = s + weight * g
-            const F z = x0 - where(0.0f < denom, s_2 / denom, F(0.0f));  // 31  z = start - where(denom > 0, s / denom, 0.0)
-            // 32  p = p + (1 - momentum) * (z - p) if has_momentum else z
-            const F p_2 = fma(one_minus_momentum, z - p, p);
-            const I p_bitcast = bits(p_2);
-            const I p_sign = p_bitcast >> 16 & 0x8000;
-            const I p_magnitude = p_bitcast & 0x7fffffff;
-            const F p_magnitude_bitcast = as_float(p_magnitude);
-            const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-            const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-            const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-            const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_wide_2 = lshr(p_fixed + (lshr(noise, 23) | 1), 9);
-            const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
-            const I p_kept_ = p_word;
-            store(p_at + i, p_sign | p_word >> 8);
-            store(weight_low_at + i, p_kept_);
-            store(grad_sum_sq_at + i, grad_sum_sq_2);
-            store(s_at + i, s_2);
-        }
-    }
-};
+template <class Grad> using madgrad_float32 = madgrad_kernel<weight_float32, Grad>;
+template <class Grad> using madgrad_float32_small = madgrad_small_kernel<weight_float32, Grad>;
+template <class Grad> using madgrad_bfloat16 = madgrad_kernel<weight_bfloat16, Grad>;
+template <class Grad> using madgrad_bfloat16_small = madgrad_small_kernel<weight_bfloat16, Grad>;
+template <class Grad> using madgrad_float16 = madgrad_kernel<weight_float16, Grad>;
+template <class Grad> using madgrad_float16_small = madgrad_small_kernel<weight_float16, Grad>;
+template <class Grad> using madgrad_float32_has_momentum = madgrad_has_momentum_kernel<weight_float32, Grad>;
+template <class Grad> using madgrad_float32_has_momentum_small = madgrad_has_momentum_small_kernel<weight_float32, Grad>;
+template <class Grad> using madgrad_bfloat16_has_momentum = madgrad_has_momentum_kernel<weight_bfloat16, Grad>;
+template <class Grad> using madgrad_bfloat16_has_momentum_small = madgrad_has_momentum_small_kernel<weight_bfloat16, Grad>;
+template <class Grad> using madgrad_float16_has_momentum = madgrad_has_momentum_kernel<weight_float16, Grad>;
+template <class Grad> using madgrad_float16_has_momentum_small = madgrad_has_momentum_small_kernel<weight_float16, Grad>;
 
 }  // namespace
 

@@ -20,18 +20,54 @@
 
 namespace {
 
+// bf16, nearest
+struct weight_bfloat16 {
+    static constexpr int NOISE = 0;
+    static constexpr Part PARTS[] = {{2, true}};  // code
+    uint16_t *__restrict code_at;
+
+    weight_bfloat16(char *p, char *const *more) : code_at((uint16_t *)p) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        return widened(code_stored);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        const I x_bits = bits(x);
+        const I carry = (x_bits >> 16 & 1) + 32767;
+        store_half<2>(code_at + i, bits_or_nan(as_float(x_bits)) + carry);
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); }
+};
+
+// f16, nearest
+struct weight_float16 {
+    static constexpr int NOISE = 0;
+    static constexpr Part PARTS[] = {{2, true}};  // code
+    uint16_t *__restrict code_at;
+
+    weight_float16(char *p, char *const *more) : code_at((uint16_t *)p) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        return widen_half(code_stored);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        store(code_at + i, narrow_half(x));
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); }
+};
+
 // a sweep: c (specs/mars.py:24)
-template <class Grad>
-struct mars_float32_1 {
+template <class Weight, class Grad>
+struct mars_kernel_1 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {4, -1, 4, ELEMENT, true, false, NONE, 1},  // last_grad
         {5, 7, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_of_c
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -58,16 +94,16 @@ struct mars_float32_1 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct mars_float32_2 {
+template <class Weight, class Grad>
+struct mars_kernel_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {6, -1, 4, WHOLE, false, true, NONE, 0},  // one_over_sqrt_tensor_sum_of_c_max_one
         {5, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_c
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -84,31 +120,35 @@ struct mars_float32_2 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct mars_float32_3 {
+template <class Weight, class Grad>
+struct mars_kernel_3 {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
-        {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
-        {4, -1, 4, ELEMENT, true, true, NONE, 4},  // last_grad
-        {6, -1, 4, WHOLE, true, false, NONE, 5},  // one_over_sqrt_tensor_sum_of_c_max_one
-    };
+    static constexpr bool MATRICES = false, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {2, -1, 4, ELEMENT, true, true, NONE, 1},  // exp_avg
+        {3, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg_sq
+        {4, -1, 4, ELEMENT, true, true, NONE, 3},  // last_grad
+        {6, -1, 4, WHOLE, true, false, NONE, 4},  // one_over_sqrt_tensor_sum_of_c_max_one
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];           // float32 [n]  read and written
+        Weight weight(at[5], at + 6);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];     // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
-        float *__restrict last_grad_at = (float *)at[4];   // float32 [n]  read and written
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        float *__restrict exp_avg_at = (float *)at[1];     // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[2];  // float32 [n]  read and written
+        float *__restrict last_grad_at = (float *)at[3];   // float32 [n]  read and written
         // float32 [tensor]  read
-        const float *__restrict one_over_sqrt_tensor_sum_of_c_max_one_at = (const float *)at[5];
+        const float *__restrict one_over_sqrt_tensor_sum_of_c_max_one_at = (const float *)at[4];
+        const int32_t step_key = known.step_key;
+        const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[3]);
         const F beta2(known.scalars[4]);
         const F grad_scale(known.scalars[0]);
@@ -120,15 +160,17 @@ struct mars_float32_3 {
         const F scalar_5(known.scalars[8]);
         const F scalar_6(known.scalars[9]);
         const F one_over_sqrt_tensor_sum_of_c_max_one = F(*one_over_sqrt_tensor_sum_of_c_max_one_at);
+        Words<mars_kernel_3> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/mars.py)
         for (int i = 0; i < count; i += W) {
+            const auto noise = words.at(i);
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
             const F last_grad = load(last_grad_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             // 22  change = where(t > 1, g - last_grad, 0.0)
             const F change = where(0.0f < where_lt_one_t_one_zero, g_2 - last_grad, F(0.0f));
             // 23  c = g + gamma * beta1 / (1 - beta1) * change
@@ -140,7 +182,7 @@ struct mars_float32_3 {
             const F p_2 = one_minus_lr_times_weight_decay * p;                     // 25  p = decoupled(p, lr, weight_decay)
             // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
-            store(p_at + i, p_3);
+            weight.encode(i, p_3, noise);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
             store(last_grad_at + i, g_2);
@@ -148,242 +190,29 @@ struct mars_float32_3 {
     }
 };
 
-// a sweep: c (specs/mars.py:24)
-template <class Grad>
-struct mars_bfloat16_1 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {4, -1, 4, ELEMENT, true, false, NONE, 1},  // last_grad
-        {5, 7, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_of_c
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        const float *__restrict last_grad_at = (const float *)at[1];  // float32 [n]  read
-        float *__restrict tensor_sum_of_c_at = (float *)at[2];        // float32 [tensor]  for tensor_sum
-        const F grad_scale(known.scalars[0]);
-        const F where_lt_one_t_one_zero(known.scalars[1]);
-        const F gamma_times_beta1_over_one_minus_beta1(known.scalars[2]);
-
-        // -- elements: decode, update  (specs/mars.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F last_grad = load(last_grad_at + i);
-            // 22  change = where(t > 1, g - last_grad, 0.0)
-            const F change = where(0.0f < where_lt_one_t_one_zero, g - last_grad, F(0.0f));
-            // 23  c = g + gamma * beta1 / (1 - beta1) * change
-            const F c = fma(gamma_times_beta1_over_one_minus_beta1, change, g);
-            store(tensor_sum_of_c_at + i, c * c);
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct mars_bfloat16_3 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
-        {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
-        {4, -1, 4, ELEMENT, true, true, NONE, 4},  // last_grad
-        {6, -1, 4, WHOLE, true, false, NONE, 5},  // one_over_sqrt_tensor_sum_of_c_max_one
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];     // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];     // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
-        float *__restrict last_grad_at = (float *)at[4];   // float32 [n]  read and written
-        // float32 [tensor]  read
-        const float *__restrict one_over_sqrt_tensor_sum_of_c_max_one_at = (const float *)at[5];
-        const F beta1(known.scalars[3]);
-        const F beta2(known.scalars[4]);
-        const F grad_scale(known.scalars[0]);
-        const F where_lt_one_t_one_zero(known.scalars[1]);
-        const F gamma_times_beta1_over_one_minus_beta1(known.scalars[2]);
-        const F one_minus_lr_times_weight_decay(known.scalars[5]);
-        const F one_minus_beta1(known.scalars[6]);
-        const F one_minus_beta2(known.scalars[7]);
-        const F scalar_5(known.scalars[8]);
-        const F scalar_6(known.scalars[9]);
-        const F one_over_sqrt_tensor_sum_of_c_max_one = F(*one_over_sqrt_tensor_sum_of_c_max_one_at);
-
-        // -- elements: decode, update, encode  (specs/mars.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F last_grad = load(last_grad_at + i);
-            const F exp_avg = load(exp_avg_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);                                       // bf16, nearest
-            // 22  change = where(t > 1, g - last_grad, 0.0)
-            const F change = where(0.0f < where_lt_one_t_one_zero, g - last_grad, F(0.0f));
-            // 23  c = g + gamma * beta1 / (1 - beta1) * change
-            const F c = fma(gamma_times_beta1_over_one_minus_beta1, change, g);
-            // 26  exp_avg = beta1 * exp_avg + (1 - beta1) * c
-            const F exp_avg_2 = fma(one_minus_beta1 * one_over_sqrt_tensor_sum_of_c_max_one, c, beta1 * exp_avg);
-            // 27  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * c * c
-            const F exp_avg_sq_2 = fma(one_minus_beta2 * one_over_sqrt_tensor_sum_of_c_max_one * c, one_over_sqrt_tensor_sum_of_c_max_one * c, beta2 * exp_avg_sq);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                   // 25  p = decoupled(p, lr, weight_decay)
-            // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
-            const I p_x_bits = bits(p_3);
-            const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-            store(last_grad_at + i, g);
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct mars_float16_3 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
-        {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
-        {4, -1, 4, ELEMENT, true, true, NONE, 4},  // last_grad
-        {6, -1, 4, WHOLE, true, false, NONE, 5},  // one_over_sqrt_tensor_sum_of_c_max_one
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];     // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];     // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
-        float *__restrict last_grad_at = (float *)at[4];   // float32 [n]  read and written
-        // float32 [tensor]  read
-        const float *__restrict one_over_sqrt_tensor_sum_of_c_max_one_at = (const float *)at[5];
-        const F beta1(known.scalars[3]);
-        const F beta2(known.scalars[4]);
-        const F grad_scale(known.scalars[0]);
-        const F where_lt_one_t_one_zero(known.scalars[1]);
-        const F gamma_times_beta1_over_one_minus_beta1(known.scalars[2]);
-        const F one_minus_lr_times_weight_decay(known.scalars[5]);
-        const F one_minus_beta1(known.scalars[6]);
-        const F one_minus_beta2(known.scalars[7]);
-        const F scalar_5(known.scalars[8]);
-        const F scalar_6(known.scalars[9]);
-        const F one_over_sqrt_tensor_sum_of_c_max_one = F(*one_over_sqrt_tensor_sum_of_c_max_one_at);
-
-        // -- elements: decode, update  (specs/mars.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F last_grad = load(last_grad_at + i);
-            const F exp_avg = load(exp_avg_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);                                    // f16, nearest
-            // 22  change = where(t > 1, g - last_grad, 0.0)
-            const F change = where(0.0f < where_lt_one_t_one_zero, g - last_grad, F(0.0f));
-            // 23  c = g + gamma * beta1 / (1 - beta1) * change
-            const F c = fma(gamma_times_beta1_over_one_minus_beta1, change, g);
-            // 26  exp_avg = beta1 * exp_avg + (1 - beta1) * c
-            const F exp_avg_2 = fma(one_minus_beta1 * one_over_sqrt_tensor_sum_of_c_max_one, c, beta1 * exp_avg);
-            // 27  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * c * c
-            const F exp_avg_sq_2 = fma(one_minus_beta2 * one_over_sqrt_tensor_sum_of_c_max_one * c, one_over_sqrt_tensor_sum_of_c_max_one * c, beta2 * exp_avg_sq);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                   // 25  p = decoupled(p, lr, weight_decay)
-            // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
-            const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
-            store(p_at + i, narrow_half(p_3));
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-            store(last_grad_at + i, g);
-        }
-    }
-};
-
-template <class Grad>
-struct mars_float32 {
+template <class Weight, class Grad>
+struct mars_step {
     typedef void staged;
     static constexpr int SCALARS = 10, BLOCK = 1;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {4, ELEMENT},  // exp_avg
         {4, ELEMENT},  // exp_avg_sq
         {4, ELEMENT},  // last_grad
         {4, WHOLE},  // tensor_sum_of_c
         {4, WHOLE},  // one_over_sqrt_tensor_sum_of_c_max_one
         {4, WHOLE + 8},  // partial results of tensor_sum_of_c
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<mars_float32_1<Grad>>(),
-        stage<mars_float32_2<Grad>>(),
-        stage<mars_float32_3<Grad>>(),
+        stage<mars_kernel_1<Weight, Grad>>(),
+        stage<mars_kernel_2<Weight, Grad>>(),
+        stage<mars_kernel_3<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct mars_bfloat16 {
-    typedef void staged;
-    static constexpr int SCALARS = 10, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, ELEMENT},  // exp_avg
-        {4, ELEMENT},  // exp_avg_sq
-        {4, ELEMENT},  // last_grad
-        {4, WHOLE},  // tensor_sum_of_c
-        {4, WHOLE},  // one_over_sqrt_tensor_sum_of_c_max_one
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_c
-    };
-    static constexpr Stage STAGES[] = {
-        stage<mars_bfloat16_1<Grad>>(),
-        stage<mars_float32_2<Grad>>(),
-        stage<mars_bfloat16_3<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct mars_float16 {
-    typedef void staged;
-    static constexpr int SCALARS = 10, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, ELEMENT},  // exp_avg
-        {4, ELEMENT},  // exp_avg_sq
-        {4, ELEMENT},  // last_grad
-        {4, WHOLE},  // tensor_sum_of_c
-        {4, WHOLE},  // one_over_sqrt_tensor_sum_of_c_max_one
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_c
-    };
-    static constexpr Stage STAGES[] = {
-        stage<mars_bfloat16_1<Grad>>(),
-        stage<mars_float32_2<Grad>>(),
-        stage<mars_float16_3<Grad>>(),
-    };
-};
+template <class Grad> using mars_float32 = mars_step<weight_float32, Grad>;
+template <class Grad> using mars_bfloat16 = mars_step<weight_bfloat16, Grad>;
+template <class Grad> using mars_float16 = mars_step<weight_float16, Grad>;
 
 }  // namespace
 

@@ -16,142 +16,52 @@
 
 namespace {
 
-template <class Grad>
-struct muon_float32_no_matrix {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
+// bf16, nearest
+struct weight_bfloat16 {
+    static constexpr int NOISE = 0;
+    static constexpr Part PARTS[] = {{2, true}};  // code
+    uint16_t *__restrict code_at;
 
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];                // float32 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict momentum_buffer_at = (float *)at[2];  // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];       // float32 [n]  read and written
-        const F adamw_betas_0(scalars[0]);
-        const F adamw_betas_1(scalars[1]);
-        const F one_minus_adamw_betas_0_times_grad_scale(scalars[2]);
-        const F scalar_1(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F one_minus_adamw_lr_times_weight_decay(scalars[6]);
-
-        // -- elements: decode, update  (specs/muon.py)
-        for (int i = 0; i < count; i += W) {
-            const F g = Grad::load(g_at + i);
-            const F momentum_buffer = load(momentum_buffer_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F p = load(p_at + i);
-            // 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
-            const F momentum_buffer_2 = fma(one_minus_adamw_betas_0_times_grad_scale, g, adamw_betas_0 * momentum_buffer);
-            // 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
-            const F exp_avg_sq_2 = fma(scalar_1 * g, g, adamw_betas_1 * exp_avg_sq);
-            // 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
-            const F p_2 = fma(-momentum_buffer_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_2, scalar_3), one_minus_adamw_lr_times_weight_decay * p);
-            store(p_at + i, p_2);
-            store(momentum_buffer_at + i, momentum_buffer_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-        }
+    weight_bfloat16(char *p, char *const *more) : code_at((uint16_t *)p) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        return widened(code_stored);
     }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        const I x_bits = bits(x);
+        const I carry = (x_bits >> 16 & 1) + 32767;
+        store_half<2>(code_at + i, bits_or_nan(as_float(x_bits)) + carry);
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); }
 };
 
-template <class Grad>
-struct muon_bfloat16_no_matrix {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
+// f16, nearest
+struct weight_float16 {
+    static constexpr int NOISE = 0;
+    static constexpr Part PARTS[] = {{2, true}};  // code
+    uint16_t *__restrict code_at;
 
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];          // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict momentum_buffer_at = (float *)at[2];  // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];       // float32 [n]  read and written
-        const F adamw_betas_0(scalars[0]);
-        const F adamw_betas_1(scalars[1]);
-        const F one_minus_adamw_betas_0_times_grad_scale(scalars[2]);
-        const F scalar_1(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F one_minus_adamw_lr_times_weight_decay(scalars[6]);
-
-        // -- elements: decode, update, encode  (specs/muon.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F momentum_buffer = load(momentum_buffer_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);  // bf16, nearest
-            const F g_cast = g_stored;
-            // 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
-            const F momentum_buffer_2 = fma(one_minus_adamw_betas_0_times_grad_scale, g_cast, adamw_betas_0 * momentum_buffer);
-            // 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
-            const F exp_avg_sq_2 = fma(scalar_1 * g_cast, g_cast, adamw_betas_1 * exp_avg_sq);
-            // 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
-            const F p_2 = fma(-momentum_buffer_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_2, scalar_3), one_minus_adamw_lr_times_weight_decay * p);
-            const I p_x_bits = bits(p_2);
-            const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-            store(momentum_buffer_at + i, momentum_buffer_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-        }
+    weight_float16(char *p, char *const *more) : code_at((uint16_t *)p) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        return widen_half(code_stored);
     }
-};
-
-template <class Grad>
-struct muon_float16_no_matrix {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];          // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict momentum_buffer_at = (float *)at[2];  // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];       // float32 [n]  read and written
-        const F adamw_betas_0(scalars[0]);
-        const F adamw_betas_1(scalars[1]);
-        const F one_minus_adamw_betas_0_times_grad_scale(scalars[2]);
-        const F scalar_1(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F one_minus_adamw_lr_times_weight_decay(scalars[6]);
-
-        // -- elements: decode, update  (specs/muon.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F momentum_buffer = load(momentum_buffer_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);  // f16, nearest
-            const F g_cast = g_stored;
-            // 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
-            const F momentum_buffer_2 = fma(one_minus_adamw_betas_0_times_grad_scale, g_cast, adamw_betas_0 * momentum_buffer);
-            // 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
-            const F exp_avg_sq_2 = fma(scalar_1 * g_cast, g_cast, adamw_betas_1 * exp_avg_sq);
-            // 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
-            const F p_2 = fma(-momentum_buffer_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_2, scalar_3), one_minus_adamw_lr_times_weight_decay * p);
-            store(p_at + i, narrow_half(p_2));
-            store(momentum_buffer_at + i, momentum_buffer_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-        }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        store(code_at + i, narrow_half(x));
     }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); }
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct muon_float32_1 {
+template <class Weight, class Grad>
+struct muon_kernel_1 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {3, -1, 4, WHOLE, false, true, NONE, 0},  // lr_times_scale
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -169,17 +79,17 @@ struct muon_float32_1 {
 };
 
 // a sweep: direction (specs/muon.py:42)
-template <class Grad>
-struct muon_float32_2 {
+template <class Weight, class Grad>
+struct muon_kernel_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {2, -1, 4, ELEMENT, true, true, NONE, 1},  // momentum_buffer
         {4, -1, 2, ELEMENT, false, true, NONE, 2},  // direction
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -207,159 +117,101 @@ struct muon_float32_2 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct muon_float32_4 {
+template <class Weight, class Grad>
+struct muon_kernel_4 {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {3, -1, 4, WHOLE, true, false, NONE, 1},  // lr_times_scale
-        {4, -1, 2, ELEMENT, true, false, NONE, 2},  // direction
-    };
+    static constexpr bool MATRICES = false, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {3, -1, 4, WHOLE, true, false, NONE, 0},  // lr_times_scale
+        {4, -1, 2, ELEMENT, true, false, NONE, 1},  // direction
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                            // float32 [n]  read and written
-        const float *__restrict lr_times_scale_at = (const float *)at[1];   // float32 [tensor]  read
-        const uint16_t *__restrict direction_at = (const uint16_t *)at[2];  // bfloat16 [n]  read
+        Weight weight(at[2], at + 3);
+        const float *__restrict lr_times_scale_at = (const float *)at[0];   // float32 [tensor]  read
+        const uint16_t *__restrict direction_at = (const uint16_t *)at[1];  // bfloat16 [n]  read
+        const int32_t step_key = known.step_key;
+        const int32_t stream_key = known.stream_key;
         const F one_minus_lr_times_weight_decay(known.scalars[8]);
         const F lr_times_scale = F(*lr_times_scale_at);
+        Words<muon_kernel_4> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/muon.py)
         for (int i = 0; i < count; i += W) {
+            const auto noise = words.at(i);
             const U16 direction_stored = raw(direction_at + i);
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             // 42  direction = newton_schulz(direction, ns_steps, ns_coefficients, eps)
             const F direction = widened(direction_stored);
             const F p_2 = one_minus_lr_times_weight_decay * p;   // 45  p = policies.decoupled(p, lr, weight_decay)
             const F p_3 = fma(-lr_times_scale, direction, p_2);  // 46  p = p - lr * scale * direction
-            store(p_at + i, p_3);
+            weight.encode(i, p_3, noise);
         }
     }
 };
 
-// a sweep: direction (specs/muon.py:42)
-template <class Grad>
-struct muon_bfloat16_2 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 1},  // momentum_buffer
-        {4, -1, 2, ELEMENT, false, true, NONE, 2},  // direction
-    };
+template <class Weight, class Grad>
+struct muon_no_matrix_kernel {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
+    // bytes per entry, of what, written
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}});
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+        Weight weight(at[0], at + 2);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        float *__restrict momentum_buffer_at = (float *)at[1];  // float32 [n]  read and written
-        uint16_t *__restrict direction_at = (uint16_t *)at[2];  // bfloat16 [n]  written
-        const F momentum(known.scalars[1]);
-        const F one_minus_momentum_times_grad_scale(known.scalars[2]);
-
-        // -- elements: decode, update, encode  (specs/muon.py)
-        for (int i = 0; i < count; i += W) {
-            const F momentum_buffer = load(momentum_buffer_at + i);
-            const F g_stored = Grad::load(g_at + i);
-            const F g_mul = one_minus_momentum_times_grad_scale * g_stored;
-            // 40  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
-            const F momentum_buffer_2 = fma(momentum, momentum_buffer, g_mul);
-            // 41  direction = momentum * momentum_buffer + (1 - momentum) * g if nesterov else momentum_buffer
-            const F direction = fma(momentum, momentum_buffer_2, g_mul);
-            const I direction_bitcast = bits(direction);
-            store(momentum_buffer_at + i, momentum_buffer_2);
-            store_half<2>(direction_at + i, where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), I(0x7fc00000)));
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct muon_bfloat16_4 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {3, -1, 4, WHOLE, true, false, NONE, 1},  // lr_times_scale
-        {4, -1, 2, ELEMENT, true, false, NONE, 2},  // direction
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                      // bfloat16 [n]  read and written
-        const float *__restrict lr_times_scale_at = (const float *)at[1];   // float32 [tensor]  read
-        const uint16_t *__restrict direction_at = (const uint16_t *)at[2];  // bfloat16 [n]  read
-        const F one_minus_lr_times_weight_decay(known.scalars[8]);
-        const F lr_times_scale = F(*lr_times_scale_at);
-
-        // -- elements: decode, update, encode  (specs/muon.py)
-        for (int i = 0; i < count; i += W) {
-            const U16 direction_stored = raw(direction_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);                       // bf16, nearest
-            // 42  direction = newton_schulz(direction, ns_steps, ns_coefficients, eps)
-            const F direction = widened(direction_stored);
-            const F p_2 = one_minus_lr_times_weight_decay * p;   // 45  p = policies.decoupled(p, lr, weight_decay)
-            const F p_3 = fma(-lr_times_scale, direction, p_2);  // 46  p = p - lr * scale * direction
-            const I p_x_bits = bits(p_3);
-            const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct muon_float16_4 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {3, -1, 4, WHOLE, true, false, NONE, 1},  // lr_times_scale
-        {4, -1, 2, ELEMENT, true, false, NONE, 2},  // direction
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                      // float16 [n]  read and written
-        const float *__restrict lr_times_scale_at = (const float *)at[1];   // float32 [tensor]  read
-        const uint16_t *__restrict direction_at = (const uint16_t *)at[2];  // bfloat16 [n]  read
-        const F one_minus_lr_times_weight_decay(known.scalars[8]);
-        const F lr_times_scale = F(*lr_times_scale_at);
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
+        // float32 [n]  read and written
+        float *__restrict momentum_buffer_at = (float *)at[parts<Weight>() + 1];
+        float *__restrict exp_avg_sq_at = (float *)at[parts<Weight>() + 2];  // float32 [n]  read and written
+        const F adamw_betas_0(scalars[0]);
+        const F adamw_betas_1(scalars[1]);
+        const F one_minus_adamw_betas_0_times_grad_scale(scalars[2]);
+        const F scalar_1(scalars[3]);
+        const F scalar_2(scalars[4]);
+        const F scalar_3(scalars[5]);
+        const F one_minus_adamw_lr_times_weight_decay(scalars[6]);
+        Words<muon_no_matrix_kernel> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/muon.py)
         for (int i = 0; i < count; i += W) {
-            const U16 direction_stored = raw(direction_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);                    // f16, nearest
-            // 42  direction = newton_schulz(direction, ns_steps, ns_coefficients, eps)
-            const F direction = widened(direction_stored);
-            const F p_2 = one_minus_lr_times_weight_decay * p;   // 45  p = policies.decoupled(p, lr, weight_decay)
-            const F p_3 = fma(-lr_times_scale, direction, p_2);  // 46  p = p - lr * scale * direction
-            store(p_at + i, narrow_half(p_3));
+            const auto noise = words.at(i);
+            const F g = Grad::load(g_at + i);
+            const F momentum_buffer = load(momentum_buffer_at + i);
+            const F exp_avg_sq = load(exp_avg_sq_at + i);
+            const F p = weight.decode(i);
+            // 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
+            const F momentum_buffer_2 = fma(one_minus_adamw_betas_0_times_grad_scale, g, adamw_betas_0 * momentum_buffer);
+            // 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
+            const F exp_avg_sq_2 = fma(scalar_1 * g, g, adamw_betas_1 * exp_avg_sq);
+            // 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
+            const F p_2 = fma(-momentum_buffer_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_2, scalar_3), one_minus_adamw_lr_times_weight_decay * p);
+            weight.encode(i, p_2, noise);
+            store(momentum_buffer_at + i, momentum_buffer_2);
+            store(exp_avg_sq_at + i, exp_avg_sq_2);
         }
     }
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct muon_float32_match_rms_adamw_1 {
+template <class Weight, class Grad>
+struct muon_match_rms_adamw_kernel_1 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {3, -1, 4, WHOLE, false, true, NONE, 0},  // lr_times_scale
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -377,17 +229,17 @@ struct muon_float32_match_rms_adamw_1 {
 };
 
 // a sweep: direction (specs/muon.py:42)
-template <class Grad>
-struct muon_float32_no_nesterov_2 {
+template <class Weight, class Grad>
+struct muon_no_nesterov_kernel_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {2, -1, 4, ELEMENT, true, true, NONE, 1},  // momentum_buffer
         {4, -1, 2, ELEMENT, false, true, NONE, 2},  // direction
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -411,268 +263,89 @@ struct muon_float32_no_nesterov_2 {
     }
 };
 
-// a sweep: direction (specs/muon.py:42)
-template <class Grad>
-struct muon_bfloat16_no_nesterov_2 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 1},  // momentum_buffer
-        {4, -1, 2, ELEMENT, false, true, NONE, 2},  // direction
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        float *__restrict momentum_buffer_at = (float *)at[1];  // float32 [n]  read and written
-        uint16_t *__restrict direction_at = (uint16_t *)at[2];  // bfloat16 [n]  written
-        const F momentum(known.scalars[1]);
-        const F one_minus_momentum_times_grad_scale(known.scalars[2]);
-
-        // -- elements: decode, update, encode  (specs/muon.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F momentum_buffer = load(momentum_buffer_at + i);
-            // 40  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
-            const F momentum_buffer_2 = fma(one_minus_momentum_times_grad_scale, g_stored, momentum * momentum_buffer);
-            const I momentum_buffer_bitcast = bits(momentum_buffer_2);
-            store(momentum_buffer_at + i, momentum_buffer_2);
-            store_half<2>(direction_at + i, where(momentum_buffer_2 == momentum_buffer_2, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), I(0x7fc00000)));
-        }
-    }
-};
-
-template <class Grad>
-struct muon_float32 {
+template <class Weight, class Grad>
+struct muon_step {
     typedef void staged;
     static constexpr int SCALARS = 9, BLOCK = 1;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {4, ELEMENT},  // momentum_buffer
         {4, WHOLE},  // lr_times_scale
         {2, ELEMENT},  // direction
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<muon_float32_1<Grad>>(),
-        stage<muon_float32_2<Grad>>(),
-        stage<muon_float32_4<Grad>>(),
+        stage<muon_kernel_1<Weight, Grad>>(),
+        stage<muon_kernel_2<Weight, Grad>>(),
+        stage<muon_kernel_4<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct muon_bfloat16 {
+template <class Weight, class Grad>
+struct muon_match_rms_adamw_step {
     typedef void staged;
     static constexpr int SCALARS = 9, BLOCK = 1;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {4, ELEMENT},  // momentum_buffer
         {4, WHOLE},  // lr_times_scale
         {2, ELEMENT},  // direction
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<muon_float32_1<Grad>>(),
-        stage<muon_bfloat16_2<Grad>>(),
-        stage<muon_bfloat16_4<Grad>>(),
+        stage<muon_match_rms_adamw_kernel_1<Weight, Grad>>(),
+        stage<muon_kernel_2<Weight, Grad>>(),
+        stage<muon_kernel_4<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct muon_float16 {
+template <class Weight, class Grad>
+struct muon_no_nesterov_step {
     typedef void staged;
     static constexpr int SCALARS = 9, BLOCK = 1;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {4, ELEMENT},  // momentum_buffer
         {4, WHOLE},  // lr_times_scale
         {2, ELEMENT},  // direction
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<muon_float32_1<Grad>>(),
-        stage<muon_bfloat16_2<Grad>>(),
-        stage<muon_float16_4<Grad>>(),
+        stage<muon_kernel_1<Weight, Grad>>(),
+        stage<muon_no_nesterov_kernel_2<Weight, Grad>>(),
+        stage<muon_kernel_4<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct muon_float32_match_rms_adamw {
+template <class Weight, class Grad>
+struct muon_no_nesterov_match_rms_adamw_step {
     typedef void staged;
     static constexpr int SCALARS = 9, BLOCK = 1;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {4, ELEMENT},  // momentum_buffer
         {4, WHOLE},  // lr_times_scale
         {2, ELEMENT},  // direction
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<muon_float32_match_rms_adamw_1<Grad>>(),
-        stage<muon_float32_2<Grad>>(),
-        stage<muon_float32_4<Grad>>(),
+        stage<muon_match_rms_adamw_kernel_1<Weight, Grad>>(),
+        stage<muon_no_nesterov_kernel_2<Weight, Grad>>(),
+        stage<muon_kernel_4<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct muon_bfloat16_match_rms_adamw {
-    typedef void staged;
-    static constexpr int SCALARS = 9, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, ELEMENT},  // momentum_buffer
-        {4, WHOLE},  // lr_times_scale
-        {2, ELEMENT},  // direction
-    };
-    static constexpr Stage STAGES[] = {
-        stage<muon_float32_match_rms_adamw_1<Grad>>(),
-        stage<muon_bfloat16_2<Grad>>(),
-        stage<muon_bfloat16_4<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct muon_float16_match_rms_adamw {
-    typedef void staged;
-    static constexpr int SCALARS = 9, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, ELEMENT},  // momentum_buffer
-        {4, WHOLE},  // lr_times_scale
-        {2, ELEMENT},  // direction
-    };
-    static constexpr Stage STAGES[] = {
-        stage<muon_float32_match_rms_adamw_1<Grad>>(),
-        stage<muon_bfloat16_2<Grad>>(),
-        stage<muon_float16_4<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct muon_float32_no_nesterov {
-    typedef void staged;
-    static constexpr int SCALARS = 9, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, ELEMENT},  // momentum_buffer
-        {4, WHOLE},  // lr_times_scale
-        {2, ELEMENT},  // direction
-    };
-    static constexpr Stage STAGES[] = {
-        stage<muon_float32_1<Grad>>(),
-        stage<muon_float32_no_nesterov_2<Grad>>(),
-        stage<muon_float32_4<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct muon_bfloat16_no_nesterov {
-    typedef void staged;
-    static constexpr int SCALARS = 9, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, ELEMENT},  // momentum_buffer
-        {4, WHOLE},  // lr_times_scale
-        {2, ELEMENT},  // direction
-    };
-    static constexpr Stage STAGES[] = {
-        stage<muon_float32_1<Grad>>(),
-        stage<muon_bfloat16_no_nesterov_2<Grad>>(),
-        stage<muon_bfloat16_4<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct muon_float16_no_nesterov {
-    typedef void staged;
-    static constexpr int SCALARS = 9, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, ELEMENT},  // momentum_buffer
-        {4, WHOLE},  // lr_times_scale
-        {2, ELEMENT},  // direction
-    };
-    static constexpr Stage STAGES[] = {
-        stage<muon_float32_1<Grad>>(),
-        stage<muon_bfloat16_no_nesterov_2<Grad>>(),
-        stage<muon_float16_4<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct muon_float32_no_nesterov_match_rms_adamw {
-    typedef void staged;
-    static constexpr int SCALARS = 9, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, ELEMENT},  // momentum_buffer
-        {4, WHOLE},  // lr_times_scale
-        {2, ELEMENT},  // direction
-    };
-    static constexpr Stage STAGES[] = {
-        stage<muon_float32_match_rms_adamw_1<Grad>>(),
-        stage<muon_float32_no_nesterov_2<Grad>>(),
-        stage<muon_float32_4<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct muon_bfloat16_no_nesterov_match_rms_adamw {
-    typedef void staged;
-    static constexpr int SCALARS = 9, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, ELEMENT},  // momentum_buffer
-        {4, WHOLE},  // lr_times_scale
-        {2, ELEMENT},  // direction
-    };
-    static constexpr Stage STAGES[] = {
-        stage<muon_float32_match_rms_adamw_1<Grad>>(),
-        stage<muon_bfloat16_no_nesterov_2<Grad>>(),
-        stage<muon_bfloat16_4<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct muon_float16_no_nesterov_match_rms_adamw {
-    typedef void staged;
-    static constexpr int SCALARS = 9, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, ELEMENT},  // momentum_buffer
-        {4, WHOLE},  // lr_times_scale
-        {2, ELEMENT},  // direction
-    };
-    static constexpr Stage STAGES[] = {
-        stage<muon_float32_match_rms_adamw_1<Grad>>(),
-        stage<muon_bfloat16_no_nesterov_2<Grad>>(),
-        stage<muon_float16_4<Grad>>(),
-    };
-};
+template <class Grad> using muon_float32 = muon_step<weight_float32, Grad>;
+template <class Grad> using muon_bfloat16 = muon_step<weight_bfloat16, Grad>;
+template <class Grad> using muon_float16 = muon_step<weight_float16, Grad>;
+template <class Grad> using muon_float32_no_matrix = muon_no_matrix_kernel<weight_float32, Grad>;
+template <class Grad> using muon_bfloat16_no_matrix = muon_no_matrix_kernel<weight_bfloat16, Grad>;
+template <class Grad> using muon_float16_no_matrix = muon_no_matrix_kernel<weight_float16, Grad>;
+template <class Grad> using muon_float32_match_rms_adamw = muon_match_rms_adamw_step<weight_float32, Grad>;
+template <class Grad> using muon_bfloat16_match_rms_adamw = muon_match_rms_adamw_step<weight_bfloat16, Grad>;
+template <class Grad> using muon_float16_match_rms_adamw = muon_match_rms_adamw_step<weight_float16, Grad>;
+template <class Grad> using muon_float32_no_nesterov = muon_no_nesterov_step<weight_float32, Grad>;
+template <class Grad> using muon_bfloat16_no_nesterov = muon_no_nesterov_step<weight_bfloat16, Grad>;
+template <class Grad> using muon_float16_no_nesterov = muon_no_nesterov_step<weight_float16, Grad>;
+template <class Grad> using muon_float32_no_nesterov_match_rms_adamw = muon_no_nesterov_match_rms_adamw_step<weight_float32, Grad>;
+template <class Grad> using muon_bfloat16_no_nesterov_match_rms_adamw = muon_no_nesterov_match_rms_adamw_step<weight_bfloat16, Grad>;
+template <class Grad> using muon_float16_no_nesterov_match_rms_adamw = muon_no_nesterov_match_rms_adamw_step<weight_float16, Grad>;
 
 }  // namespace
 

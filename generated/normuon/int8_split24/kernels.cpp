@@ -18,804 +18,81 @@
 
 namespace {
 
-template <class Grad>
-struct normuon_float32_no_matrix {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3), SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
+// bf16 and 8 more bits, stochastic
+struct weight_bfloat16 {
+    static constexpr int NOISE = 8;
+    static constexpr Part PARTS[] = {{2, true}, {1, true}};  // code, low
+    uint16_t *__restrict code_at;
+    uint8_t *__restrict low_at;
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    weight_bfloat16(char *p, char *const *more) : code_at((uint16_t *)p), low_at((uint8_t *)more[0]) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        const U8 low_code = raw(low_at + i);
+        return as_float(joined(code_stored, low_code) - 32768);
     }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];                          // float32 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[2];  // uint8 [n]  read and written
-        int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[3];  // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[4];       // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];       // int16 [blocks of 64]  read and written
-        const F adamw_betas_0(scalars[0]);
-        const F adamw_betas_1(scalars[1]);
-        const F one_minus_adamw_betas_0_times_grad_scale(scalars[2]);
-        const F scalar_1(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F one_minus_adamw_lr_times_weight_decay(scalars[6]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) float momentum_buffer_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float exp_avg_sq_sqrt_kept[TILE];
-        alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
-        alignas(64) float momentum_buffer_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float momentum_buffer_divisor_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_half_add_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_base_sub_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        I momentum_buffer_top_kept[TILE / BLOCK];
-        I largest_of_block_kept[TILE / BLOCK];
-        I smallest_of_block_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000010;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
-            const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
-            const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 0x7fffffff;
-            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2));
-            const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
-            const I exp_avg_sq_header = to_int(exp_avg_sq_range);
-            const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
-            const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
-            const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
-            const F momentum_buffer_scale_mul = adamw_betas_0 * momentum_buffer_scale_2;
-            store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
-            store(exp_avg_sq_step_kept + b, exp_avg_sq_step);
-            store(momentum_buffer_scale_mul_kept + b, momentum_buffer_scale_mul);
-        }
-
-        // -- elements: decode, update, encode  (specs/normuon.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
-            const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
-            const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
-            I momentum_buffer_top(INT32_MIN);
-            I largest_of_block(INT32_MIN);
-            I smallest_of_block(INT32_MAX);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const F g = Grad::load(g_at + i);
-                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
-                const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
-                const F momentum_buffer_bend = abs(momentum_buffer_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
-                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                const F p = load(p_at + i);
-                // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
-                const F momentum_buffer = fma(one_minus_adamw_betas_0_times_grad_scale, g, momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
-                // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
-                const F exp_avg_sq_2 = fma(scalar_1 * g, g, adamw_betas_1 * exp_avg_sq);
-                const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
-                // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
-                const F p_2 = fma(-momentum_buffer, 1.0f / fma(exp_avg_sq_sqrt, scalar_2, scalar_3), one_minus_adamw_lr_times_weight_decay * p);
-                const F momentum_buffer_abs = abs(momentum_buffer);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I exp_avg_sq_pattern = bits(exp_avg_sq_sqrt);
-                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(momentum_buffer_abs), i, end);
-                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
-                store(momentum_buffer_kept + i, momentum_buffer);
-                store(noise_kept + i, noise);
-                store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
-                store(p_at + i, p_2);
-            }
-            momentum_buffer_top_kept[b] = momentum_buffer_top;
-            largest_of_block_kept[b] = largest_of_block;
-            smallest_of_block_kept[b] = smallest_of_block;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
-            const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
-            const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
-            const F momentum_buffer_divisor_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
-            const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
-            const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
-            const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
-            const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
-            const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
-            const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_half = exp_avg_sq_units * 10240;
-            const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base;
-            const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
-            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000;
-            const I exp_avg_sq_header_2 = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells_2;
-            store(momentum_buffer_divisor_mul_kept + b, momentum_buffer_divisor_mul);
-            store(exp_avg_sq_half_add_kept + b, exp_avg_sq_half_add);
-            store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(exp_avg_sq_base_sub_kept + b, exp_avg_sq_base_sub);
-            store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
-            store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
-            const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
-            const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
-            const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
-            const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I noise = load(noise_kept + i);
-                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add;
-                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
-                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
-                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
-            }
-        }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        const I word = bits_or_nan(x) + (integer<P>(noise) | 0x8000);
+        store_half<2>(code_at + i, word);
+        store_byte<1>(low_at + i, word);
     }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); fetch<N>(low_at, b); }
 };
 
-template <class Grad>
-struct normuon_float32_no_matrix_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
+// f16 and 8 more bits, stochastic
+struct weight_float16 {
+    static constexpr int NOISE = 8;
+    static constexpr Part PARTS[] = {{2, true}, {1, true}};  // code, low
+    uint16_t *__restrict code_at;
+    uint8_t *__restrict low_at;
 
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];                // float32 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict momentum_buffer_at = (float *)at[2];  // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];       // float32 [n]  read and written
-        const F adamw_betas_0(scalars[0]);
-        const F adamw_betas_1(scalars[1]);
-        const F one_minus_adamw_betas_0_times_grad_scale(scalars[2]);
-        const F scalar_1(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F one_minus_adamw_lr_times_weight_decay(scalars[6]);
-
-        // -- elements: decode, update  (specs/normuon.py)
-        for (int i = 0; i < count; i += W) {
-            const F g = Grad::load(g_at + i);
-            const F momentum_buffer = load(momentum_buffer_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F p = load(p_at + i);
-            // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
-            const F momentum_buffer_2 = fma(one_minus_adamw_betas_0_times_grad_scale, g, adamw_betas_0 * momentum_buffer);
-            // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
-            const F exp_avg_sq_2 = fma(scalar_1 * g, g, adamw_betas_1 * exp_avg_sq);
-            // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
-            const F p_2 = fma(-momentum_buffer_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_2, scalar_3), one_minus_adamw_lr_times_weight_decay * p);
-            store(p_at + i, p_2);
-            store(momentum_buffer_at + i, momentum_buffer_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-        }
+    weight_float16(char *p, char *const *more) : code_at((uint16_t *)p), low_at((uint8_t *)more[0]) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        const I high = extend16(extend16(to_int(code_stored)));
+        const U8 low_code = raw(low_at + i);
+        const I low = to_int(low_code);
+        const I offset = low - 128;
+        const I wide = ((high & 32767) << 8) + offset;
+        const I subnormal = bits(2.3283064365386963e-10f * to_float(wide));
+        const I normal = (wide << 5) + 0x38000000;
+        const I finite = where(wide < 0x40000, subnormal, normal);
+        return as_float(bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000))) | (high & 0x8000) << 16);
     }
-};
-
-template <class Grad>
-struct normuon_bfloat16_no_matrix {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3), SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        const I x_bitcast = bits(x);
+        const I sign_ = x_bitcast >> 16 & 0x8000;
+        const I magnitude = x_bitcast & 0x7fffffff;
+        const F magnitude_bitcast = as_float(magnitude);
+        const M is_subnormal = magnitude_bitcast < 6.103515625e-05f;
+        const I subnormal = to_int(2199023255552.0f * magnitude_bitcast);
+        const I rebiased = min(I(0xf800000), magnitude - 0x38000000);
+        const I fixed = where(is_subnormal, subnormal, rebiased << 4);
+        const I wide = lshr(fixed + middle<P, 9>(noise), 9);
+        const I word = where(x == x, wide, I(0x7e0000)) + 128;
+        const I kept_ = word;
+        store(code_at + i, sign_ | word >> 8);
+        store(low_at + i, kept_);
     }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                    // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];             // uint8 [n]  read and written
-        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[3];  // uint8 [n]  read and written
-        int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[5];       // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];       // int16 [blocks of 64]  read and written
-        const F adamw_betas_0(scalars[0]);
-        const F adamw_betas_1(scalars[1]);
-        const F one_minus_adamw_betas_0_times_grad_scale(scalars[2]);
-        const F scalar_1(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F one_minus_adamw_lr_times_weight_decay(scalars[6]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) float momentum_buffer_kept[TILE];
-        alignas(64) float exp_avg_sq_sqrt_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
-        alignas(64) float momentum_buffer_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float momentum_buffer_divisor_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_half_add_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_base_sub_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        I momentum_buffer_top_kept[TILE / BLOCK];
-        I largest_of_block_kept[TILE / BLOCK];
-        I smallest_of_block_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1001001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
-            const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
-            const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 0x7fffffff;
-            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2));
-            const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
-            const I exp_avg_sq_header = to_int(exp_avg_sq_range);
-            const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
-            const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
-            const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
-            const F momentum_buffer_scale_mul = adamw_betas_0 * momentum_buffer_scale_2;
-            store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
-            store(exp_avg_sq_step_kept + b, exp_avg_sq_step);
-            store(momentum_buffer_scale_mul_kept + b, momentum_buffer_scale_mul);
-        }
-
-        // -- elements: decode, update, encode  (specs/normuon.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
-            fetch<BLOCK>(weight_low_at, b);
-            const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
-            const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
-            const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
-            I momentum_buffer_top(INT32_MIN);
-            I largest_of_block(INT32_MIN);
-            I smallest_of_block(INT32_MAX);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
-                const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
-                const F momentum_buffer_bend = abs(momentum_buffer_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
-                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                const F g_cast = g_stored;
-                // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
-                const F momentum_buffer = fma(one_minus_adamw_betas_0_times_grad_scale, g_cast, momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
-                // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
-                const F exp_avg_sq_2 = fma(scalar_1 * g_cast, g_cast, adamw_betas_1 * exp_avg_sq);
-                const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const F momentum_buffer_abs = abs(momentum_buffer);
-                const I exp_avg_sq_pattern = bits(exp_avg_sq_sqrt);
-                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(momentum_buffer_abs), i, end);
-                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
-                store(momentum_buffer_kept + i, momentum_buffer);
-                store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
-                store(noise_kept + i, noise);
-            }
-            momentum_buffer_top_kept[b] = momentum_buffer_top;
-            largest_of_block_kept[b] = largest_of_block;
-            smallest_of_block_kept[b] = smallest_of_block;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
-            const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
-            const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
-            const F momentum_buffer_divisor_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
-            const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
-            const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
-            const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
-            const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
-            const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
-            const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_half = exp_avg_sq_units * 10240;
-            const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base;
-            const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
-            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000;
-            const I exp_avg_sq_header_2 = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells_2;
-            store(momentum_buffer_divisor_mul_kept + b, momentum_buffer_divisor_mul);
-            store(exp_avg_sq_half_add_kept + b, exp_avg_sq_half_add);
-            store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(exp_avg_sq_base_sub_kept + b, exp_avg_sq_base_sub);
-            store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
-            store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/normuon.py)
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F momentum_buffer = load(momentum_buffer_kept + i);
-                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
-                const I noise = load(noise_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-                // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
-                const F p_2 = fma(-momentum_buffer, 1.0f / fma(exp_avg_sq_sqrt, scalar_2, scalar_3), one_minus_adamw_lr_times_weight_decay * p);
-                const I p_word = bits_or_nan(p_2) + (noise & 255 | 0x8000);
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
-            }
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
-            const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
-            const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
-            const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
-            const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I noise = load(noise_kept + i);
-                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                const I exp_avg_sq_offset = ((noise >> 8 & 4095) << 12 | 2048) + exp_avg_sq_half_add;
-                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
-                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
-                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
-            }
-        }
-    }
-};
-
-template <class Grad>
-struct normuon_bfloat16_no_matrix_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];          // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];   // uint8 [n]  read and written
-        float *__restrict momentum_buffer_at = (float *)at[3];  // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[4];       // float32 [n]  read and written
-        const F adamw_betas_0(scalars[0]);
-        const F adamw_betas_1(scalars[1]);
-        const F one_minus_adamw_betas_0_times_grad_scale(scalars[2]);
-        const F scalar_1(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F one_minus_adamw_lr_times_weight_decay(scalars[6]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/normuon.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const F momentum_buffer = load(momentum_buffer_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-            const F g_cast = g_stored;
-            // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
-            const F momentum_buffer_2 = fma(one_minus_adamw_betas_0_times_grad_scale, g_cast, adamw_betas_0 * momentum_buffer);
-            // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
-            const F exp_avg_sq_2 = fma(scalar_1 * g_cast, g_cast, adamw_betas_1 * exp_avg_sq);
-            // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
-            const F p_2 = fma(-momentum_buffer_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_2, scalar_3), one_minus_adamw_lr_times_weight_decay * p);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = bits_or_nan(p_2) + (lshr(noise, 24) + 0x8000);
-            store_half<2>(p_at + i, p_word);
-            store_byte<1>(weight_low_at + i, p_word);
-            store(momentum_buffer_at + i, momentum_buffer_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-        }
-    }
-};
-
-template <class Grad>
-struct normuon_float16_no_matrix {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3), SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                    // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];             // uint8 [n]  read and written
-        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[3];  // uint8 [n]  read and written
-        int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[5];       // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];       // int16 [blocks of 64]  read and written
-        const F adamw_betas_0(scalars[0]);
-        const F adamw_betas_1(scalars[1]);
-        const F one_minus_adamw_betas_0_times_grad_scale(scalars[2]);
-        const F scalar_1(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F one_minus_adamw_lr_times_weight_decay(scalars[6]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) float momentum_buffer_kept[TILE];
-        alignas(64) float exp_avg_sq_sqrt_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
-        alignas(64) float momentum_buffer_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float momentum_buffer_divisor_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_half_add_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_base_sub_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        I momentum_buffer_top_kept[TILE / BLOCK];
-        I largest_of_block_kept[TILE / BLOCK];
-        I smallest_of_block_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1001001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
-            const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
-            const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 0x7fffffff;
-            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2));
-            const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
-            const I exp_avg_sq_header = to_int(exp_avg_sq_range);
-            const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
-            const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
-            const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
-            const F momentum_buffer_scale_mul = adamw_betas_0 * momentum_buffer_scale_2;
-            store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
-            store(exp_avg_sq_step_kept + b, exp_avg_sq_step);
-            store(momentum_buffer_scale_mul_kept + b, momentum_buffer_scale_mul);
-        }
-
-        // -- elements: decode, update, encode  (specs/normuon.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
-            fetch<BLOCK>(weight_low_at, b);
-            const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
-            const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
-            const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
-            I momentum_buffer_top(INT32_MIN);
-            I largest_of_block(INT32_MIN);
-            I smallest_of_block(INT32_MAX);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
-                const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
-                const F momentum_buffer_bend = abs(momentum_buffer_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
-                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                const F g_cast = g_stored;
-                // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
-                const F momentum_buffer = fma(one_minus_adamw_betas_0_times_grad_scale, g_cast, momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
-                // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
-                const F exp_avg_sq_2 = fma(scalar_1 * g_cast, g_cast, adamw_betas_1 * exp_avg_sq);
-                const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const F momentum_buffer_abs = abs(momentum_buffer);
-                const I exp_avg_sq_pattern = bits(exp_avg_sq_sqrt);
-                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(momentum_buffer_abs), i, end);
-                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
-                store(momentum_buffer_kept + i, momentum_buffer);
-                store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
-                store(noise_kept + i, noise);
-            }
-            momentum_buffer_top_kept[b] = momentum_buffer_top;
-            largest_of_block_kept[b] = largest_of_block;
-            smallest_of_block_kept[b] = smallest_of_block;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
-            const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
-            const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
-            const F momentum_buffer_divisor_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
-            const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
-            const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
-            const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
-            const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
-            const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
-            const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_half = exp_avg_sq_units * 10240;
-            const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base;
-            const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
-            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000;
-            const I exp_avg_sq_header_2 = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells_2;
-            store(momentum_buffer_divisor_mul_kept + b, momentum_buffer_divisor_mul);
-            store(exp_avg_sq_half_add_kept + b, exp_avg_sq_half_add);
-            store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(exp_avg_sq_base_sub_kept + b, exp_avg_sq_base_sub);
-            store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
-            store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/normuon.py)
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F momentum_buffer = load(momentum_buffer_kept + i);
-                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
-                const I noise = load(noise_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const I p_high = extend16(extend16(to_int(p_stored)));
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low - 128;
-                const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 0x38000000;
-                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-                // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-                // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
-                const F p_2 = fma(-momentum_buffer, 1.0f / fma(exp_avg_sq_sqrt, scalar_2, scalar_3), one_minus_adamw_lr_times_weight_decay * p);
-                const I p_bitcast = bits(p_2);
-                const I p_sign = p_bitcast >> 16 & 0x8000;
-                const I p_magnitude = p_bitcast & 0x7fffffff;
-                const F p_magnitude_bitcast = as_float(p_magnitude);
-                const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-                const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-                const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-                const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-                const I p_wide_2 = lshr(p_fixed + ((noise & 255) << 1 | 1), 9);
-                const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
-                const I p_kept_ = p_word;
-                store(p_at + i, p_sign | p_word >> 8);
-                store(weight_low_at + i, p_kept_);
-            }
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
-            const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
-            const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
-            const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
-            const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I noise = load(noise_kept + i);
-                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                const I exp_avg_sq_offset = ((noise >> 8 & 4095) << 12 | 2048) + exp_avg_sq_half_add;
-                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
-                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
-                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
-            }
-        }
-    }
-};
-
-template <class Grad>
-struct normuon_float16_no_matrix_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];          // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];   // uint8 [n]  read and written
-        float *__restrict momentum_buffer_at = (float *)at[3];  // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[4];       // float32 [n]  read and written
-        const F adamw_betas_0(scalars[0]);
-        const F adamw_betas_1(scalars[1]);
-        const F one_minus_adamw_betas_0_times_grad_scale(scalars[2]);
-        const F scalar_1(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F one_minus_adamw_lr_times_weight_decay(scalars[6]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/normuon.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const F momentum_buffer = load(momentum_buffer_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const I p_high = extend16(extend16(to_int(p_stored)));
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low - 128;
-            const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 0x38000000;
-            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-            // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-            const F g_cast = g_stored;
-            // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
-            const F momentum_buffer_2 = fma(one_minus_adamw_betas_0_times_grad_scale, g_cast, adamw_betas_0 * momentum_buffer);
-            // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
-            const F exp_avg_sq_2 = fma(scalar_1 * g_cast, g_cast, adamw_betas_1 * exp_avg_sq);
-            // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
-            const F p_2 = fma(-momentum_buffer_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_2, scalar_3), one_minus_adamw_lr_times_weight_decay * p);
-            const I p_bitcast = bits(p_2);
-            const I p_sign = p_bitcast >> 16 & 0x8000;
-            const I p_magnitude = p_bitcast & 0x7fffffff;
-            const F p_magnitude_bitcast = as_float(p_magnitude);
-            const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-            const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-            const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-            const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_wide_2 = lshr(p_fixed + (lshr(noise, 23) | 1), 9);
-            const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
-            const I p_kept_ = p_word;
-            store(p_at + i, p_sign | p_word >> 8);
-            store(weight_low_at + i, p_kept_);
-            store(momentum_buffer_at + i, momentum_buffer_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-        }
-    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); fetch<N>(low_at, b); }
 };
 
 // a sweep: direction (specs/normuon.py:38)
-template <class Grad>
-struct normuon_float32_1 {
+template <class Weight, class Grad>
+struct normuon_kernel_1 {
+    // random bits of momentum_buffer, p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{12, false}, {Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({0}), KEPT = NOISE.mask({0});
     static constexpr int BLOCK = 64, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    static constexpr bool MATRICES = false, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {2, -1, 1, ELEMENT, true, true, NONE, 1},  // momentum_buffer_codes
         {3, -1, 2, BLOCK_OF, true, true, NONE, 2},  // momentum_buffer_scale
         {5, -1, 2, ELEMENT, false, true, NONE, 3},  // direction
-    };
+    });
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
                      int row_mask, const Known &known) {
@@ -834,26 +111,11 @@ struct normuon_float32_1 {
         const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[0]);
         const F one_minus_beta1_times_grad_scale(known.scalars[1]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float momentum_buffer_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
         alignas(64) float momentum_buffer_scale_mul_kept[TILE / BLOCK];
         alignas(64) float momentum_buffer_divisor_mul_kept[TILE / BLOCK];
         I momentum_buffer_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
+        Words<normuon_kernel_1> words(BLOCK * blocks, first, stream_key, step_key);
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
@@ -872,8 +134,7 @@ struct normuon_float32_1 {
             I momentum_buffer_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
+                const auto noise = words.at(i);
                 const F g = Grad::load(g_at + i);
                 const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
@@ -881,12 +142,9 @@ struct normuon_float32_1 {
                 // 37  momentum_buffer = beta1 * momentum_buffer + (1 - beta1) * g
                 const F momentum_buffer = fma(one_minus_beta1_times_grad_scale, g, momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
                 const F momentum_buffer_abs = abs(momentum_buffer);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(momentum_buffer_abs), i, end);
+                words.keep(noise, i);
                 store(momentum_buffer_kept + i, momentum_buffer);
-                store(noise_kept + i, noise);
             }
             momentum_buffer_top_kept[b] = momentum_buffer_top;
         }
@@ -919,26 +177,26 @@ struct normuon_float32_1 {
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
                 const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
+                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + integer<0>(noise) >> 12);
             }
         }
     }
 };
 
 // a sweep: row_sq (specs/normuon.py:39)
-template <class Grad>
-struct normuon_float32_3 {
+template <class Weight, class Grad>
+struct normuon_kernel_3 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {6, 13, 4, ROW, false, true, TOTAL, 0},  // row_sum_for_row_sq
         {5, -1, 2, ELEMENT, true, false, NONE, 1},  // direction
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -955,17 +213,17 @@ struct normuon_float32_3 {
 };
 
 // row: values of rows
-template <class Grad>
-struct normuon_float32_4 {
+template <class Weight, class Grad>
+struct normuon_kernel_4 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {4, -1, 4, ROW, true, true, NONE, 0},  // row_sq
         {7, -1, 4, ROW, false, true, NONE, 1},  // one_over_sqrt_row_sq_2_plus_eps
         {6, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_row_sq
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -990,17 +248,17 @@ struct normuon_float32_4 {
 };
 
 // a sweep: size (specs/normuon.py:41)
-template <class Grad>
-struct normuon_float32_5 {
+template <class Weight, class Grad>
+struct normuon_kernel_5 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {8, 14, 4, ROW, false, true, TOTAL, 0},  // row_sum_for_size
         {5, -1, 2, ELEMENT, true, false, NONE, 1},  // direction
         {7, -1, 4, ROW, true, false, NONE, 2},  // one_over_sqrt_row_sq_2_plus_eps
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -1021,16 +279,16 @@ struct normuon_float32_5 {
 };
 
 // row: values of rows
-template <class Grad>
-struct normuon_float32_6 {
+template <class Weight, class Grad>
+struct normuon_kernel_6 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {9, -1, 4, WHOLE, false, true, TOTAL, 0},  // tensor_sum_for_size
         {8, -1, 4, ROW, true, false, NONE, 1},  // row_sum_for_size
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -1046,15 +304,15 @@ struct normuon_float32_6 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct normuon_float32_7 {
+template <class Weight, class Grad>
+struct normuon_kernel_7 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {10, -1, 4, WHOLE, false, true, NONE, 0},  // by_0p2_times_sqrt_rows_times_columns
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -1070,17 +328,17 @@ struct normuon_float32_7 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct normuon_float32_8 {
+template <class Weight, class Grad>
+struct normuon_kernel_8 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {11, -1, 4, WHOLE, false, true, NONE, 0},  // lr_times_size
         {10, -1, 4, WHOLE, true, false, NONE, 1},  // by_0p2_times_sqrt_rows_times_columns
         {9, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_size
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -1103,17 +361,17 @@ struct normuon_float32_8 {
 };
 
 // row: values of rows
-template <class Grad>
-struct normuon_float32_9 {
+template <class Weight, class Grad>
+struct normuon_kernel_9 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {12, -1, 4, ROW, false, true, NONE, 0},  // row_mul_2
         {11, -1, 4, WHOLE, true, false, NONE, 1},  // lr_times_size
         {7, -1, 4, ROW, true, false, NONE, 2},  // one_over_sqrt_row_sq_2_plus_eps
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -1132,50 +390,56 @@ struct normuon_float32_9 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct normuon_float32_10 {
+template <class Weight, class Grad>
+struct normuon_kernel_10 {
+    // random bits of momentum_buffer, p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{12, false}, {Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {5, -1, 2, ELEMENT, true, false, NONE, 1},  // direction
-        {12, -1, 4, ROW, true, false, NONE, 2},  // row_mul_2
-    };
+    static constexpr bool MATRICES = true, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {5, -1, 2, ELEMENT, true, false, NONE, 0},  // direction
+        {12, -1, 4, ROW, true, false, NONE, 1},  // row_mul_2
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                            // float32 [n]  read and written
-        const uint16_t *__restrict direction_at = (const uint16_t *)at[1];  // bfloat16 [n]  read
-        const float *__restrict row_mul_2_at = (const float *)at[2];        // float32 [row]  read
+        Weight weight(at[2], at + 3);
+        const uint16_t *__restrict direction_at = (const uint16_t *)at[0];  // bfloat16 [n]  read
+        const float *__restrict row_mul_2_at = (const float *)at[1];        // float32 [row]  read
+        const int32_t step_key = known.step_key;
+        const int32_t stream_key = known.stream_key;
         const F one_minus_lr_times_weight_decay(known.scalars[7]);
+        Words<normuon_kernel_10> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/normuon.py)
         for (int i = 0; i < count; i += W) {
+            const auto noise = words.at(i);
             const U16 direction_stored = raw(direction_at + i);
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             const F direction = widened(direction_stored);      // 38  direction = newton_schulz(momentum_buffer, ns_steps)
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 42  p = policies.decoupled(p, lr, weight_decay)
             // 43  p = p - lr * size * even
             const F p_3 = fma(-direction, load(row_mul_2_at + (i & row_mask)), p_2);
-            store(p_at + i, p_3);
+            weight.encode(i, p_3, noise);
         }
     }
 };
 
 // a sweep: direction (specs/normuon.py:38)
-template <class Grad>
-struct normuon_float32_small_1 {
+template <class Weight, class Grad>
+struct normuon_small_kernel_1 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {2, -1, 4, ELEMENT, true, true, NONE, 1},  // momentum_buffer
         {4, -1, 2, ELEMENT, false, true, NONE, 2},  // direction
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -1200,16 +464,16 @@ struct normuon_float32_small_1 {
 };
 
 // a sweep: row_sq (specs/normuon.py:39)
-template <class Grad>
-struct normuon_float32_small_3 {
+template <class Weight, class Grad>
+struct normuon_small_kernel_3 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {5, 12, 4, ROW, false, true, TOTAL, 0},  // row_sum_for_row_sq
         {4, -1, 2, ELEMENT, true, false, NONE, 1},  // direction
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -1226,17 +490,17 @@ struct normuon_float32_small_3 {
 };
 
 // row: values of rows
-template <class Grad>
-struct normuon_float32_small_4 {
+template <class Weight, class Grad>
+struct normuon_small_kernel_4 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {3, -1, 4, ROW, true, true, NONE, 0},  // row_sq
         {6, -1, 4, ROW, false, true, NONE, 1},  // one_over_sqrt_row_sq_2_plus_eps
         {5, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_row_sq
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -1261,17 +525,17 @@ struct normuon_float32_small_4 {
 };
 
 // a sweep: size (specs/normuon.py:41)
-template <class Grad>
-struct normuon_float32_small_5 {
+template <class Weight, class Grad>
+struct normuon_small_kernel_5 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {7, 13, 4, ROW, false, true, TOTAL, 0},  // row_sum_for_size
         {4, -1, 2, ELEMENT, true, false, NONE, 1},  // direction
         {6, -1, 4, ROW, true, false, NONE, 2},  // one_over_sqrt_row_sq_2_plus_eps
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -1292,16 +556,16 @@ struct normuon_float32_small_5 {
 };
 
 // row: values of rows
-template <class Grad>
-struct normuon_float32_small_6 {
+template <class Weight, class Grad>
+struct normuon_small_kernel_6 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {8, -1, 4, WHOLE, false, true, TOTAL, 0},  // tensor_sum_for_size
         {7, -1, 4, ROW, true, false, NONE, 1},  // row_sum_for_size
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -1317,15 +581,15 @@ struct normuon_float32_small_6 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct normuon_float32_small_7 {
+template <class Weight, class Grad>
+struct normuon_small_kernel_7 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {9, -1, 4, WHOLE, false, true, NONE, 0},  // by_0p2_times_sqrt_rows_times_columns
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -1341,17 +605,17 @@ struct normuon_float32_small_7 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct normuon_float32_small_8 {
+template <class Weight, class Grad>
+struct normuon_small_kernel_8 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {10, -1, 4, WHOLE, false, true, NONE, 0},  // lr_times_size
         {9, -1, 4, WHOLE, true, false, NONE, 1},  // by_0p2_times_sqrt_rows_times_columns
         {8, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_size
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -1374,17 +638,17 @@ struct normuon_float32_small_8 {
 };
 
 // row: values of rows
-template <class Grad>
-struct normuon_float32_small_9 {
+template <class Weight, class Grad>
+struct normuon_small_kernel_9 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {11, -1, 4, ROW, false, true, NONE, 0},  // row_mul_2
         {10, -1, 4, WHOLE, true, false, NONE, 1},  // lr_times_size
         {6, -1, 4, ROW, true, false, NONE, 2},  // one_over_sqrt_row_sq_2_plus_eps
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -1403,89 +667,93 @@ struct normuon_float32_small_9 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct normuon_float32_small_10 {
+template <class Weight, class Grad>
+struct normuon_small_kernel_10 {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {4, -1, 2, ELEMENT, true, false, NONE, 1},  // direction
-        {11, -1, 4, ROW, true, false, NONE, 2},  // row_mul_2
-    };
+    static constexpr bool MATRICES = true, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {4, -1, 2, ELEMENT, true, false, NONE, 0},  // direction
+        {11, -1, 4, ROW, true, false, NONE, 1},  // row_mul_2
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                            // float32 [n]  read and written
-        const uint16_t *__restrict direction_at = (const uint16_t *)at[1];  // bfloat16 [n]  read
-        const float *__restrict row_mul_2_at = (const float *)at[2];        // float32 [row]  read
+        Weight weight(at[2], at + 3);
+        const uint16_t *__restrict direction_at = (const uint16_t *)at[0];  // bfloat16 [n]  read
+        const float *__restrict row_mul_2_at = (const float *)at[1];        // float32 [row]  read
+        const int32_t step_key = known.step_key;
+        const int32_t stream_key = known.stream_key;
         const F one_minus_lr_times_weight_decay(known.scalars[7]);
+        Words<normuon_small_kernel_10> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/normuon.py)
         for (int i = 0; i < count; i += W) {
+            const auto noise = words.at(i);
             const U16 direction_stored = raw(direction_at + i);
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             const F direction = widened(direction_stored);      // 38  direction = newton_schulz(momentum_buffer, ns_steps)
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 42  p = policies.decoupled(p, lr, weight_decay)
             // 43  p = p - lr * size * even
             const F p_3 = fma(-direction, load(row_mul_2_at + (i & row_mask)), p_2);
-            store(p_at + i, p_3);
+            weight.encode(i, p_3, noise);
         }
     }
 };
 
-// a sweep: direction (specs/normuon.py:38)
-template <class Grad>
-struct normuon_bfloat16_1 {
-    static constexpr int BLOCK = 64, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {3, -1, 1, ELEMENT, true, true, NONE, 1},  // momentum_buffer_codes
-        {4, -1, 2, BLOCK_OF, true, true, NONE, 2},  // momentum_buffer_scale
-        {6, -1, 2, ELEMENT, false, true, NONE, 3},  // direction
-    };
+template <class Weight, class Grad>
+struct normuon_no_matrix_kernel {
+    // random bits of momentum_buffer, exp_avg_sq, p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{12, false}, {12, false}, {Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P, 1, 0}), KEPT = NOISE.mask({P, 1, 0});
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2 + count(KEPT)), SCALARS = 7;
+    // bytes per entry, of what, written
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}});
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
     }
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
+        Weight weight(at[0], at + 2);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[1];  // uint8 [n]  read and written
-        int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[2];  // int16 [blocks of 64]  read and written
-        uint16_t *__restrict direction_at = (uint16_t *)at[3];            // bfloat16 [n]  written
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F beta1(known.scalars[0]);
-        const F one_minus_beta1_times_grad_scale(known.scalars[1]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
+        // uint8 [n]  read and written
+        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[parts<Weight>() + 1];
+        // int16 [blocks of 64]  read and written
+        int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[parts<Weight>() + 2];
+        // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[parts<Weight>() + 3];
+        // int16 [blocks of 64]  read and written
+        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[parts<Weight>() + 4];
+        const F adamw_betas_0(scalars[0]);
+        const F adamw_betas_1(scalars[1]);
+        const F one_minus_adamw_betas_0_times_grad_scale(scalars[2]);
+        const F scalar_1(scalars[3]);
+        const F scalar_2(scalars[4]);
+        const F scalar_3(scalars[5]);
+        const F one_minus_adamw_lr_times_weight_decay(scalars[6]);
         alignas(64) float momentum_buffer_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
+        alignas(64) float exp_avg_sq_sqrt_kept[TILE];
+        alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float momentum_buffer_scale_mul_kept[TILE / BLOCK];
         alignas(64) float momentum_buffer_divisor_mul_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_half_add_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_base_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
         I momentum_buffer_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
+        I largest_of_block_kept[TILE / BLOCK];
+        I smallest_of_block_kept[TILE / BLOCK];
+        Words<normuon_no_matrix_kernel> words(BLOCK * blocks, first, stream_key, step_key);
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
@@ -1493,601 +761,187 @@ struct normuon_bfloat16_1 {
             const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
             const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 0x7fffffff;
             const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2));
-            const F momentum_buffer_scale_mul = beta1 * momentum_buffer_scale_2;
+            const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
+            const I exp_avg_sq_header = to_int(exp_avg_sq_range);
+            const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
+            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
+            const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
+            const F momentum_buffer_scale_mul = adamw_betas_0 * momentum_buffer_scale_2;
+            store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
+            store(exp_avg_sq_step_kept + b, exp_avg_sq_step);
             store(momentum_buffer_scale_mul_kept + b, momentum_buffer_scale_mul);
         }
 
+        const auto update_weight = [&](int i, F momentum_buffer, F exp_avg_sq_sqrt, const auto &noise) {
+            const F p = weight.decode(i);
+            // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
+            const F p_2 = fma(-momentum_buffer, 1.0f / fma(exp_avg_sq_sqrt, scalar_2, scalar_3), one_minus_adamw_lr_times_weight_decay * p);
+            weight.encode(i, p_2, noise);
+        };
         // -- elements: decode, update, encode  (specs/normuon.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch_weight<BLOCK>(weight, b);
+            if constexpr (!apart<Weight>()) { fetch<BLOCK>(g_at, b + TILE / BLOCK); }
+            const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
+            const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
+            I largest_of_block(INT32_MIN);
+            I smallest_of_block(INT32_MAX);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const F g_stored = Grad::load(g_at + i);
+                const auto noise = words.at(i);
+                const F g = Grad::load(g_at + i);
                 const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
-                // 37  momentum_buffer = beta1 * momentum_buffer + (1 - beta1) * g
-                const F momentum_buffer = fma(one_minus_beta1_times_grad_scale, g_stored, momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
+                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
+                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
+                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+                const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
+                // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
+                const F momentum_buffer = fma(one_minus_adamw_betas_0_times_grad_scale, g, momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
+                // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
+                const F exp_avg_sq_2 = fma(scalar_1 * g, g, adamw_betas_1 * exp_avg_sq);
+                const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
                 const F momentum_buffer_abs = abs(momentum_buffer);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
+                const I exp_avg_sq_pattern = bits(exp_avg_sq_sqrt);
                 momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(momentum_buffer_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
+                words.keep(noise, i);
                 store(momentum_buffer_kept + i, momentum_buffer);
-                store(noise_kept + i, noise);
+                store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
+                if constexpr (!apart<Weight>())
+                    update_weight(i, momentum_buffer, exp_avg_sq_sqrt, noise);
             }
             momentum_buffer_top_kept[b] = momentum_buffer_top;
+            largest_of_block_kept[b] = largest_of_block;
+            smallest_of_block_kept[b] = smallest_of_block;
         }
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
+            const I largest_of_block = largest(largest_of_block_kept + b);
+            const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
             const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
             const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
             const F momentum_buffer_divisor_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
+            const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
+            const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
+            const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
+            const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
+            const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
+            const I exp_avg_sq_start = exp_avg_sq_first << 22;
+            const I exp_avg_sq_half = exp_avg_sq_units * 10240;
+            const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
+            const I exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base;
+            const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
+            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
+            const I exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000;
+            const I exp_avg_sq_header_2 = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells_2;
             store(momentum_buffer_divisor_mul_kept + b, momentum_buffer_divisor_mul);
+            store(exp_avg_sq_half_add_kept + b, exp_avg_sq_half_add);
+            store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
+            store(exp_avg_sq_base_sub_kept + b, exp_avg_sq_base_sub);
+            store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
             store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
+            store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
         }
 
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
+        // -- elements: decode, update  (specs/normuon.py)
+        if constexpr (apart<Weight>()) for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
                 const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I momentum_buffer_bitcast = bits(momentum_buffer);
-                store_half<2>(direction_at + i, where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), I(0x7fc00000)));
+                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
+                update_weight(i, momentum_buffer, exp_avg_sq_sqrt, noise);
             }
         }
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
+            const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
+            const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
+            const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
+            const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
                 const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I noise = load(noise_kept + i);
+                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
+                const I exp_avg_sq_offset = fraction<1, 24>(noise) + exp_avg_sq_half_add;
+                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + integer<0>(noise) >> 12);
+                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
             }
         }
     }
 };
 
-// a sweep: row_sq (specs/normuon.py:39)
-template <class Grad>
-struct normuon_bfloat16_3 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {7, 14, 4, ROW, false, true, TOTAL, 0},  // row_sum_for_row_sq
-        {6, -1, 2, ELEMENT, true, false, NONE, 1},  // direction
-    };
+template <class Weight, class Grad>
+struct normuon_no_matrix_small_kernel {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
+    // bytes per entry, of what, written
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}});
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        float *__restrict row_sum_for_row_sq_at = (float *)at[0];           // float32 [row]  for row_sum
-        const uint16_t *__restrict direction_at = (const uint16_t *)at[1];  // bfloat16 [n]  read
-
-        // -- elements: decode, update  (specs/normuon.py)
-        for (int i = 0; i < count; i += W) {
-            const U16 direction_stored = raw(direction_at + i);
-            const F direction = widened(direction_stored);  // 38  direction = newton_schulz(momentum_buffer, ns_steps)
-            store(row_sum_for_row_sq_at + i, direction * direction);
-        }
-    }
-};
-
-// row: values of rows
-template <class Grad>
-struct normuon_bfloat16_4 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ROW;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {5, -1, 4, ROW, true, true, NONE, 0},  // row_sq
-        {8, -1, 4, ROW, false, true, NONE, 1},  // one_over_sqrt_row_sq_2_plus_eps
-        {7, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_row_sq
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        float *__restrict row_sq_at = (float *)at[0];                           // float32 [row]  read and written
-        float *__restrict one_over_sqrt_row_sq_2_plus_eps_at = (float *)at[1];  // float32 [row]  written
-        const float *__restrict row_sum_for_row_sq_at = (const float *)at[2];   // float32 [row]  read
-        const float *extent = known.extent;  // rows, columns, elements
-        const F beta2(known.scalars[3]);
-        const F eps(known.scalars[4]);
-        const F one_minus_beta2(known.scalars[5]);
-
-        // -- elements: decode, update  (specs/normuon.py)
-        for (int i = 0; i < count; i += W) {
-            const F row_sum_for_row_sq = load(row_sum_for_row_sq_at + i);
-            const F row_sq = load(row_sq_at + i);
-            // 39  row_sq = beta2 * row_sq + (1 - beta2) * row_mean(direction * direction)
-            const F row_sq_2 = fma(one_minus_beta2, row_sum_for_row_sq / F(extent[1]), beta2 * row_sq);
-            store(row_sq_at + i, row_sq_2);
-            store(one_over_sqrt_row_sq_2_plus_eps_at + i, 1.0f / (sqrt(row_sq_2) + eps));
-        }
-    }
-};
-
-// a sweep: size (specs/normuon.py:41)
-template <class Grad>
-struct normuon_bfloat16_5 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {9, 15, 4, ROW, false, true, TOTAL, 0},  // row_sum_for_size
-        {6, -1, 2, ELEMENT, true, false, NONE, 1},  // direction
-        {8, -1, 4, ROW, true, false, NONE, 2},  // one_over_sqrt_row_sq_2_plus_eps
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        float *__restrict row_sum_for_size_at = (float *)at[0];             // float32 [row]  for row_sum
-        const uint16_t *__restrict direction_at = (const uint16_t *)at[1];  // bfloat16 [n]  read
-        // float32 [row]  read
-        const float *__restrict one_over_sqrt_row_sq_2_plus_eps_at = (const float *)at[2];
-
-        // -- elements: decode, update  (specs/normuon.py)
-        for (int i = 0; i < count; i += W) {
-            const U16 direction_stored = raw(direction_at + i);
-            const F direction = widened(direction_stored);  // 38  direction = newton_schulz(momentum_buffer, ns_steps)
-            // 40  even = direction / (sqrt(row_sq) + eps)
-            const F even = direction * load(one_over_sqrt_row_sq_2_plus_eps_at + (i & row_mask));
-            store(row_sum_for_size_at + i, even * even);
-        }
-    }
-};
-
-// row: values of rows
-template <class Grad>
-struct normuon_bfloat16_6 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ROW;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {10, -1, 4, WHOLE, false, true, TOTAL, 0},  // tensor_sum_for_size
-        {9, -1, 4, ROW, true, false, NONE, 1},  // row_sum_for_size
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        float *__restrict tensor_sum_for_size_at = (float *)at[0];           // float32 [tensor]  for tensor_sum
-        const float *__restrict row_sum_for_size_at = (const float *)at[1];  // float32 [row]  read
-
-        // -- elements: decode
-        for (int i = 0; i < count; i += W) {
-            const F row_sum_for_size = load(row_sum_for_size_at + i);
-            store(tensor_sum_for_size_at + i, row_sum_for_size);
-        }
-    }
-};
-
-// tensor: values of tensors
-template <class Grad>
-struct normuon_bfloat16_7 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = WHOLE;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {11, -1, 4, WHOLE, false, true, NONE, 0},  // by_0p2_times_sqrt_rows_times_columns
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        // float32 [tensor]  written
-        float *__restrict by_0p2_times_sqrt_rows_times_columns_at = (float *)at[0];
-        const float *extent = known.extent;  // rows, columns, elements
-
-        // -- elements: encode
-        for (int i = 0; i < count; i += W) {
-            store(by_0p2_times_sqrt_rows_times_columns_at + i, 0.20000000298023224f * sqrt(F(extent[0]) * F(extent[1])));
-        }
-    }
-};
-
-// tensor: values of tensors
-template <class Grad>
-struct normuon_bfloat16_8 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = WHOLE;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {12, -1, 4, WHOLE, false, true, NONE, 0},  // lr_times_size
-        {11, -1, 4, WHOLE, true, false, NONE, 1},  // by_0p2_times_sqrt_rows_times_columns
-        {10, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_size
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        float *__restrict lr_times_size_at = (float *)at[0];                    // float32 [tensor]  written
-        // float32 [tensor]  read
-        const float *__restrict by_0p2_times_sqrt_rows_times_columns_at = (const float *)at[1];
-        const float *__restrict tensor_sum_for_size_at = (const float *)at[2];  // float32 [tensor]  read
-        const F lr(known.scalars[6]);
-        const F eps(known.scalars[4]);
-
-        // -- elements: decode, update  (specs/normuon.py)
-        for (int i = 0; i < count; i += W) {
-            const F by_0p2_times_sqrt_rows_times_columns = load(by_0p2_times_sqrt_rows_times_columns_at + i);
-            const F tensor_sum_for_size = load(tensor_sum_for_size_at + i);
-            // 41  size = 0.2 * sqrt(rows(p) * columns(p)) / maximum(norm(even), eps)
-            const F size = by_0p2_times_sqrt_rows_times_columns / max(sqrt(tensor_sum_for_size), eps);
-            store(lr_times_size_at + i, lr * size);
-        }
-    }
-};
-
-// row: values of rows
-template <class Grad>
-struct normuon_bfloat16_9 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ROW;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {13, -1, 4, ROW, false, true, NONE, 0},  // row_mul_2
-        {12, -1, 4, WHOLE, true, false, NONE, 1},  // lr_times_size
-        {8, -1, 4, ROW, true, false, NONE, 2},  // one_over_sqrt_row_sq_2_plus_eps
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        float *__restrict row_mul_2_at = (float *)at[0];                  // float32 [row]  written
-        const float *__restrict lr_times_size_at = (const float *)at[1];  // float32 [tensor]  read
-        // float32 [row]  read
-        const float *__restrict one_over_sqrt_row_sq_2_plus_eps_at = (const float *)at[2];
-
-        // -- elements: decode
-        for (int i = 0; i < count; i += W) {
-            const F lr_times_size = F(*lr_times_size_at);
-            const F one_over_sqrt_row_sq_2_plus_eps = load(one_over_sqrt_row_sq_2_plus_eps_at + i);
-            store(row_mul_2_at + i, lr_times_size * one_over_sqrt_row_sq_2_plus_eps);
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct normuon_bfloat16_10 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {2, -1, 1, ELEMENT, true, true, NONE, 1},  // weight_low
-        {6, -1, 2, ELEMENT, true, false, NONE, 2},  // direction
-        {13, -1, 4, ROW, true, false, NONE, 3},  // row_mul_2
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                      // bfloat16 [n]  read and written
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[1];               // uint8 [n]  read and written
-        const uint16_t *__restrict direction_at = (const uint16_t *)at[2];  // bfloat16 [n]  read
-        const float *__restrict row_mul_2_at = (const float *)at[3];        // float32 [row]  read
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F one_minus_lr_times_weight_decay(known.scalars[7]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/normuon.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const U16 direction_stored = raw(direction_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-            // 38  direction = newton_schulz(momentum_buffer, ns_steps)
-            const F direction = widened(direction_stored);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                // 42  p = policies.decoupled(p, lr, weight_decay)
-            // 43  p = p - lr * size * even
-            const F p_3 = fma(-direction, load(row_mul_2_at + (i & row_mask)), p_2);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = bits_or_nan(p_3) + (noise & 255 | 0x8000);
-            store_half<2>(p_at + i, p_word);
-            store_byte<1>(weight_low_at + i, p_word);
-        }
-    }
-};
-
-// a sweep: direction (specs/normuon.py:38)
-template <class Grad>
-struct normuon_bfloat16_small_1 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {3, -1, 4, ELEMENT, true, true, NONE, 1},  // momentum_buffer
-        {5, -1, 2, ELEMENT, false, true, NONE, 2},  // direction
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+        Weight weight(at[0], at + 2);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        float *__restrict momentum_buffer_at = (float *)at[1];  // float32 [n]  read and written
-        uint16_t *__restrict direction_at = (uint16_t *)at[2];  // bfloat16 [n]  written
-        const F beta1(known.scalars[0]);
-        const F one_minus_beta1_times_grad_scale(known.scalars[1]);
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
+        // float32 [n]  read and written
+        float *__restrict momentum_buffer_at = (float *)at[parts<Weight>() + 1];
+        float *__restrict exp_avg_sq_at = (float *)at[parts<Weight>() + 2];  // float32 [n]  read and written
+        const F adamw_betas_0(scalars[0]);
+        const F adamw_betas_1(scalars[1]);
+        const F one_minus_adamw_betas_0_times_grad_scale(scalars[2]);
+        const F scalar_1(scalars[3]);
+        const F scalar_2(scalars[4]);
+        const F scalar_3(scalars[5]);
+        const F one_minus_adamw_lr_times_weight_decay(scalars[6]);
+        Words<normuon_no_matrix_small_kernel> words(count, first, stream_key, step_key);
 
-        // -- elements: decode, update, encode  (specs/normuon.py)
+        // -- elements: decode, update  (specs/normuon.py)
         for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
+            const auto noise = words.at(i);
+            const F g = Grad::load(g_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
-            // 37  momentum_buffer = beta1 * momentum_buffer + (1 - beta1) * g
-            const F momentum_buffer_2 = fma(one_minus_beta1_times_grad_scale, g_stored, beta1 * momentum_buffer);
-            const I momentum_buffer_bitcast = bits(momentum_buffer_2);
+            const F exp_avg_sq = load(exp_avg_sq_at + i);
+            const F p = weight.decode(i);
+            // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
+            const F momentum_buffer_2 = fma(one_minus_adamw_betas_0_times_grad_scale, g, adamw_betas_0 * momentum_buffer);
+            // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
+            const F exp_avg_sq_2 = fma(scalar_1 * g, g, adamw_betas_1 * exp_avg_sq);
+            // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
+            const F p_2 = fma(-momentum_buffer_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_2, scalar_3), one_minus_adamw_lr_times_weight_decay * p);
+            weight.encode(i, p_2, noise);
             store(momentum_buffer_at + i, momentum_buffer_2);
-            store_half<2>(direction_at + i, where(momentum_buffer_2 == momentum_buffer_2, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), I(0x7fc00000)));
+            store(exp_avg_sq_at + i, exp_avg_sq_2);
         }
     }
 };
 
-// a sweep: the update
-template <class Grad>
-struct normuon_bfloat16_small_10 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {2, -1, 1, ELEMENT, true, true, NONE, 1},  // weight_low
-        {5, -1, 2, ELEMENT, true, false, NONE, 2},  // direction
-        {12, -1, 4, ROW, true, false, NONE, 3},  // row_mul_2
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                      // bfloat16 [n]  read and written
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[1];               // uint8 [n]  read and written
-        const uint16_t *__restrict direction_at = (const uint16_t *)at[2];  // bfloat16 [n]  read
-        const float *__restrict row_mul_2_at = (const float *)at[3];        // float32 [row]  read
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F one_minus_lr_times_weight_decay(known.scalars[7]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/normuon.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const U16 direction_stored = raw(direction_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-            // 38  direction = newton_schulz(momentum_buffer, ns_steps)
-            const F direction = widened(direction_stored);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                // 42  p = policies.decoupled(p, lr, weight_decay)
-            // 43  p = p - lr * size * even
-            const F p_3 = fma(-direction, load(row_mul_2_at + (i & row_mask)), p_2);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 0x8000);
-            store_half<2>(p_at + i, p_word);
-            store_byte<1>(weight_low_at + i, p_word);
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct normuon_float16_10 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {2, -1, 1, ELEMENT, true, true, NONE, 1},  // weight_low
-        {6, -1, 2, ELEMENT, true, false, NONE, 2},  // direction
-        {13, -1, 4, ROW, true, false, NONE, 3},  // row_mul_2
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                      // float16 [n]  read and written
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[1];               // uint8 [n]  read and written
-        const uint16_t *__restrict direction_at = (const uint16_t *)at[2];  // bfloat16 [n]  read
-        const float *__restrict row_mul_2_at = (const float *)at[3];        // float32 [row]  read
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F one_minus_lr_times_weight_decay(known.scalars[7]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/normuon.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const U16 direction_stored = raw(direction_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const I p_high = extend16(extend16(to_int(p_stored)));
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low - 128;
-            const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 0x38000000;
-            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-            // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-            const F direction = widened(direction_stored);      // 38  direction = newton_schulz(momentum_buffer, ns_steps)
-            const F p_2 = one_minus_lr_times_weight_decay * p;  // 42  p = policies.decoupled(p, lr, weight_decay)
-            // 43  p = p - lr * size * even
-            const F p_3 = fma(-direction, load(row_mul_2_at + (i & row_mask)), p_2);
-            const I p_bitcast = bits(p_3);
-            const I p_sign = p_bitcast >> 16 & 0x8000;
-            const I p_magnitude = p_bitcast & 0x7fffffff;
-            const F p_magnitude_bitcast = as_float(p_magnitude);
-            const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-            const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-            const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-            const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_wide_2 = lshr(p_fixed + ((noise & 255) << 1 | 1), 9);
-            const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
-            const I p_kept_ = p_word;
-            store(p_at + i, p_sign | p_word >> 8);
-            store(weight_low_at + i, p_kept_);
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct normuon_float16_small_10 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {2, -1, 1, ELEMENT, true, true, NONE, 1},  // weight_low
-        {5, -1, 2, ELEMENT, true, false, NONE, 2},  // direction
-        {12, -1, 4, ROW, true, false, NONE, 3},  // row_mul_2
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                      // float16 [n]  read and written
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[1];               // uint8 [n]  read and written
-        const uint16_t *__restrict direction_at = (const uint16_t *)at[2];  // bfloat16 [n]  read
-        const float *__restrict row_mul_2_at = (const float *)at[3];        // float32 [row]  read
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F one_minus_lr_times_weight_decay(known.scalars[7]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/normuon.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const U16 direction_stored = raw(direction_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const I p_high = extend16(extend16(to_int(p_stored)));
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low - 128;
-            const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 0x38000000;
-            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-            // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-            const F direction = widened(direction_stored);      // 38  direction = newton_schulz(momentum_buffer, ns_steps)
-            const F p_2 = one_minus_lr_times_weight_decay * p;  // 42  p = policies.decoupled(p, lr, weight_decay)
-            // 43  p = p - lr * size * even
-            const F p_3 = fma(-direction, load(row_mul_2_at + (i & row_mask)), p_2);
-            const I p_bitcast = bits(p_3);
-            const I p_sign = p_bitcast >> 16 & 0x8000;
-            const I p_magnitude = p_bitcast & 0x7fffffff;
-            const F p_magnitude_bitcast = as_float(p_magnitude);
-            const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-            const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-            const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-            const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_wide_2 = lshr(p_fixed + (lshr(noise, 23) | 1), 9);
-            const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
-            const I p_kept_ = p_word;
-            store(p_at + i, p_sign | p_word >> 8);
-            store(weight_low_at + i, p_kept_);
-        }
-    }
-};
-
-template <class Grad>
-struct normuon_float32 {
+template <class Weight, class Grad>
+struct normuon_step {
     typedef void staged;
     static constexpr int SCALARS = 8, BLOCK = 64;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {1, ELEMENT},  // momentum_buffer_codes
         {2, BLOCK_OF},  // momentum_buffer_scale
         {4, ROW},  // row_sq
@@ -2101,28 +955,26 @@ struct normuon_float32 {
         {4, ROW},  // row_mul_2
         {4, ROW + 8},  // partial results of row_sum_for_row_sq
         {4, ROW + 8},  // partial results of row_sum_for_size
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<normuon_float32_1<Grad>>(),
-        stage<normuon_float32_3<Grad>>(),
-        stage<normuon_float32_4<Grad>>(),
-        stage<normuon_float32_5<Grad>>(),
-        stage<normuon_float32_6<Grad>>(),
-        stage<normuon_float32_7<Grad>>(),
-        stage<normuon_float32_8<Grad>>(),
-        stage<normuon_float32_9<Grad>>(),
-        stage<normuon_float32_10<Grad>>(),
+        stage<normuon_kernel_1<Weight, Grad>>(),
+        stage<normuon_kernel_3<Weight, Grad>>(),
+        stage<normuon_kernel_4<Weight, Grad>>(),
+        stage<normuon_kernel_5<Weight, Grad>>(),
+        stage<normuon_kernel_6<Weight, Grad>>(),
+        stage<normuon_kernel_7<Weight, Grad>>(),
+        stage<normuon_kernel_8<Weight, Grad>>(),
+        stage<normuon_kernel_9<Weight, Grad>>(),
+        stage<normuon_kernel_10<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct normuon_float32_small {
+template <class Weight, class Grad>
+struct normuon_small_step {
     typedef void staged;
     static constexpr int SCALARS = 8, BLOCK = 1;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {4, ELEMENT},  // momentum_buffer
         {4, ROW},  // row_sq
         {2, ELEMENT},  // direction
@@ -2135,161 +987,32 @@ struct normuon_float32_small {
         {4, ROW},  // row_mul_2
         {4, ROW + 8},  // partial results of row_sum_for_row_sq
         {4, ROW + 8},  // partial results of row_sum_for_size
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<normuon_float32_small_1<Grad>>(),
-        stage<normuon_float32_small_3<Grad>>(),
-        stage<normuon_float32_small_4<Grad>>(),
-        stage<normuon_float32_small_5<Grad>>(),
-        stage<normuon_float32_small_6<Grad>>(),
-        stage<normuon_float32_small_7<Grad>>(),
-        stage<normuon_float32_small_8<Grad>>(),
-        stage<normuon_float32_small_9<Grad>>(),
-        stage<normuon_float32_small_10<Grad>>(),
+        stage<normuon_small_kernel_1<Weight, Grad>>(),
+        stage<normuon_small_kernel_3<Weight, Grad>>(),
+        stage<normuon_small_kernel_4<Weight, Grad>>(),
+        stage<normuon_small_kernel_5<Weight, Grad>>(),
+        stage<normuon_small_kernel_6<Weight, Grad>>(),
+        stage<normuon_small_kernel_7<Weight, Grad>>(),
+        stage<normuon_small_kernel_8<Weight, Grad>>(),
+        stage<normuon_small_kernel_9<Weight, Grad>>(),
+        stage<normuon_small_kernel_10<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct normuon_bfloat16 {
-    typedef void staged;
-    static constexpr int SCALARS = 8, BLOCK = 64;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // momentum_buffer_codes
-        {2, BLOCK_OF},  // momentum_buffer_scale
-        {4, ROW},  // row_sq
-        {2, ELEMENT},  // direction
-        {4, ROW},  // row_sum_for_row_sq
-        {4, ROW},  // one_over_sqrt_row_sq_2_plus_eps
-        {4, ROW},  // row_sum_for_size
-        {4, WHOLE},  // tensor_sum_for_size
-        {4, WHOLE},  // by_0p2_times_sqrt_rows_times_columns
-        {4, WHOLE},  // lr_times_size
-        {4, ROW},  // row_mul_2
-        {4, ROW + 8},  // partial results of row_sum_for_row_sq
-        {4, ROW + 8},  // partial results of row_sum_for_size
-    };
-    static constexpr Stage STAGES[] = {
-        stage<normuon_bfloat16_1<Grad>>(),
-        stage<normuon_bfloat16_3<Grad>>(),
-        stage<normuon_bfloat16_4<Grad>>(),
-        stage<normuon_bfloat16_5<Grad>>(),
-        stage<normuon_bfloat16_6<Grad>>(),
-        stage<normuon_bfloat16_7<Grad>>(),
-        stage<normuon_bfloat16_8<Grad>>(),
-        stage<normuon_bfloat16_9<Grad>>(),
-        stage<normuon_bfloat16_10<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct normuon_bfloat16_small {
-    typedef void staged;
-    static constexpr int SCALARS = 8, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {4, ELEMENT},  // momentum_buffer
-        {4, ROW},  // row_sq
-        {2, ELEMENT},  // direction
-        {4, ROW},  // row_sum_for_row_sq
-        {4, ROW},  // one_over_sqrt_row_sq_2_plus_eps
-        {4, ROW},  // row_sum_for_size
-        {4, WHOLE},  // tensor_sum_for_size
-        {4, WHOLE},  // by_0p2_times_sqrt_rows_times_columns
-        {4, WHOLE},  // lr_times_size
-        {4, ROW},  // row_mul_2
-        {4, ROW + 8},  // partial results of row_sum_for_row_sq
-        {4, ROW + 8},  // partial results of row_sum_for_size
-    };
-    static constexpr Stage STAGES[] = {
-        stage<normuon_bfloat16_small_1<Grad>>(),
-        stage<normuon_float32_3<Grad>>(),
-        stage<normuon_float32_4<Grad>>(),
-        stage<normuon_float32_5<Grad>>(),
-        stage<normuon_float32_6<Grad>>(),
-        stage<normuon_float32_7<Grad>>(),
-        stage<normuon_float32_8<Grad>>(),
-        stage<normuon_float32_9<Grad>>(),
-        stage<normuon_bfloat16_small_10<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct normuon_float16 {
-    typedef void staged;
-    static constexpr int SCALARS = 8, BLOCK = 64;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // momentum_buffer_codes
-        {2, BLOCK_OF},  // momentum_buffer_scale
-        {4, ROW},  // row_sq
-        {2, ELEMENT},  // direction
-        {4, ROW},  // row_sum_for_row_sq
-        {4, ROW},  // one_over_sqrt_row_sq_2_plus_eps
-        {4, ROW},  // row_sum_for_size
-        {4, WHOLE},  // tensor_sum_for_size
-        {4, WHOLE},  // by_0p2_times_sqrt_rows_times_columns
-        {4, WHOLE},  // lr_times_size
-        {4, ROW},  // row_mul_2
-        {4, ROW + 8},  // partial results of row_sum_for_row_sq
-        {4, ROW + 8},  // partial results of row_sum_for_size
-    };
-    static constexpr Stage STAGES[] = {
-        stage<normuon_bfloat16_1<Grad>>(),
-        stage<normuon_bfloat16_3<Grad>>(),
-        stage<normuon_bfloat16_4<Grad>>(),
-        stage<normuon_bfloat16_5<Grad>>(),
-        stage<normuon_bfloat16_6<Grad>>(),
-        stage<normuon_bfloat16_7<Grad>>(),
-        stage<normuon_bfloat16_8<Grad>>(),
-        stage<normuon_bfloat16_9<Grad>>(),
-        stage<normuon_float16_10<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct normuon_float16_small {
-    typedef void staged;
-    static constexpr int SCALARS = 8, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {4, ELEMENT},  // momentum_buffer
-        {4, ROW},  // row_sq
-        {2, ELEMENT},  // direction
-        {4, ROW},  // row_sum_for_row_sq
-        {4, ROW},  // one_over_sqrt_row_sq_2_plus_eps
-        {4, ROW},  // row_sum_for_size
-        {4, WHOLE},  // tensor_sum_for_size
-        {4, WHOLE},  // by_0p2_times_sqrt_rows_times_columns
-        {4, WHOLE},  // lr_times_size
-        {4, ROW},  // row_mul_2
-        {4, ROW + 8},  // partial results of row_sum_for_row_sq
-        {4, ROW + 8},  // partial results of row_sum_for_size
-    };
-    static constexpr Stage STAGES[] = {
-        stage<normuon_bfloat16_small_1<Grad>>(),
-        stage<normuon_float32_3<Grad>>(),
-        stage<normuon_float32_4<Grad>>(),
-        stage<normuon_float32_5<Grad>>(),
-        stage<normuon_float32_6<Grad>>(),
-        stage<normuon_float32_7<Grad>>(),
-        stage<normuon_float32_8<Grad>>(),
-        stage<normuon_float32_9<Grad>>(),
-        stage<normuon_float16_small_10<Grad>>(),
-    };
-};
+template <class Grad> using normuon_float32 = normuon_step<weight_float32, Grad>;
+template <class Grad> using normuon_float32_small = normuon_small_step<weight_float32, Grad>;
+template <class Grad> using normuon_bfloat16 = normuon_step<weight_bfloat16, Grad>;
+template <class Grad> using normuon_bfloat16_small = normuon_small_step<weight_bfloat16, Grad>;
+template <class Grad> using normuon_float16 = normuon_step<weight_float16, Grad>;
+template <class Grad> using normuon_float16_small = normuon_small_step<weight_float16, Grad>;
+template <class Grad> using normuon_float32_no_matrix = normuon_no_matrix_kernel<weight_float32, Grad>;
+template <class Grad> using normuon_float32_no_matrix_small = normuon_no_matrix_small_kernel<weight_float32, Grad>;
+template <class Grad> using normuon_bfloat16_no_matrix = normuon_no_matrix_kernel<weight_bfloat16, Grad>;
+template <class Grad> using normuon_bfloat16_no_matrix_small = normuon_no_matrix_small_kernel<weight_bfloat16, Grad>;
+template <class Grad> using normuon_float16_no_matrix = normuon_no_matrix_kernel<weight_float16, Grad>;
+template <class Grad> using normuon_float16_no_matrix_small = normuon_no_matrix_small_kernel<weight_float16, Grad>;
 
 }  // namespace
 

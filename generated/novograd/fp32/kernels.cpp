@@ -18,17 +18,53 @@
 
 namespace {
 
+// bf16, nearest
+struct weight_bfloat16 {
+    static constexpr int NOISE = 0;
+    static constexpr Part PARTS[] = {{2, true}};  // code
+    uint16_t *__restrict code_at;
+
+    weight_bfloat16(char *p, char *const *more) : code_at((uint16_t *)p) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        return widened(code_stored);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        const I x_bits = bits(x);
+        const I carry = (x_bits >> 16 & 1) + 32767;
+        store_half<2>(code_at + i, bits_or_nan(as_float(x_bits)) + carry);
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); }
+};
+
+// f16, nearest
+struct weight_float16 {
+    static constexpr int NOISE = 0;
+    static constexpr Part PARTS[] = {{2, true}};  // code
+    uint16_t *__restrict code_at;
+
+    weight_float16(char *p, char *const *more) : code_at((uint16_t *)p) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        return widen_half(code_stored);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        store(code_at + i, narrow_half(x));
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); }
+};
+
 // a sweep: exp_avg_sq (specs/novograd.py:21)
-template <class Grad>
-struct novograd_float32_1 {
+template <class Weight, class Grad>
+struct novograd_kernel_1 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {4, 6, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_for_exp_avg_sq
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -45,17 +81,17 @@ struct novograd_float32_1 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct novograd_float32_2 {
+template <class Weight, class Grad>
+struct novograd_kernel_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {3, -1, 4, WHOLE, true, true, NONE, 0},  // exp_avg_sq
         {5, -1, 4, WHOLE, false, true, NONE, 1},  // one_over_sqrt_exp_avg_sq_2_plus_eps
         {4, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_exp_avg_sq
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -82,423 +118,147 @@ struct novograd_float32_2 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct novograd_float32_3 {
+template <class Weight, class Grad>
+struct novograd_kernel_3 {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
-        {5, -1, 4, WHOLE, true, false, NONE, 3},  // one_over_sqrt_exp_avg_sq_2_plus_eps
-    };
+    static constexpr bool MATRICES = false, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {2, -1, 4, ELEMENT, true, true, NONE, 1},  // exp_avg
+        {5, -1, 4, WHOLE, true, false, NONE, 2},  // one_over_sqrt_exp_avg_sq_2_plus_eps
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];        // float32 [n]  read and written
+        Weight weight(at[3], at + 4);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];  // float32 [n]  read and written
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        float *__restrict exp_avg_at = (float *)at[1];  // float32 [n]  read and written
         // float32 [tensor]  read
-        const float *__restrict one_over_sqrt_exp_avg_sq_2_plus_eps_at = (const float *)at[3];
+        const float *__restrict one_over_sqrt_exp_avg_sq_2_plus_eps_at = (const float *)at[2];
+        const int32_t step_key = known.step_key;
+        const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[4]);
         const F weight_decay(known.scalars[5]);
         const F grad_scale(known.scalars[6]);
         const F minus_lr(known.scalars[7]);
         const F one_over_sqrt_exp_avg_sq_2_plus_eps = F(*one_over_sqrt_exp_avg_sq_2_plus_eps_at);
+        Words<novograd_kernel_3> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/novograd.py)
         for (int i = 0; i < count; i += W) {
+            const auto noise = words.at(i);
             const F exp_avg = load(exp_avg_at + i);
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             const F g = Grad::load(g_at + i);
             // 22  update = g / (sqrt(exp_avg_sq) + eps) + weight_decay * p
             const F update = fma(weight_decay, p, grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps * g);
             const F exp_avg_2 = fma(beta1, exp_avg, update);  // 25  exp_avg = beta1 * exp_avg + update
             const F p_2 = fma(minus_lr, exp_avg_2, p);        // 26  p = p - lr * exp_avg
-            store(p_at + i, p_2);
+            weight.encode(i, p_2, noise);
             store(exp_avg_at + i, exp_avg_2);
         }
     }
 };
 
-// a sweep: exp_avg_sq (specs/novograd.py:21)
-template <class Grad>
-struct novograd_bfloat16_1 {
+// a sweep: the update
+template <class Weight, class Grad>
+struct novograd_grad_averaging_kernel_3 {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    static constexpr bool MATRICES = false, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {4, 6, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_for_exp_avg_sq
-    };
+        {2, -1, 4, ELEMENT, true, true, NONE, 1},  // exp_avg
+        {5, -1, 4, WHOLE, true, false, NONE, 2},  // one_over_sqrt_exp_avg_sq_2_plus_eps
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
+        Weight weight(at[3], at + 4);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        float *__restrict tensor_sum_for_exp_avg_sq_at = (float *)at[1];  // float32 [tensor]  for tensor_sum
-
-        // -- elements: decode, encode
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g_cast = g_stored;
-            store(tensor_sum_for_exp_avg_sq_at + i, g_cast * g_cast);
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct novograd_bfloat16_3 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
-        {5, -1, 4, WHOLE, true, false, NONE, 3},  // one_over_sqrt_exp_avg_sq_2_plus_eps
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];  // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];  // float32 [n]  read and written
+        float *__restrict exp_avg_at = (float *)at[1];  // float32 [n]  read and written
         // float32 [tensor]  read
-        const float *__restrict one_over_sqrt_exp_avg_sq_2_plus_eps_at = (const float *)at[3];
-        const F beta1(known.scalars[4]);
-        const F weight_decay(known.scalars[5]);
-        const F grad_scale(known.scalars[6]);
-        const F minus_lr(known.scalars[7]);
-        const F one_over_sqrt_exp_avg_sq_2_plus_eps = F(*one_over_sqrt_exp_avg_sq_2_plus_eps_at);
-
-        // -- elements: decode, update, encode  (specs/novograd.py)
-        for (int i = 0; i < count; i += W) {
-            const F exp_avg = load(exp_avg_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);                    // bf16, nearest
-            const F g_stored = Grad::load(g_at + i);
-            // 22  update = g / (sqrt(exp_avg_sq) + eps) + weight_decay * p
-            const F update = fma(weight_decay, p, grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps * g_stored);
-            const F exp_avg_2 = fma(beta1, exp_avg, update);  // 25  exp_avg = beta1 * exp_avg + update
-            const F p_2 = fma(minus_lr, exp_avg_2, p);        // 26  p = p - lr * exp_avg
-            const I p_x_bits = bits(p_2);
-            const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-            store(exp_avg_at + i, exp_avg_2);
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct novograd_float16_3 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
-        {5, -1, 4, WHOLE, true, false, NONE, 3},  // one_over_sqrt_exp_avg_sq_2_plus_eps
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];  // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];  // float32 [n]  read and written
-        // float32 [tensor]  read
-        const float *__restrict one_over_sqrt_exp_avg_sq_2_plus_eps_at = (const float *)at[3];
-        const F beta1(known.scalars[4]);
-        const F weight_decay(known.scalars[5]);
-        const F grad_scale(known.scalars[6]);
-        const F minus_lr(known.scalars[7]);
-        const F one_over_sqrt_exp_avg_sq_2_plus_eps = F(*one_over_sqrt_exp_avg_sq_2_plus_eps_at);
-
-        // -- elements: decode, update  (specs/novograd.py)
-        for (int i = 0; i < count; i += W) {
-            const F exp_avg = load(exp_avg_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);                 // f16, nearest
-            const F g_stored = Grad::load(g_at + i);
-            // 22  update = g / (sqrt(exp_avg_sq) + eps) + weight_decay * p
-            const F update = fma(weight_decay, p, grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps * g_stored);
-            const F exp_avg_2 = fma(beta1, exp_avg, update);  // 25  exp_avg = beta1 * exp_avg + update
-            const F p_2 = fma(minus_lr, exp_avg_2, p);        // 26  p = p - lr * exp_avg
-            store(p_at + i, narrow_half(p_2));
-            store(exp_avg_at + i, exp_avg_2);
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct novograd_float32_grad_averaging_3 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
-        {5, -1, 4, WHOLE, true, false, NONE, 3},  // one_over_sqrt_exp_avg_sq_2_plus_eps
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];        // float32 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];  // float32 [n]  read and written
-        // float32 [tensor]  read
-        const float *__restrict one_over_sqrt_exp_avg_sq_2_plus_eps_at = (const float *)at[3];
+        const float *__restrict one_over_sqrt_exp_avg_sq_2_plus_eps_at = (const float *)at[2];
+        const int32_t step_key = known.step_key;
+        const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[4]);
         const F one_minus_beta1_times_grad_scale(known.scalars[5]);
         const F one_minus_beta1_times_weight_decay(known.scalars[6]);
         const F minus_lr(known.scalars[7]);
         const F one_over_sqrt_exp_avg_sq_2_plus_eps = F(*one_over_sqrt_exp_avg_sq_2_plus_eps_at);
+        Words<novograd_grad_averaging_kernel_3> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/novograd.py)
         for (int i = 0; i < count; i += W) {
+            const auto noise = words.at(i);
             const F exp_avg = load(exp_avg_at + i);
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             const F g = Grad::load(g_at + i);
             // 24  update = (1 - beta1) * update
             const F update = fma(one_minus_beta1_times_weight_decay, p, one_minus_beta1_times_grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps * g);
             const F exp_avg_2 = fma(beta1, exp_avg, update);  // 25  exp_avg = beta1 * exp_avg + update
             const F p_2 = fma(minus_lr, exp_avg_2, p);        // 26  p = p - lr * exp_avg
-            store(p_at + i, p_2);
+            weight.encode(i, p_2, noise);
             store(exp_avg_at + i, exp_avg_2);
         }
     }
 };
 
-// a sweep: the update
-template <class Grad>
-struct novograd_bfloat16_grad_averaging_3 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
-        {5, -1, 4, WHOLE, true, false, NONE, 3},  // one_over_sqrt_exp_avg_sq_2_plus_eps
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];  // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];  // float32 [n]  read and written
-        // float32 [tensor]  read
-        const float *__restrict one_over_sqrt_exp_avg_sq_2_plus_eps_at = (const float *)at[3];
-        const F beta1(known.scalars[4]);
-        const F one_minus_beta1_times_grad_scale(known.scalars[5]);
-        const F one_minus_beta1_times_weight_decay(known.scalars[6]);
-        const F minus_lr(known.scalars[7]);
-        const F one_over_sqrt_exp_avg_sq_2_plus_eps = F(*one_over_sqrt_exp_avg_sq_2_plus_eps_at);
-
-        // -- elements: decode, update, encode  (specs/novograd.py)
-        for (int i = 0; i < count; i += W) {
-            const F exp_avg = load(exp_avg_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);                    // bf16, nearest
-            const F g_stored = Grad::load(g_at + i);
-            // 24  update = (1 - beta1) * update
-            const F update = fma(one_minus_beta1_times_weight_decay, p, one_minus_beta1_times_grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps * g_stored);
-            const F exp_avg_2 = fma(beta1, exp_avg, update);  // 25  exp_avg = beta1 * exp_avg + update
-            const F p_2 = fma(minus_lr, exp_avg_2, p);        // 26  p = p - lr * exp_avg
-            const I p_x_bits = bits(p_2);
-            const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-            store(exp_avg_at + i, exp_avg_2);
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct novograd_float16_grad_averaging_3 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
-        {5, -1, 4, WHOLE, true, false, NONE, 3},  // one_over_sqrt_exp_avg_sq_2_plus_eps
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];  // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];  // float32 [n]  read and written
-        // float32 [tensor]  read
-        const float *__restrict one_over_sqrt_exp_avg_sq_2_plus_eps_at = (const float *)at[3];
-        const F beta1(known.scalars[4]);
-        const F one_minus_beta1_times_grad_scale(known.scalars[5]);
-        const F one_minus_beta1_times_weight_decay(known.scalars[6]);
-        const F minus_lr(known.scalars[7]);
-        const F one_over_sqrt_exp_avg_sq_2_plus_eps = F(*one_over_sqrt_exp_avg_sq_2_plus_eps_at);
-
-        // -- elements: decode, update  (specs/novograd.py)
-        for (int i = 0; i < count; i += W) {
-            const F exp_avg = load(exp_avg_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);                 // f16, nearest
-            const F g_stored = Grad::load(g_at + i);
-            // 24  update = (1 - beta1) * update
-            const F update = fma(one_minus_beta1_times_weight_decay, p, one_minus_beta1_times_grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps * g_stored);
-            const F exp_avg_2 = fma(beta1, exp_avg, update);  // 25  exp_avg = beta1 * exp_avg + update
-            const F p_2 = fma(minus_lr, exp_avg_2, p);        // 26  p = p - lr * exp_avg
-            store(p_at + i, narrow_half(p_2));
-            store(exp_avg_at + i, exp_avg_2);
-        }
-    }
-};
-
-template <class Grad>
-struct novograd_float32 {
+template <class Weight, class Grad>
+struct novograd_step {
     typedef void staged;
     static constexpr int SCALARS = 8, BLOCK = 1;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {4, ELEMENT},  // exp_avg
         {4, WHOLE},  // exp_avg_sq
         {4, WHOLE},  // tensor_sum_for_exp_avg_sq
         {4, WHOLE},  // one_over_sqrt_exp_avg_sq_2_plus_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_exp_avg_sq
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<novograd_float32_1<Grad>>(),
-        stage<novograd_float32_2<Grad>>(),
-        stage<novograd_float32_3<Grad>>(),
+        stage<novograd_kernel_1<Weight, Grad>>(),
+        stage<novograd_kernel_2<Weight, Grad>>(),
+        stage<novograd_kernel_3<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct novograd_bfloat16 {
+template <class Weight, class Grad>
+struct novograd_grad_averaging_step {
     typedef void staged;
     static constexpr int SCALARS = 8, BLOCK = 1;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {4, ELEMENT},  // exp_avg
         {4, WHOLE},  // exp_avg_sq
         {4, WHOLE},  // tensor_sum_for_exp_avg_sq
         {4, WHOLE},  // one_over_sqrt_exp_avg_sq_2_plus_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_exp_avg_sq
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<novograd_bfloat16_1<Grad>>(),
-        stage<novograd_float32_2<Grad>>(),
-        stage<novograd_bfloat16_3<Grad>>(),
+        stage<novograd_kernel_1<Weight, Grad>>(),
+        stage<novograd_kernel_2<Weight, Grad>>(),
+        stage<novograd_grad_averaging_kernel_3<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct novograd_float16 {
-    typedef void staged;
-    static constexpr int SCALARS = 8, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, ELEMENT},  // exp_avg
-        {4, WHOLE},  // exp_avg_sq
-        {4, WHOLE},  // tensor_sum_for_exp_avg_sq
-        {4, WHOLE},  // one_over_sqrt_exp_avg_sq_2_plus_eps
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_exp_avg_sq
-    };
-    static constexpr Stage STAGES[] = {
-        stage<novograd_bfloat16_1<Grad>>(),
-        stage<novograd_float32_2<Grad>>(),
-        stage<novograd_float16_3<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct novograd_float32_grad_averaging {
-    typedef void staged;
-    static constexpr int SCALARS = 8, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, ELEMENT},  // exp_avg
-        {4, WHOLE},  // exp_avg_sq
-        {4, WHOLE},  // tensor_sum_for_exp_avg_sq
-        {4, WHOLE},  // one_over_sqrt_exp_avg_sq_2_plus_eps
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_exp_avg_sq
-    };
-    static constexpr Stage STAGES[] = {
-        stage<novograd_float32_1<Grad>>(),
-        stage<novograd_float32_2<Grad>>(),
-        stage<novograd_float32_grad_averaging_3<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct novograd_bfloat16_grad_averaging {
-    typedef void staged;
-    static constexpr int SCALARS = 8, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, ELEMENT},  // exp_avg
-        {4, WHOLE},  // exp_avg_sq
-        {4, WHOLE},  // tensor_sum_for_exp_avg_sq
-        {4, WHOLE},  // one_over_sqrt_exp_avg_sq_2_plus_eps
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_exp_avg_sq
-    };
-    static constexpr Stage STAGES[] = {
-        stage<novograd_bfloat16_1<Grad>>(),
-        stage<novograd_float32_2<Grad>>(),
-        stage<novograd_bfloat16_grad_averaging_3<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct novograd_float16_grad_averaging {
-    typedef void staged;
-    static constexpr int SCALARS = 8, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, ELEMENT},  // exp_avg
-        {4, WHOLE},  // exp_avg_sq
-        {4, WHOLE},  // tensor_sum_for_exp_avg_sq
-        {4, WHOLE},  // one_over_sqrt_exp_avg_sq_2_plus_eps
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_exp_avg_sq
-    };
-    static constexpr Stage STAGES[] = {
-        stage<novograd_bfloat16_1<Grad>>(),
-        stage<novograd_float32_2<Grad>>(),
-        stage<novograd_float16_grad_averaging_3<Grad>>(),
-    };
-};
+template <class Grad> using novograd_float32 = novograd_step<weight_float32, Grad>;
+template <class Grad> using novograd_bfloat16 = novograd_step<weight_bfloat16, Grad>;
+template <class Grad> using novograd_float16 = novograd_step<weight_float16, Grad>;
+template <class Grad> using novograd_float32_grad_averaging = novograd_grad_averaging_step<weight_float32, Grad>;
+template <class Grad> using novograd_bfloat16_grad_averaging = novograd_grad_averaging_step<weight_bfloat16, Grad>;
+template <class Grad> using novograd_float16_grad_averaging = novograd_grad_averaging_step<weight_float16, Grad>;
 
 }  // namespace
 

@@ -18,17 +18,76 @@
 
 namespace {
 
+// bf16 and 8 more bits, stochastic
+struct weight_bfloat16 {
+    static constexpr int NOISE = 8;
+    static constexpr Part PARTS[] = {{2, true}, {1, true}};  // code, low
+    uint16_t *__restrict code_at;
+    uint8_t *__restrict low_at;
+
+    weight_bfloat16(char *p, char *const *more) : code_at((uint16_t *)p), low_at((uint8_t *)more[0]) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        const U8 low_code = raw(low_at + i);
+        return as_float(joined(code_stored, low_code) - 32768);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        const I word = bits_or_nan(x) + (integer<P>(noise) | 0x8000);
+        store_half<2>(code_at + i, word);
+        store_byte<1>(low_at + i, word);
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); fetch<N>(low_at, b); }
+};
+
+// f16 and 8 more bits, stochastic
+struct weight_float16 {
+    static constexpr int NOISE = 8;
+    static constexpr Part PARTS[] = {{2, true}, {1, true}};  // code, low
+    uint16_t *__restrict code_at;
+    uint8_t *__restrict low_at;
+
+    weight_float16(char *p, char *const *more) : code_at((uint16_t *)p), low_at((uint8_t *)more[0]) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        const I high = extend16(extend16(to_int(code_stored)));
+        const U8 low_code = raw(low_at + i);
+        const I low = to_int(low_code);
+        const I offset = low - 128;
+        const I wide = ((high & 32767) << 8) + offset;
+        const I subnormal = bits(2.3283064365386963e-10f * to_float(wide));
+        const I normal = (wide << 5) + 0x38000000;
+        const I finite = where(wide < 0x40000, subnormal, normal);
+        return as_float(bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000))) | (high & 0x8000) << 16);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        const I x_bitcast = bits(x);
+        const I sign_ = x_bitcast >> 16 & 0x8000;
+        const I magnitude = x_bitcast & 0x7fffffff;
+        const F magnitude_bitcast = as_float(magnitude);
+        const M is_subnormal = magnitude_bitcast < 6.103515625e-05f;
+        const I subnormal = to_int(2199023255552.0f * magnitude_bitcast);
+        const I rebiased = min(I(0xf800000), magnitude - 0x38000000);
+        const I fixed = where(is_subnormal, subnormal, rebiased << 4);
+        const I wide = lshr(fixed + middle<P, 9>(noise), 9);
+        const I word = where(x == x, wide, I(0x7e0000)) + 128;
+        const I kept_ = word;
+        store(code_at + i, sign_ | word >> 8);
+        store(low_at + i, kept_);
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); fetch<N>(low_at, b); }
+};
+
 // a sweep: exp_avg_sq (specs/novograd.py:21)
-template <class Grad>
-struct novograd_float32_1 {
+template <class Weight, class Grad>
+struct novograd_kernel_1 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {5, 7, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_for_exp_avg_sq
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -45,17 +104,17 @@ struct novograd_float32_1 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct novograd_float32_2 {
+template <class Weight, class Grad>
+struct novograd_kernel_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {4, -1, 4, WHOLE, true, true, NONE, 0},  // exp_avg_sq
         {6, -1, 4, WHOLE, false, true, NONE, 1},  // one_over_sqrt_exp_avg_sq_2_plus_eps
         {5, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_exp_avg_sq
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -82,19 +141,21 @@ struct novograd_float32_2 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct novograd_float32_3 {
+template <class Weight, class Grad>
+struct novograd_kernel_3 {
+    // random bits of exp_avg, p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{12, false}, {Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P, 0}), KEPT = NOISE.mask({P, 0});
     static constexpr int BLOCK = 64, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // exp_avg_codes
-        {3, -1, 2, BLOCK_OF, true, true, NONE, 3},  // exp_avg_scale
-        {6, -1, 4, WHOLE, true, false, NONE, 4},  // one_over_sqrt_exp_avg_sq_2_plus_eps
-    };
+    static constexpr bool MATRICES = false, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {2, -1, 1, ELEMENT, true, true, NONE, 1},  // exp_avg_codes
+        {3, -1, 2, BLOCK_OF, true, true, NONE, 2},  // exp_avg_scale
+        {6, -1, 4, WHOLE, true, false, NONE, 3},  // one_over_sqrt_exp_avg_sq_2_plus_eps
+    });
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
                      int row_mask, const Known &known) {
@@ -104,13 +165,13 @@ struct novograd_float32_3 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                  // float32 [n]  read and written
+        Weight weight(at[4], at + 5);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[2];  // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[3];  // int16 [blocks of 64]  read and written
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[1];  // uint8 [n]  read and written
+        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[2];  // int16 [blocks of 64]  read and written
         // float32 [tensor]  read
-        const float *__restrict one_over_sqrt_exp_avg_sq_2_plus_eps_at = (const float *)at[4];
+        const float *__restrict one_over_sqrt_exp_avg_sq_2_plus_eps_at = (const float *)at[3];
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[4]);
@@ -118,26 +179,11 @@ struct novograd_float32_3 {
         const F grad_scale(known.scalars[6]);
         const F minus_lr(known.scalars[7]);
         const F one_over_sqrt_exp_avg_sq_2_plus_eps = F(*one_over_sqrt_exp_avg_sq_2_plus_eps_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
+        Words<novograd_kernel_3> words(BLOCK * blocks, first, stream_key, step_key);
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
@@ -149,34 +195,36 @@ struct novograd_float32_3 {
             store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
         }
 
+        const auto update_weight = [&](int i, F exp_avg, const auto &noise) {
+            const F p = weight.decode(i);
+            const F p_2 = fma(minus_lr, exp_avg, p);  // 26  p = p - lr * exp_avg
+            weight.encode(i, p_2, noise);
+        };
         // -- elements: decode, update, encode  (specs/novograd.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch_weight<BLOCK>(weight, b);
+            if constexpr (!apart<Weight>()) { fetch_weight<BLOCK>(weight, b + TILE / BLOCK); }
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
+                const auto noise = words.at(i);
                 const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const F p = load(p_at + i);
+                const F p = weight.decode(i);
                 const F g = Grad::load(g_at + i);
                 // 22  update = g / (sqrt(exp_avg_sq) + eps) + weight_decay * p
                 const F update = fma(weight_decay, p, grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps * g);
                 // 25  exp_avg = beta1 * exp_avg + update
                 const F exp_avg = fma(exp_avg_scale_mul, exp_avg_code_2 / (254.0f - exp_avg_bend), update);
-                const F p_2 = fma(minus_lr, exp_avg, p);  // 26  p = p - lr * exp_avg
                 const F exp_avg_abs = abs(exp_avg);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_abs), i, end);
+                words.keep(noise, i);
                 store(exp_avg_kept + i, exp_avg);
-                store(noise_kept + i, noise);
-                store(p_at + i, p_2);
+                if constexpr (!apart<Weight>())
+                    update_weight(i, exp_avg, noise);
             }
             exp_avg_top_kept[b] = exp_avg_top;
         }
@@ -192,6 +240,17 @@ struct novograd_float32_3 {
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
         }
 
+        // -- elements: decode, update  (specs/novograd.py)
+        if constexpr (apart<Weight>()) for (int b = 0; b < blocks; b++) {
+            fetch_weight<BLOCK>(weight, b + TILE / BLOCK);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
+                const F exp_avg = load(exp_avg_kept + i);
+                update_weight(i, exp_avg, noise);
+            }
+        }
+
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
@@ -199,26 +258,26 @@ struct novograd_float32_3 {
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
                 const F exp_avg = load(exp_avg_kept + i);
-                const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
-                store(exp_avg_codes_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + integer<0>(noise) >> 12);
             }
         }
     }
 };
 
 // a sweep: exp_avg_sq (specs/novograd.py:21)
-template <class Grad>
-struct novograd_float32_small_1 {
+template <class Weight, class Grad>
+struct novograd_small_kernel_1 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {4, 6, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_for_exp_avg_sq
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -235,17 +294,17 @@ struct novograd_float32_small_1 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct novograd_float32_small_2 {
+template <class Weight, class Grad>
+struct novograd_small_kernel_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {3, -1, 4, WHOLE, true, true, NONE, 0},  // exp_avg_sq
         {5, -1, 4, WHOLE, false, true, NONE, 1},  // one_over_sqrt_exp_avg_sq_2_plus_eps
         {4, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_exp_avg_sq
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -272,629 +331,86 @@ struct novograd_float32_small_2 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct novograd_float32_small_3 {
+template <class Weight, class Grad>
+struct novograd_small_kernel_3 {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
-        {5, -1, 4, WHOLE, true, false, NONE, 3},  // one_over_sqrt_exp_avg_sq_2_plus_eps
-    };
+    static constexpr bool MATRICES = false, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {2, -1, 4, ELEMENT, true, true, NONE, 1},  // exp_avg
+        {5, -1, 4, WHOLE, true, false, NONE, 2},  // one_over_sqrt_exp_avg_sq_2_plus_eps
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];        // float32 [n]  read and written
+        Weight weight(at[3], at + 4);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];  // float32 [n]  read and written
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        float *__restrict exp_avg_at = (float *)at[1];  // float32 [n]  read and written
         // float32 [tensor]  read
-        const float *__restrict one_over_sqrt_exp_avg_sq_2_plus_eps_at = (const float *)at[3];
+        const float *__restrict one_over_sqrt_exp_avg_sq_2_plus_eps_at = (const float *)at[2];
+        const int32_t step_key = known.step_key;
+        const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[4]);
         const F weight_decay(known.scalars[5]);
         const F grad_scale(known.scalars[6]);
         const F minus_lr(known.scalars[7]);
         const F one_over_sqrt_exp_avg_sq_2_plus_eps = F(*one_over_sqrt_exp_avg_sq_2_plus_eps_at);
+        Words<novograd_small_kernel_3> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/novograd.py)
         for (int i = 0; i < count; i += W) {
+            const auto noise = words.at(i);
             const F exp_avg = load(exp_avg_at + i);
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             const F g = Grad::load(g_at + i);
             // 22  update = g / (sqrt(exp_avg_sq) + eps) + weight_decay * p
             const F update = fma(weight_decay, p, grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps * g);
             const F exp_avg_2 = fma(beta1, exp_avg, update);  // 25  exp_avg = beta1 * exp_avg + update
             const F p_2 = fma(minus_lr, exp_avg_2, p);        // 26  p = p - lr * exp_avg
-            store(p_at + i, p_2);
+            weight.encode(i, p_2, noise);
             store(exp_avg_at + i, exp_avg_2);
         }
     }
 };
 
-// a sweep: exp_avg_sq (specs/novograd.py:21)
-template <class Grad>
-struct novograd_bfloat16_1 {
-    static constexpr int BLOCK = 1, TILE = 1024;
+// a sweep: the update
+template <class Weight, class Grad>
+struct novograd_grad_averaging_kernel_3 {
+    // random bits of exp_avg, p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{12, false}, {Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P, 0}), KEPT = NOISE.mask({P, 0});
+    static constexpr int BLOCK = 64, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    static constexpr bool MATRICES = false, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {6, 8, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_for_exp_avg_sq
-    };
+        {2, -1, 1, ELEMENT, true, true, NONE, 1},  // exp_avg_codes
+        {3, -1, 2, BLOCK_OF, true, true, NONE, 2},  // exp_avg_scale
+        {6, -1, 4, WHOLE, true, false, NONE, 3},  // one_over_sqrt_exp_avg_sq_2_plus_eps
+    });
 
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
+        Weight weight(at[4], at + 5);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        float *__restrict tensor_sum_for_exp_avg_sq_at = (float *)at[1];  // float32 [tensor]  for tensor_sum
-
-        // -- elements: decode, encode
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g_cast = g_stored;
-            store(tensor_sum_for_exp_avg_sq_at + i, g_cast * g_cast);
-        }
-    }
-};
-
-// tensor: values of tensors
-template <class Grad>
-struct novograd_bfloat16_2 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = WHOLE;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {5, -1, 4, WHOLE, true, true, NONE, 0},  // exp_avg_sq
-        {7, -1, 4, WHOLE, false, true, NONE, 1},  // one_over_sqrt_exp_avg_sq_2_plus_eps
-        {6, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_exp_avg_sq
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        float *__restrict exp_avg_sq_at = (float *)at[0];  // float32 [tensor]  read and written
-        // float32 [tensor]  written
-        float *__restrict one_over_sqrt_exp_avg_sq_2_plus_eps_at = (float *)at[1];
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[1];  // uint8 [n]  read and written
+        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[2];  // int16 [blocks of 64]  read and written
         // float32 [tensor]  read
-        const float *__restrict tensor_sum_for_exp_avg_sq_at = (const float *)at[2];
-        const F eps(known.scalars[0]);
-        const F grad_scale_times_grad_scale(known.scalars[1]);
-        const F decay(known.scalars[2]);
-        const F one_minus_where_lt_one_t_beta2_zero(known.scalars[3]);
-
-        // -- elements: decode, update  (specs/novograd.py)
-        for (int i = 0; i < count; i += W) {
-            const F tensor_sum_for_exp_avg_sq = load(tensor_sum_for_exp_avg_sq_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            // 21  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * dot(g, g)
-            const F exp_avg_sq_2 = fma(one_minus_where_lt_one_t_beta2_zero, grad_scale_times_grad_scale * tensor_sum_for_exp_avg_sq, decay * exp_avg_sq);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-            store(one_over_sqrt_exp_avg_sq_2_plus_eps_at + i, 1.0f / (sqrt(exp_avg_sq_2) + eps));
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct novograd_bfloat16_3 {
-    static constexpr int BLOCK = 64, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // exp_avg_codes
-        {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // exp_avg_scale
-        {7, -1, 4, WHOLE, true, false, NONE, 5},  // one_over_sqrt_exp_avg_sq_2_plus_eps
-    };
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];            // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];     // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[3];  // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
-        // float32 [tensor]  read
-        const float *__restrict one_over_sqrt_exp_avg_sq_2_plus_eps_at = (const float *)at[5];
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F beta1(known.scalars[4]);
-        const F weight_decay(known.scalars[5]);
-        const F grad_scale(known.scalars[6]);
-        const F minus_lr(known.scalars[7]);
-        const F one_over_sqrt_exp_avg_sq_2_plus_eps = F(*one_over_sqrt_exp_avg_sq_2_plus_eps_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) float exp_avg_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
-        I exp_avg_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
-            const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
-            store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
-        }
-
-        // -- elements: decode, update, encode  (specs/novograd.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
-            fetch<BLOCK>(weight_low_at, b);
-            const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
-            I exp_avg_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
-                const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
-                const F exp_avg_bend = abs(exp_avg_code_2);
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-                const F g_stored = Grad::load(g_at + i);
-                // 22  update = g / (sqrt(exp_avg_sq) + eps) + weight_decay * p
-                const F update = fma(weight_decay, p, grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps * g_stored);
-                // 25  exp_avg = beta1 * exp_avg + update
-                const F exp_avg = fma(exp_avg_scale_mul, exp_avg_code_2 / (254.0f - exp_avg_bend), update);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const F exp_avg_abs = abs(exp_avg);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_abs), i, end);
-                store(exp_avg_kept + i, exp_avg);
-                store(noise_kept + i, noise);
-            }
-            exp_avg_top_kept[b] = exp_avg_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
-            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
-            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
-            store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
-        }
-
-        // -- elements: decode, update, encode  (specs/novograd.py)
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const I noise = load(noise_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-                const F p_2 = fma(minus_lr, exp_avg, p);                          // 26  p = p - lr * exp_avg
-                const I p_word = bits_or_nan(p_2) + (noise & 255 | 0x8000);
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
-            }
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
-            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const I noise = load(noise_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
-                store(exp_avg_codes_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
-            }
-        }
-    }
-};
-
-// a sweep: exp_avg_sq (specs/novograd.py:21)
-template <class Grad>
-struct novograd_bfloat16_small_1 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {5, 7, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_for_exp_avg_sq
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        float *__restrict tensor_sum_for_exp_avg_sq_at = (float *)at[1];  // float32 [tensor]  for tensor_sum
-
-        // -- elements: decode, encode
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g_cast = g_stored;
-            store(tensor_sum_for_exp_avg_sq_at + i, g_cast * g_cast);
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct novograd_bfloat16_small_3 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg
-        {6, -1, 4, WHOLE, true, false, NONE, 4},  // one_over_sqrt_exp_avg_sq_2_plus_eps
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];         // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];  // uint8 [n]  read and written
-        float *__restrict exp_avg_at = (float *)at[3];         // float32 [n]  read and written
-        // float32 [tensor]  read
-        const float *__restrict one_over_sqrt_exp_avg_sq_2_plus_eps_at = (const float *)at[4];
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F beta1(known.scalars[4]);
-        const F weight_decay(known.scalars[5]);
-        const F grad_scale(known.scalars[6]);
-        const F minus_lr(known.scalars[7]);
-        const F one_over_sqrt_exp_avg_sq_2_plus_eps = F(*one_over_sqrt_exp_avg_sq_2_plus_eps_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/novograd.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const F exp_avg = load(exp_avg_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-            const F g_stored = Grad::load(g_at + i);
-            // 22  update = g / (sqrt(exp_avg_sq) + eps) + weight_decay * p
-            const F update = fma(weight_decay, p, grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps * g_stored);
-            const F exp_avg_2 = fma(beta1, exp_avg, update);                  // 25  exp_avg = beta1 * exp_avg + update
-            const F p_2 = fma(minus_lr, exp_avg_2, p);                        // 26  p = p - lr * exp_avg
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = bits_or_nan(p_2) + (lshr(noise, 24) + 0x8000);
-            store_half<2>(p_at + i, p_word);
-            store_byte<1>(weight_low_at + i, p_word);
-            store(exp_avg_at + i, exp_avg_2);
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct novograd_float16_3 {
-    static constexpr int BLOCK = 64, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // exp_avg_codes
-        {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // exp_avg_scale
-        {7, -1, 4, WHOLE, true, false, NONE, 5},  // one_over_sqrt_exp_avg_sq_2_plus_eps
-    };
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];            // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];     // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[3];  // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
-        // float32 [tensor]  read
-        const float *__restrict one_over_sqrt_exp_avg_sq_2_plus_eps_at = (const float *)at[5];
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F beta1(known.scalars[4]);
-        const F weight_decay(known.scalars[5]);
-        const F grad_scale(known.scalars[6]);
-        const F minus_lr(known.scalars[7]);
-        const F one_over_sqrt_exp_avg_sq_2_plus_eps = F(*one_over_sqrt_exp_avg_sq_2_plus_eps_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) float exp_avg_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
-        I exp_avg_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
-            const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
-            store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
-        }
-
-        // -- elements: decode, update, encode  (specs/novograd.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
-            I exp_avg_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
-                const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
-                const F exp_avg_bend = abs(exp_avg_code_2);
-                const U16 p_stored = raw(p_at + i);
-                const I p_high = extend16(extend16(to_int(p_stored)));
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low - 128;
-                const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 0x38000000;
-                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-                // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-                const F g_stored = Grad::load(g_at + i);
-                // 22  update = g / (sqrt(exp_avg_sq) + eps) + weight_decay * p
-                const F update = fma(weight_decay, p, grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps * g_stored);
-                // 25  exp_avg = beta1 * exp_avg + update
-                const F exp_avg = fma(exp_avg_scale_mul, exp_avg_code_2 / (254.0f - exp_avg_bend), update);
-                const F p_2 = fma(minus_lr, exp_avg, p);  // 26  p = p - lr * exp_avg
-                const I p_bitcast = bits(p_2);
-                const I p_sign = p_bitcast >> 16 & 0x8000;
-                const I p_magnitude = p_bitcast & 0x7fffffff;
-                const F p_magnitude_bitcast = as_float(p_magnitude);
-                const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-                const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-                const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-                const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_wide_2 = lshr(p_fixed + ((noise & 255) << 1 | 1), 9);
-                const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
-                const I p_kept_ = p_word;
-                const F exp_avg_abs = abs(exp_avg);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_abs), i, end);
-                store(exp_avg_kept + i, exp_avg);
-                store(noise_kept + i, noise);
-                store(p_at + i, p_sign | p_word >> 8);
-                store(weight_low_at + i, p_kept_);
-            }
-            exp_avg_top_kept[b] = exp_avg_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
-            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
-            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
-            store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
-            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const I noise = load(noise_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
-                store(exp_avg_codes_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
-            }
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct novograd_float16_small_3 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg
-        {6, -1, 4, WHOLE, true, false, NONE, 4},  // one_over_sqrt_exp_avg_sq_2_plus_eps
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];         // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];  // uint8 [n]  read and written
-        float *__restrict exp_avg_at = (float *)at[3];         // float32 [n]  read and written
-        // float32 [tensor]  read
-        const float *__restrict one_over_sqrt_exp_avg_sq_2_plus_eps_at = (const float *)at[4];
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F beta1(known.scalars[4]);
-        const F weight_decay(known.scalars[5]);
-        const F grad_scale(known.scalars[6]);
-        const F minus_lr(known.scalars[7]);
-        const F one_over_sqrt_exp_avg_sq_2_plus_eps = F(*one_over_sqrt_exp_avg_sq_2_plus_eps_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/novograd.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const F exp_avg = load(exp_avg_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const I p_high = extend16(extend16(to_int(p_stored)));
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low - 128;
-            const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 0x38000000;
-            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-            // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-            const F g_stored = Grad::load(g_at + i);
-            // 22  update = g / (sqrt(exp_avg_sq) + eps) + weight_decay * p
-            const F update = fma(weight_decay, p, grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps * g_stored);
-            const F exp_avg_2 = fma(beta1, exp_avg, update);  // 25  exp_avg = beta1 * exp_avg + update
-            const F p_2 = fma(minus_lr, exp_avg_2, p);        // 26  p = p - lr * exp_avg
-            const I p_bitcast = bits(p_2);
-            const I p_sign = p_bitcast >> 16 & 0x8000;
-            const I p_magnitude = p_bitcast & 0x7fffffff;
-            const F p_magnitude_bitcast = as_float(p_magnitude);
-            const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-            const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-            const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-            const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_wide_2 = lshr(p_fixed + (lshr(noise, 23) | 1), 9);
-            const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
-            const I p_kept_ = p_word;
-            store(p_at + i, p_sign | p_word >> 8);
-            store(weight_low_at + i, p_kept_);
-            store(exp_avg_at + i, exp_avg_2);
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct novograd_float32_grad_averaging_3 {
-    static constexpr int BLOCK = 64, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // exp_avg_codes
-        {3, -1, 2, BLOCK_OF, true, true, NONE, 3},  // exp_avg_scale
-        {6, -1, 4, WHOLE, true, false, NONE, 4},  // one_over_sqrt_exp_avg_sq_2_plus_eps
-    };
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                  // float32 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[2];  // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[3];  // int16 [blocks of 64]  read and written
-        // float32 [tensor]  read
-        const float *__restrict one_over_sqrt_exp_avg_sq_2_plus_eps_at = (const float *)at[4];
+        const float *__restrict one_over_sqrt_exp_avg_sq_2_plus_eps_at = (const float *)at[3];
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[4]);
@@ -902,26 +418,11 @@ struct novograd_float32_grad_averaging_3 {
         const F one_minus_beta1_times_weight_decay(known.scalars[6]);
         const F minus_lr(known.scalars[7]);
         const F one_over_sqrt_exp_avg_sq_2_plus_eps = F(*one_over_sqrt_exp_avg_sq_2_plus_eps_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
+        Words<novograd_grad_averaging_kernel_3> words(BLOCK * blocks, first, stream_key, step_key);
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
@@ -933,34 +434,36 @@ struct novograd_float32_grad_averaging_3 {
             store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
         }
 
+        const auto update_weight = [&](int i, F exp_avg, const auto &noise) {
+            const F p = weight.decode(i);
+            const F p_2 = fma(minus_lr, exp_avg, p);  // 26  p = p - lr * exp_avg
+            weight.encode(i, p_2, noise);
+        };
         // -- elements: decode, update, encode  (specs/novograd.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch_weight<BLOCK>(weight, b);
+            if constexpr (!apart<Weight>()) { fetch_weight<BLOCK>(weight, b + TILE / BLOCK); }
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
+                const auto noise = words.at(i);
                 const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const F p = load(p_at + i);
+                const F p = weight.decode(i);
                 const F g = Grad::load(g_at + i);
                 // 24  update = (1 - beta1) * update
                 const F update = fma(one_minus_beta1_times_weight_decay, p, one_minus_beta1_times_grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps * g);
                 // 25  exp_avg = beta1 * exp_avg + update
                 const F exp_avg = fma(exp_avg_scale_mul, exp_avg_code_2 / (254.0f - exp_avg_bend), update);
-                const F p_2 = fma(minus_lr, exp_avg, p);  // 26  p = p - lr * exp_avg
                 const F exp_avg_abs = abs(exp_avg);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_abs), i, end);
+                words.keep(noise, i);
                 store(exp_avg_kept + i, exp_avg);
-                store(noise_kept + i, noise);
-                store(p_at + i, p_2);
+                if constexpr (!apart<Weight>())
+                    update_weight(i, exp_avg, noise);
             }
             exp_avg_top_kept[b] = exp_avg_top;
         }
@@ -976,6 +479,17 @@ struct novograd_float32_grad_averaging_3 {
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
         }
 
+        // -- elements: decode, update  (specs/novograd.py)
+        if constexpr (apart<Weight>()) for (int b = 0; b < blocks; b++) {
+            fetch_weight<BLOCK>(weight, b + TILE / BLOCK);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
+                const F exp_avg = load(exp_avg_kept + i);
+                update_weight(i, exp_avg, noise);
+            }
+        }
+
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
@@ -983,783 +497,154 @@ struct novograd_float32_grad_averaging_3 {
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
                 const F exp_avg = load(exp_avg_kept + i);
-                const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
-                store(exp_avg_codes_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + integer<0>(noise) >> 12);
             }
         }
     }
 };
 
 // a sweep: the update
-template <class Grad>
-struct novograd_float32_grad_averaging_small_3 {
+template <class Weight, class Grad>
+struct novograd_grad_averaging_small_kernel_3 {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
-        {5, -1, 4, WHOLE, true, false, NONE, 3},  // one_over_sqrt_exp_avg_sq_2_plus_eps
-    };
+    static constexpr bool MATRICES = false, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {2, -1, 4, ELEMENT, true, true, NONE, 1},  // exp_avg
+        {5, -1, 4, WHOLE, true, false, NONE, 2},  // one_over_sqrt_exp_avg_sq_2_plus_eps
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];        // float32 [n]  read and written
+        Weight weight(at[3], at + 4);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];  // float32 [n]  read and written
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        float *__restrict exp_avg_at = (float *)at[1];  // float32 [n]  read and written
         // float32 [tensor]  read
-        const float *__restrict one_over_sqrt_exp_avg_sq_2_plus_eps_at = (const float *)at[3];
+        const float *__restrict one_over_sqrt_exp_avg_sq_2_plus_eps_at = (const float *)at[2];
+        const int32_t step_key = known.step_key;
+        const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[4]);
         const F one_minus_beta1_times_grad_scale(known.scalars[5]);
         const F one_minus_beta1_times_weight_decay(known.scalars[6]);
         const F minus_lr(known.scalars[7]);
         const F one_over_sqrt_exp_avg_sq_2_plus_eps = F(*one_over_sqrt_exp_avg_sq_2_plus_eps_at);
+        Words<novograd_grad_averaging_small_kernel_3> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/novograd.py)
         for (int i = 0; i < count; i += W) {
+            const auto noise = words.at(i);
             const F exp_avg = load(exp_avg_at + i);
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             const F g = Grad::load(g_at + i);
             // 24  update = (1 - beta1) * update
             const F update = fma(one_minus_beta1_times_weight_decay, p, one_minus_beta1_times_grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps * g);
             const F exp_avg_2 = fma(beta1, exp_avg, update);  // 25  exp_avg = beta1 * exp_avg + update
             const F p_2 = fma(minus_lr, exp_avg_2, p);        // 26  p = p - lr * exp_avg
-            store(p_at + i, p_2);
+            weight.encode(i, p_2, noise);
             store(exp_avg_at + i, exp_avg_2);
         }
     }
 };
 
-// a sweep: the update
-template <class Grad>
-struct novograd_bfloat16_grad_averaging_3 {
-    static constexpr int BLOCK = 64, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // exp_avg_codes
-        {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // exp_avg_scale
-        {7, -1, 4, WHOLE, true, false, NONE, 5},  // one_over_sqrt_exp_avg_sq_2_plus_eps
-    };
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];            // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];     // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[3];  // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
-        // float32 [tensor]  read
-        const float *__restrict one_over_sqrt_exp_avg_sq_2_plus_eps_at = (const float *)at[5];
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F beta1(known.scalars[4]);
-        const F one_minus_beta1_times_grad_scale(known.scalars[5]);
-        const F one_minus_beta1_times_weight_decay(known.scalars[6]);
-        const F minus_lr(known.scalars[7]);
-        const F one_over_sqrt_exp_avg_sq_2_plus_eps = F(*one_over_sqrt_exp_avg_sq_2_plus_eps_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) float exp_avg_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
-        I exp_avg_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
-            const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
-            store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
-        }
-
-        // -- elements: decode, update, encode  (specs/novograd.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
-            fetch<BLOCK>(weight_low_at, b);
-            const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
-            I exp_avg_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
-                const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
-                const F exp_avg_bend = abs(exp_avg_code_2);
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-                const F g_stored = Grad::load(g_at + i);
-                // 24  update = (1 - beta1) * update
-                const F update = fma(one_minus_beta1_times_weight_decay, p, one_minus_beta1_times_grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps * g_stored);
-                // 25  exp_avg = beta1 * exp_avg + update
-                const F exp_avg = fma(exp_avg_scale_mul, exp_avg_code_2 / (254.0f - exp_avg_bend), update);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const F exp_avg_abs = abs(exp_avg);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_abs), i, end);
-                store(exp_avg_kept + i, exp_avg);
-                store(noise_kept + i, noise);
-            }
-            exp_avg_top_kept[b] = exp_avg_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
-            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
-            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
-            store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
-        }
-
-        // -- elements: decode, update, encode  (specs/novograd.py)
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const I noise = load(noise_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-                const F p_2 = fma(minus_lr, exp_avg, p);                          // 26  p = p - lr * exp_avg
-                const I p_word = bits_or_nan(p_2) + (noise & 255 | 0x8000);
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
-            }
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
-            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const I noise = load(noise_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
-                store(exp_avg_codes_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
-            }
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct novograd_bfloat16_grad_averaging_small_3 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg
-        {6, -1, 4, WHOLE, true, false, NONE, 4},  // one_over_sqrt_exp_avg_sq_2_plus_eps
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];         // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];  // uint8 [n]  read and written
-        float *__restrict exp_avg_at = (float *)at[3];         // float32 [n]  read and written
-        // float32 [tensor]  read
-        const float *__restrict one_over_sqrt_exp_avg_sq_2_plus_eps_at = (const float *)at[4];
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F beta1(known.scalars[4]);
-        const F one_minus_beta1_times_grad_scale(known.scalars[5]);
-        const F one_minus_beta1_times_weight_decay(known.scalars[6]);
-        const F minus_lr(known.scalars[7]);
-        const F one_over_sqrt_exp_avg_sq_2_plus_eps = F(*one_over_sqrt_exp_avg_sq_2_plus_eps_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/novograd.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const F exp_avg = load(exp_avg_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-            const F g_stored = Grad::load(g_at + i);
-            // 24  update = (1 - beta1) * update
-            const F update = fma(one_minus_beta1_times_weight_decay, p, one_minus_beta1_times_grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps * g_stored);
-            const F exp_avg_2 = fma(beta1, exp_avg, update);                  // 25  exp_avg = beta1 * exp_avg + update
-            const F p_2 = fma(minus_lr, exp_avg_2, p);                        // 26  p = p - lr * exp_avg
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = bits_or_nan(p_2) + (lshr(noise, 24) + 0x8000);
-            store_half<2>(p_at + i, p_word);
-            store_byte<1>(weight_low_at + i, p_word);
-            store(exp_avg_at + i, exp_avg_2);
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct novograd_float16_grad_averaging_3 {
-    static constexpr int BLOCK = 64, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // exp_avg_codes
-        {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // exp_avg_scale
-        {7, -1, 4, WHOLE, true, false, NONE, 5},  // one_over_sqrt_exp_avg_sq_2_plus_eps
-    };
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];            // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];     // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[3];  // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
-        // float32 [tensor]  read
-        const float *__restrict one_over_sqrt_exp_avg_sq_2_plus_eps_at = (const float *)at[5];
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F beta1(known.scalars[4]);
-        const F one_minus_beta1_times_grad_scale(known.scalars[5]);
-        const F one_minus_beta1_times_weight_decay(known.scalars[6]);
-        const F minus_lr(known.scalars[7]);
-        const F one_over_sqrt_exp_avg_sq_2_plus_eps = F(*one_over_sqrt_exp_avg_sq_2_plus_eps_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) float exp_avg_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
-        I exp_avg_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
-            const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
-            store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
-        }
-
-        // -- elements: decode, update, encode  (specs/novograd.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
-            I exp_avg_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
-                const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
-                const F exp_avg_bend = abs(exp_avg_code_2);
-                const U16 p_stored = raw(p_at + i);
-                const I p_high = extend16(extend16(to_int(p_stored)));
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low - 128;
-                const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 0x38000000;
-                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-                // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-                const F g_stored = Grad::load(g_at + i);
-                // 24  update = (1 - beta1) * update
-                const F update = fma(one_minus_beta1_times_weight_decay, p, one_minus_beta1_times_grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps * g_stored);
-                // 25  exp_avg = beta1 * exp_avg + update
-                const F exp_avg = fma(exp_avg_scale_mul, exp_avg_code_2 / (254.0f - exp_avg_bend), update);
-                const F p_2 = fma(minus_lr, exp_avg, p);  // 26  p = p - lr * exp_avg
-                const I p_bitcast = bits(p_2);
-                const I p_sign = p_bitcast >> 16 & 0x8000;
-                const I p_magnitude = p_bitcast & 0x7fffffff;
-                const F p_magnitude_bitcast = as_float(p_magnitude);
-                const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-                const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-                const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-                const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_wide_2 = lshr(p_fixed + ((noise & 255) << 1 | 1), 9);
-                const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
-                const I p_kept_ = p_word;
-                const F exp_avg_abs = abs(exp_avg);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_abs), i, end);
-                store(exp_avg_kept + i, exp_avg);
-                store(noise_kept + i, noise);
-                store(p_at + i, p_sign | p_word >> 8);
-                store(weight_low_at + i, p_kept_);
-            }
-            exp_avg_top_kept[b] = exp_avg_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
-            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
-            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
-            store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
-            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const I noise = load(noise_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
-                store(exp_avg_codes_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
-            }
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct novograd_float16_grad_averaging_small_3 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg
-        {6, -1, 4, WHOLE, true, false, NONE, 4},  // one_over_sqrt_exp_avg_sq_2_plus_eps
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];         // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];  // uint8 [n]  read and written
-        float *__restrict exp_avg_at = (float *)at[3];         // float32 [n]  read and written
-        // float32 [tensor]  read
-        const float *__restrict one_over_sqrt_exp_avg_sq_2_plus_eps_at = (const float *)at[4];
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F beta1(known.scalars[4]);
-        const F one_minus_beta1_times_grad_scale(known.scalars[5]);
-        const F one_minus_beta1_times_weight_decay(known.scalars[6]);
-        const F minus_lr(known.scalars[7]);
-        const F one_over_sqrt_exp_avg_sq_2_plus_eps = F(*one_over_sqrt_exp_avg_sq_2_plus_eps_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/novograd.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const F exp_avg = load(exp_avg_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const I p_high = extend16(extend16(to_int(p_stored)));
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low - 128;
-            const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 0x38000000;
-            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-            // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-            const F g_stored = Grad::load(g_at + i);
-            // 24  update = (1 - beta1) * update
-            const F update = fma(one_minus_beta1_times_weight_decay, p, one_minus_beta1_times_grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps * g_stored);
-            const F exp_avg_2 = fma(beta1, exp_avg, update);  // 25  exp_avg = beta1 * exp_avg + update
-            const F p_2 = fma(minus_lr, exp_avg_2, p);        // 26  p = p - lr * exp_avg
-            const I p_bitcast = bits(p_2);
-            const I p_sign = p_bitcast >> 16 & 0x8000;
-            const I p_magnitude = p_bitcast & 0x7fffffff;
-            const F p_magnitude_bitcast = as_float(p_magnitude);
-            const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-            const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-            const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-            const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_wide_2 = lshr(p_fixed + (lshr(noise, 23) | 1), 9);
-            const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
-            const I p_kept_ = p_word;
-            store(p_at + i, p_sign | p_word >> 8);
-            store(weight_low_at + i, p_kept_);
-            store(exp_avg_at + i, exp_avg_2);
-        }
-    }
-};
-
-template <class Grad>
-struct novograd_float32 {
+template <class Weight, class Grad>
+struct novograd_step {
     typedef void staged;
     static constexpr int SCALARS = 8, BLOCK = 64;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {1, ELEMENT},  // exp_avg_codes
         {2, BLOCK_OF},  // exp_avg_scale
         {4, WHOLE},  // exp_avg_sq
         {4, WHOLE},  // tensor_sum_for_exp_avg_sq
         {4, WHOLE},  // one_over_sqrt_exp_avg_sq_2_plus_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_exp_avg_sq
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<novograd_float32_1<Grad>>(),
-        stage<novograd_float32_2<Grad>>(),
-        stage<novograd_float32_3<Grad>>(),
+        stage<novograd_kernel_1<Weight, Grad>>(),
+        stage<novograd_kernel_2<Weight, Grad>>(),
+        stage<novograd_kernel_3<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct novograd_float32_small {
+template <class Weight, class Grad>
+struct novograd_small_step {
     typedef void staged;
     static constexpr int SCALARS = 8, BLOCK = 1;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {4, ELEMENT},  // exp_avg
         {4, WHOLE},  // exp_avg_sq
         {4, WHOLE},  // tensor_sum_for_exp_avg_sq
         {4, WHOLE},  // one_over_sqrt_exp_avg_sq_2_plus_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_exp_avg_sq
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<novograd_float32_small_1<Grad>>(),
-        stage<novograd_float32_small_2<Grad>>(),
-        stage<novograd_float32_small_3<Grad>>(),
+        stage<novograd_small_kernel_1<Weight, Grad>>(),
+        stage<novograd_small_kernel_2<Weight, Grad>>(),
+        stage<novograd_small_kernel_3<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct novograd_bfloat16 {
+template <class Weight, class Grad>
+struct novograd_grad_averaging_step {
     typedef void staged;
     static constexpr int SCALARS = 8, BLOCK = 64;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {1, ELEMENT},  // exp_avg_codes
         {2, BLOCK_OF},  // exp_avg_scale
         {4, WHOLE},  // exp_avg_sq
         {4, WHOLE},  // tensor_sum_for_exp_avg_sq
         {4, WHOLE},  // one_over_sqrt_exp_avg_sq_2_plus_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_exp_avg_sq
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<novograd_bfloat16_1<Grad>>(),
-        stage<novograd_bfloat16_2<Grad>>(),
-        stage<novograd_bfloat16_3<Grad>>(),
+        stage<novograd_kernel_1<Weight, Grad>>(),
+        stage<novograd_kernel_2<Weight, Grad>>(),
+        stage<novograd_grad_averaging_kernel_3<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct novograd_bfloat16_small {
+template <class Weight, class Grad>
+struct novograd_grad_averaging_small_step {
     typedef void staged;
     static constexpr int SCALARS = 8, BLOCK = 1;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {4, ELEMENT},  // exp_avg
         {4, WHOLE},  // exp_avg_sq
         {4, WHOLE},  // tensor_sum_for_exp_avg_sq
         {4, WHOLE},  // one_over_sqrt_exp_avg_sq_2_plus_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_exp_avg_sq
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<novograd_bfloat16_small_1<Grad>>(),
-        stage<novograd_float32_2<Grad>>(),
-        stage<novograd_bfloat16_small_3<Grad>>(),
+        stage<novograd_small_kernel_1<Weight, Grad>>(),
+        stage<novograd_small_kernel_2<Weight, Grad>>(),
+        stage<novograd_grad_averaging_small_kernel_3<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct novograd_float16 {
-    typedef void staged;
-    static constexpr int SCALARS = 8, BLOCK = 64;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // exp_avg_codes
-        {2, BLOCK_OF},  // exp_avg_scale
-        {4, WHOLE},  // exp_avg_sq
-        {4, WHOLE},  // tensor_sum_for_exp_avg_sq
-        {4, WHOLE},  // one_over_sqrt_exp_avg_sq_2_plus_eps
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_exp_avg_sq
-    };
-    static constexpr Stage STAGES[] = {
-        stage<novograd_bfloat16_1<Grad>>(),
-        stage<novograd_bfloat16_2<Grad>>(),
-        stage<novograd_float16_3<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct novograd_float16_small {
-    typedef void staged;
-    static constexpr int SCALARS = 8, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {4, ELEMENT},  // exp_avg
-        {4, WHOLE},  // exp_avg_sq
-        {4, WHOLE},  // tensor_sum_for_exp_avg_sq
-        {4, WHOLE},  // one_over_sqrt_exp_avg_sq_2_plus_eps
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_exp_avg_sq
-    };
-    static constexpr Stage STAGES[] = {
-        stage<novograd_bfloat16_small_1<Grad>>(),
-        stage<novograd_float32_2<Grad>>(),
-        stage<novograd_float16_small_3<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct novograd_float32_grad_averaging {
-    typedef void staged;
-    static constexpr int SCALARS = 8, BLOCK = 64;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // exp_avg_codes
-        {2, BLOCK_OF},  // exp_avg_scale
-        {4, WHOLE},  // exp_avg_sq
-        {4, WHOLE},  // tensor_sum_for_exp_avg_sq
-        {4, WHOLE},  // one_over_sqrt_exp_avg_sq_2_plus_eps
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_exp_avg_sq
-    };
-    static constexpr Stage STAGES[] = {
-        stage<novograd_float32_1<Grad>>(),
-        stage<novograd_float32_2<Grad>>(),
-        stage<novograd_float32_grad_averaging_3<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct novograd_float32_grad_averaging_small {
-    typedef void staged;
-    static constexpr int SCALARS = 8, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, ELEMENT},  // exp_avg
-        {4, WHOLE},  // exp_avg_sq
-        {4, WHOLE},  // tensor_sum_for_exp_avg_sq
-        {4, WHOLE},  // one_over_sqrt_exp_avg_sq_2_plus_eps
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_exp_avg_sq
-    };
-    static constexpr Stage STAGES[] = {
-        stage<novograd_float32_small_1<Grad>>(),
-        stage<novograd_float32_small_2<Grad>>(),
-        stage<novograd_float32_grad_averaging_small_3<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct novograd_bfloat16_grad_averaging {
-    typedef void staged;
-    static constexpr int SCALARS = 8, BLOCK = 64;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // exp_avg_codes
-        {2, BLOCK_OF},  // exp_avg_scale
-        {4, WHOLE},  // exp_avg_sq
-        {4, WHOLE},  // tensor_sum_for_exp_avg_sq
-        {4, WHOLE},  // one_over_sqrt_exp_avg_sq_2_plus_eps
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_exp_avg_sq
-    };
-    static constexpr Stage STAGES[] = {
-        stage<novograd_bfloat16_1<Grad>>(),
-        stage<novograd_bfloat16_2<Grad>>(),
-        stage<novograd_bfloat16_grad_averaging_3<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct novograd_bfloat16_grad_averaging_small {
-    typedef void staged;
-    static constexpr int SCALARS = 8, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {4, ELEMENT},  // exp_avg
-        {4, WHOLE},  // exp_avg_sq
-        {4, WHOLE},  // tensor_sum_for_exp_avg_sq
-        {4, WHOLE},  // one_over_sqrt_exp_avg_sq_2_plus_eps
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_exp_avg_sq
-    };
-    static constexpr Stage STAGES[] = {
-        stage<novograd_bfloat16_small_1<Grad>>(),
-        stage<novograd_float32_2<Grad>>(),
-        stage<novograd_bfloat16_grad_averaging_small_3<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct novograd_float16_grad_averaging {
-    typedef void staged;
-    static constexpr int SCALARS = 8, BLOCK = 64;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // exp_avg_codes
-        {2, BLOCK_OF},  // exp_avg_scale
-        {4, WHOLE},  // exp_avg_sq
-        {4, WHOLE},  // tensor_sum_for_exp_avg_sq
-        {4, WHOLE},  // one_over_sqrt_exp_avg_sq_2_plus_eps
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_exp_avg_sq
-    };
-    static constexpr Stage STAGES[] = {
-        stage<novograd_bfloat16_1<Grad>>(),
-        stage<novograd_bfloat16_2<Grad>>(),
-        stage<novograd_float16_grad_averaging_3<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct novograd_float16_grad_averaging_small {
-    typedef void staged;
-    static constexpr int SCALARS = 8, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {4, ELEMENT},  // exp_avg
-        {4, WHOLE},  // exp_avg_sq
-        {4, WHOLE},  // tensor_sum_for_exp_avg_sq
-        {4, WHOLE},  // one_over_sqrt_exp_avg_sq_2_plus_eps
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_exp_avg_sq
-    };
-    static constexpr Stage STAGES[] = {
-        stage<novograd_bfloat16_small_1<Grad>>(),
-        stage<novograd_float32_2<Grad>>(),
-        stage<novograd_float16_grad_averaging_small_3<Grad>>(),
-    };
-};
+template <class Grad> using novograd_float32 = novograd_step<weight_float32, Grad>;
+template <class Grad> using novograd_float32_small = novograd_small_step<weight_float32, Grad>;
+template <class Grad> using novograd_bfloat16 = novograd_step<weight_bfloat16, Grad>;
+template <class Grad> using novograd_bfloat16_small = novograd_small_step<weight_bfloat16, Grad>;
+template <class Grad> using novograd_float16 = novograd_step<weight_float16, Grad>;
+template <class Grad> using novograd_float16_small = novograd_small_step<weight_float16, Grad>;
+template <class Grad> using novograd_float32_grad_averaging = novograd_grad_averaging_step<weight_float32, Grad>;
+template <class Grad> using novograd_float32_grad_averaging_small = novograd_grad_averaging_small_step<weight_float32, Grad>;
+template <class Grad> using novograd_bfloat16_grad_averaging = novograd_grad_averaging_step<weight_bfloat16, Grad>;
+template <class Grad> using novograd_bfloat16_grad_averaging_small = novograd_grad_averaging_small_step<weight_bfloat16, Grad>;
+template <class Grad> using novograd_float16_grad_averaging = novograd_grad_averaging_step<weight_float16, Grad>;
+template <class Grad> using novograd_float16_grad_averaging_small = novograd_grad_averaging_small_step<weight_float16, Grad>;
 
 }  // namespace
 

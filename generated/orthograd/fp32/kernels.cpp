@@ -14,34 +14,69 @@
 
 namespace {
 
+// bf16, nearest
+struct weight_bfloat16 {
+    static constexpr int NOISE = 0;
+    static constexpr Part PARTS[] = {{2, true}};  // code
+    uint16_t *__restrict code_at;
+
+    weight_bfloat16(char *p, char *const *more) : code_at((uint16_t *)p) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        return widened(code_stored);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        const I x_bits = bits(x);
+        const I carry = (x_bits >> 16 & 1) + 32767;
+        store_half<2>(code_at + i, bits_or_nan(as_float(x_bits)) + carry);
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); }
+};
+
+// f16, nearest
+struct weight_float16 {
+    static constexpr int NOISE = 0;
+    static constexpr Part PARTS[] = {{2, true}};  // code
+    uint16_t *__restrict code_at;
+
+    weight_float16(char *p, char *const *more) : code_at((uint16_t *)p) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        return widen_half(code_stored);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        store(code_at + i, narrow_half(x));
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); }
+};
+
 // a sweep: g_norm (specs/orthograd.py:25), radial (specs/orthograd.py:23)
-template <class Grad>
-struct orthograd_float32_1 {
+template <class Weight, class Grad>
+struct orthograd_kernel_1 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, 10, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_g_norm
-        {3, 11, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_radial
-        {4, 12, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_radial_2
-    };
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, false, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {2, 10, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_for_g_norm
+        {3, 11, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_radial
+        {4, 12, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_radial_2
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        const float *__restrict p_at = (const float *)at[0];            // float32 [n]  read
+        Weight weight(at[4], at + 5);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict tensor_sum_for_g_norm_at = (float *)at[2];    // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_radial_at = (float *)at[3];    // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_radial_2_at = (float *)at[4];  // float32 [tensor]  for tensor_sum
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        float *__restrict tensor_sum_for_g_norm_at = (float *)at[1];    // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_for_radial_at = (float *)at[2];    // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_for_radial_2_at = (float *)at[3];  // float32 [tensor]  for tensor_sum
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             store(tensor_sum_for_g_norm_at + i, g * g);
             store(tensor_sum_for_radial_at + i, p * g);
             store(tensor_sum_for_radial_2_at + i, p * p);
@@ -50,20 +85,20 @@ struct orthograd_float32_1 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct orthograd_float32_2 {
+template <class Weight, class Grad>
+struct orthograd_kernel_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {5, -1, 4, WHOLE, false, true, NONE, 0},  // radial
         {6, -1, 4, WHOLE, false, true, NONE, 1},  // g_norm
         {7, -1, 4, WHOLE, false, true, NONE, 2},  // by_1em05_times_g_norm
         {3, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_for_radial
         {4, -1, 4, WHOLE, true, false, NONE, 4},  // tensor_sum_for_radial_2
         {2, -1, 4, WHOLE, true, false, NONE, 5},  // tensor_sum_for_g_norm
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -96,32 +131,31 @@ struct orthograd_float32_2 {
 };
 
 // a sweep: tangent_norm (specs/orthograd.py:25)
-template <class Grad>
-struct orthograd_float32_3 {
+template <class Weight, class Grad>
+struct orthograd_kernel_3 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {8, 13, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_tangent_norm
-        {5, -1, 4, WHOLE, true, false, NONE, 3},  // radial
-    };
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, false, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {8, 13, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_for_tangent_norm
+        {5, -1, 4, WHOLE, true, false, NONE, 2},  // radial
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        const float *__restrict p_at = (const float *)at[0];                // float32 [n]  read
+        Weight weight(at[3], at + 4);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict tensor_sum_for_tangent_norm_at = (float *)at[2];  // float32 [tensor]  for tensor_sum
-        const float *__restrict radial_at = (const float *)at[3];           // float32 [tensor]  read
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        float *__restrict tensor_sum_for_tangent_norm_at = (float *)at[1];  // float32 [tensor]  for tensor_sum
+        const float *__restrict radial_at = (const float *)at[2];           // float32 [tensor]  read
         const F grad_scale(known.scalars[0]);
         const F radial = F(*radial_at);
 
         // -- elements: decode, update  (specs/orthograd.py)
         for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
             const F tangent = fma(-radial, p, g_2);  // 24  tangent = g - radial * p
@@ -131,18 +165,18 @@ struct orthograd_float32_3 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct orthograd_float32_4 {
+template <class Weight, class Grad>
+struct orthograd_kernel_4 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {9, -1, 4, WHOLE, false, true, NONE, 0},  // stretch
         {7, -1, 4, WHOLE, true, false, NONE, 1},  // by_1em05_times_g_norm
         {8, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_tangent_norm
         {6, -1, 4, WHOLE, true, false, NONE, 3},  // g_norm
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -167,303 +201,78 @@ struct orthograd_float32_4 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct orthograd_float32_5 {
+template <class Weight, class Grad>
+struct orthograd_kernel_5 {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {9, -1, 4, WHOLE, true, false, NONE, 2},  // stretch
-        {5, -1, 4, WHOLE, true, false, NONE, 3},  // radial
-    };
+    static constexpr bool MATRICES = false, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {9, -1, 4, WHOLE, true, false, NONE, 1},  // stretch
+        {5, -1, 4, WHOLE, true, false, NONE, 2},  // radial
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                    // float32 [n]  read and written
+        Weight weight(at[3], at + 4);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const float *__restrict stretch_at = (const float *)at[2];  // float32 [tensor]  read
-        const float *__restrict radial_at = (const float *)at[3];   // float32 [tensor]  read
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        const float *__restrict stretch_at = (const float *)at[1];  // float32 [tensor]  read
+        const float *__restrict radial_at = (const float *)at[2];   // float32 [tensor]  read
+        const int32_t step_key = known.step_key;
+        const int32_t stream_key = known.stream_key;
         const F weight_decay(known.scalars[2]);
         const F grad_scale(known.scalars[0]);
         const F minus_lr(known.scalars[3]);
         const F stretch = F(*stretch_at);
         const F radial = F(*radial_at);
+        Words<orthograd_kernel_5> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/orthograd.py)
         for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
+            const auto noise = words.at(i);
+            const F p = weight.decode(i);
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
             const F tangent = fma(-radial, p, g_2);                 // 24  tangent = g - radial * p
             const F g_3 = fma(weight_decay, p, stretch * tangent);  // 27  g = l2(stretch * tangent, p, weight_decay)
             const F p_2 = fma(minus_lr, g_3, p);                    // 32  p = p - lr * update
-            store(p_at + i, p_2);
+            weight.encode(i, p_2, noise);
         }
     }
 };
 
 // a sweep: g_norm (specs/orthograd.py:25), radial (specs/orthograd.py:23)
-template <class Grad>
-struct orthograd_bfloat16_1 {
+template <class Weight, class Grad>
+struct orthograd_has_momentum_kernel_1 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, 10, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_g_norm
-        {3, 11, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_radial
-        {4, 12, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_radial_2
-    };
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, false, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {3, 11, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_for_g_norm
+        {4, 12, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_radial
+        {5, 13, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_radial_2
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        const uint16_t *__restrict p_at = (const uint16_t *)at[0];      // bfloat16 [n]  read
+        Weight weight(at[4], at + 5);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict tensor_sum_for_g_norm_at = (float *)at[2];    // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_radial_at = (float *)at[3];    // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_radial_2_at = (float *)at[4];  // float32 [tensor]  for tensor_sum
-
-        // -- elements: decode, encode
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);  // bf16, nearest
-            const F g_cast = g_stored;
-            store(tensor_sum_for_g_norm_at + i, g_cast * g_cast);
-            store(tensor_sum_for_radial_at + i, p * g_cast);
-            store(tensor_sum_for_radial_2_at + i, p * p);
-        }
-    }
-};
-
-// a sweep: tangent_norm (specs/orthograd.py:25)
-template <class Grad>
-struct orthograd_bfloat16_3 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {8, 13, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_tangent_norm
-        {5, -1, 4, WHOLE, true, false, NONE, 3},  // radial
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const uint16_t *__restrict p_at = (const uint16_t *)at[0];          // bfloat16 [n]  read
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict tensor_sum_for_tangent_norm_at = (float *)at[2];  // float32 [tensor]  for tensor_sum
-        const float *__restrict radial_at = (const float *)at[3];           // float32 [tensor]  read
-        const F grad_scale(known.scalars[0]);
-        const F radial = F(*radial_at);
-
-        // -- elements: decode, update  (specs/orthograd.py)
-        for (int i = 0; i < count; i += W) {
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);         // bf16, nearest
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F tangent = fma(-radial, p, g);  // 24  tangent = g - radial * p
-            store(tensor_sum_for_tangent_norm_at + i, tangent * tangent);
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct orthograd_bfloat16_5 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {9, -1, 4, WHOLE, true, false, NONE, 2},  // stretch
-        {5, -1, 4, WHOLE, true, false, NONE, 3},  // radial
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];              // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const float *__restrict stretch_at = (const float *)at[2];  // float32 [tensor]  read
-        const float *__restrict radial_at = (const float *)at[3];   // float32 [tensor]  read
-        const F weight_decay(known.scalars[2]);
-        const F grad_scale(known.scalars[0]);
-        const F minus_lr(known.scalars[3]);
-        const F stretch = F(*stretch_at);
-        const F radial = F(*radial_at);
-
-        // -- elements: decode, update, encode  (specs/orthograd.py)
-        for (int i = 0; i < count; i += W) {
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);                          // bf16, nearest
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F tangent = fma(-radial, p, g);                   // 24  tangent = g - radial * p
-            const F g_2 = fma(weight_decay, p, stretch * tangent);  // 27  g = l2(stretch * tangent, p, weight_decay)
-            const F p_2 = fma(minus_lr, g_2, p);                    // 32  p = p - lr * update
-            const I p_x_bits = bits(p_2);
-            const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-        }
-    }
-};
-
-// a sweep: g_norm (specs/orthograd.py:25), radial (specs/orthograd.py:23)
-template <class Grad>
-struct orthograd_float16_1 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, 10, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_g_norm
-        {3, 11, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_radial
-        {4, 12, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_radial_2
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const uint16_t *__restrict p_at = (const uint16_t *)at[0];      // float16 [n]  read
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict tensor_sum_for_g_norm_at = (float *)at[2];    // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_radial_at = (float *)at[3];    // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_radial_2_at = (float *)at[4];  // float32 [tensor]  for tensor_sum
-
-        // -- elements: decode, encode
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);  // f16, nearest
-            const F g_cast = g_stored;
-            store(tensor_sum_for_g_norm_at + i, g_cast * g_cast);
-            store(tensor_sum_for_radial_at + i, p * g_cast);
-            store(tensor_sum_for_radial_2_at + i, p * p);
-        }
-    }
-};
-
-// a sweep: tangent_norm (specs/orthograd.py:25)
-template <class Grad>
-struct orthograd_float16_3 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {8, 13, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_tangent_norm
-        {5, -1, 4, WHOLE, true, false, NONE, 3},  // radial
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const uint16_t *__restrict p_at = (const uint16_t *)at[0];          // float16 [n]  read
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict tensor_sum_for_tangent_norm_at = (float *)at[2];  // float32 [tensor]  for tensor_sum
-        const float *__restrict radial_at = (const float *)at[3];           // float32 [tensor]  read
-        const F grad_scale(known.scalars[0]);
-        const F radial = F(*radial_at);
-
-        // -- elements: decode, update  (specs/orthograd.py)
-        for (int i = 0; i < count; i += W) {
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);      // f16, nearest
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F tangent = fma(-radial, p, g);  // 24  tangent = g - radial * p
-            store(tensor_sum_for_tangent_norm_at + i, tangent * tangent);
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct orthograd_float16_5 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {9, -1, 4, WHOLE, true, false, NONE, 2},  // stretch
-        {5, -1, 4, WHOLE, true, false, NONE, 3},  // radial
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];              // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const float *__restrict stretch_at = (const float *)at[2];  // float32 [tensor]  read
-        const float *__restrict radial_at = (const float *)at[3];   // float32 [tensor]  read
-        const F weight_decay(known.scalars[2]);
-        const F grad_scale(known.scalars[0]);
-        const F minus_lr(known.scalars[3]);
-        const F stretch = F(*stretch_at);
-        const F radial = F(*radial_at);
-
-        // -- elements: decode, update  (specs/orthograd.py)
-        for (int i = 0; i < count; i += W) {
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);                       // f16, nearest
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F tangent = fma(-radial, p, g);                   // 24  tangent = g - radial * p
-            const F g_2 = fma(weight_decay, p, stretch * tangent);  // 27  g = l2(stretch * tangent, p, weight_decay)
-            const F p_2 = fma(minus_lr, g_2, p);                    // 32  p = p - lr * update
-            store(p_at + i, narrow_half(p_2));
-        }
-    }
-};
-
-// a sweep: g_norm (specs/orthograd.py:25), radial (specs/orthograd.py:23)
-template <class Grad>
-struct orthograd_float32_has_momentum_1 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {3, 11, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_g_norm
-        {4, 12, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_radial
-        {5, 13, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_radial_2
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const float *__restrict p_at = (const float *)at[0];            // float32 [n]  read
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict tensor_sum_for_g_norm_at = (float *)at[2];    // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_radial_at = (float *)at[3];    // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_radial_2_at = (float *)at[4];  // float32 [tensor]  for tensor_sum
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        float *__restrict tensor_sum_for_g_norm_at = (float *)at[1];    // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_for_radial_at = (float *)at[2];    // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_for_radial_2_at = (float *)at[3];  // float32 [tensor]  for tensor_sum
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             store(tensor_sum_for_g_norm_at + i, g * g);
             store(tensor_sum_for_radial_at + i, p * g);
             store(tensor_sum_for_radial_2_at + i, p * p);
@@ -472,20 +281,20 @@ struct orthograd_float32_has_momentum_1 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct orthograd_float32_has_momentum_2 {
+template <class Weight, class Grad>
+struct orthograd_has_momentum_kernel_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {6, -1, 4, WHOLE, false, true, NONE, 0},  // radial
         {7, -1, 4, WHOLE, false, true, NONE, 1},  // g_norm
         {8, -1, 4, WHOLE, false, true, NONE, 2},  // by_1em05_times_g_norm
         {4, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_for_radial
         {5, -1, 4, WHOLE, true, false, NONE, 4},  // tensor_sum_for_radial_2
         {3, -1, 4, WHOLE, true, false, NONE, 5},  // tensor_sum_for_g_norm
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -518,32 +327,31 @@ struct orthograd_float32_has_momentum_2 {
 };
 
 // a sweep: tangent_norm (specs/orthograd.py:25)
-template <class Grad>
-struct orthograd_float32_has_momentum_3 {
+template <class Weight, class Grad>
+struct orthograd_has_momentum_kernel_3 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {9, 14, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_tangent_norm
-        {6, -1, 4, WHOLE, true, false, NONE, 3},  // radial
-    };
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, false, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {9, 14, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_for_tangent_norm
+        {6, -1, 4, WHOLE, true, false, NONE, 2},  // radial
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        const float *__restrict p_at = (const float *)at[0];                // float32 [n]  read
+        Weight weight(at[3], at + 4);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict tensor_sum_for_tangent_norm_at = (float *)at[2];  // float32 [tensor]  for tensor_sum
-        const float *__restrict radial_at = (const float *)at[3];           // float32 [tensor]  read
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        float *__restrict tensor_sum_for_tangent_norm_at = (float *)at[1];  // float32 [tensor]  for tensor_sum
+        const float *__restrict radial_at = (const float *)at[2];           // float32 [tensor]  read
         const F grad_scale(known.scalars[0]);
         const F radial = F(*radial_at);
 
         // -- elements: decode, update  (specs/orthograd.py)
         for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
             const F tangent = fma(-radial, p, g_2);  // 24  tangent = g - radial * p
@@ -553,18 +361,18 @@ struct orthograd_float32_has_momentum_3 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct orthograd_float32_has_momentum_4 {
+template <class Weight, class Grad>
+struct orthograd_has_momentum_kernel_4 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {10, -1, 4, WHOLE, false, true, NONE, 0},  // stretch
         {8, -1, 4, WHOLE, true, false, NONE, 1},  // by_1em05_times_g_norm
         {9, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_tangent_norm
         {7, -1, 4, WHOLE, true, false, NONE, 3},  // g_norm
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -589,28 +397,32 @@ struct orthograd_float32_has_momentum_4 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct orthograd_float32_has_momentum_5 {
+template <class Weight, class Grad>
+struct orthograd_has_momentum_kernel_5 {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // momentum_buffer
-        {10, -1, 4, WHOLE, true, false, NONE, 3},  // stretch
-        {6, -1, 4, WHOLE, true, false, NONE, 4},  // radial
-    };
+    static constexpr bool MATRICES = false, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {2, -1, 4, ELEMENT, true, true, NONE, 1},  // momentum_buffer
+        {10, -1, 4, WHOLE, true, false, NONE, 2},  // stretch
+        {6, -1, 4, WHOLE, true, false, NONE, 3},  // radial
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                    // float32 [n]  read and written
+        Weight weight(at[4], at + 5);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict momentum_buffer_at = (float *)at[2];      // float32 [n]  read and written
-        const float *__restrict stretch_at = (const float *)at[3];  // float32 [tensor]  read
-        const float *__restrict radial_at = (const float *)at[4];   // float32 [tensor]  read
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        float *__restrict momentum_buffer_at = (float *)at[1];      // float32 [n]  read and written
+        const float *__restrict stretch_at = (const float *)at[2];  // float32 [tensor]  read
+        const float *__restrict radial_at = (const float *)at[3];   // float32 [tensor]  read
+        const int32_t step_key = known.step_key;
+        const int32_t stream_key = known.stream_key;
         const F weight_decay(known.scalars[2]);
         const F grad_scale(known.scalars[0]);
         const F where_lt_one_t_momentum_zero(known.scalars[3]);
@@ -618,10 +430,12 @@ struct orthograd_float32_has_momentum_5 {
         const F minus_lr(known.scalars[5]);
         const F stretch = F(*stretch_at);
         const F radial = F(*radial_at);
+        Words<orthograd_has_momentum_kernel_5> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/orthograd.py)
         for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
+            const auto noise = words.at(i);
+            const F p = weight.decode(i);
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
             const F momentum_buffer = load(momentum_buffer_at + i);
@@ -630,281 +444,39 @@ struct orthograd_float32_has_momentum_5 {
             // 30  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
             const F momentum_buffer_2 = fma(where_lt_one_t_one_minus_dampening_one, g_3, where_lt_one_t_momentum_zero * momentum_buffer);
             const F p_2 = fma(minus_lr, momentum_buffer_2, p);      // 32  p = p - lr * update
-            store(p_at + i, p_2);
+            weight.encode(i, p_2, noise);
             store(momentum_buffer_at + i, momentum_buffer_2);
         }
     }
 };
 
-// a sweep: g_norm (specs/orthograd.py:25), radial (specs/orthograd.py:23)
-template <class Grad>
-struct orthograd_bfloat16_has_momentum_1 {
+// a sweep: the update
+template <class Weight, class Grad>
+struct orthograd_nesterov_has_momentum_kernel_5 {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {3, 11, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_g_norm
-        {4, 12, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_radial
-        {5, 13, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_radial_2
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const uint16_t *__restrict p_at = (const uint16_t *)at[0];      // bfloat16 [n]  read
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict tensor_sum_for_g_norm_at = (float *)at[2];    // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_radial_at = (float *)at[3];    // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_radial_2_at = (float *)at[4];  // float32 [tensor]  for tensor_sum
-
-        // -- elements: decode, encode
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);  // bf16, nearest
-            const F g_cast = g_stored;
-            store(tensor_sum_for_g_norm_at + i, g_cast * g_cast);
-            store(tensor_sum_for_radial_at + i, p * g_cast);
-            store(tensor_sum_for_radial_2_at + i, p * p);
-        }
-    }
-};
-
-// a sweep: tangent_norm (specs/orthograd.py:25)
-template <class Grad>
-struct orthograd_bfloat16_has_momentum_3 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {9, 14, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_tangent_norm
+    static constexpr bool MATRICES = false, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {2, -1, 4, ELEMENT, true, true, NONE, 1},  // momentum_buffer
+        {10, -1, 4, WHOLE, true, false, NONE, 2},  // stretch
         {6, -1, 4, WHOLE, true, false, NONE, 3},  // radial
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        const uint16_t *__restrict p_at = (const uint16_t *)at[0];          // bfloat16 [n]  read
+        Weight weight(at[4], at + 5);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict tensor_sum_for_tangent_norm_at = (float *)at[2];  // float32 [tensor]  for tensor_sum
-        const float *__restrict radial_at = (const float *)at[3];           // float32 [tensor]  read
-        const F grad_scale(known.scalars[0]);
-        const F radial = F(*radial_at);
-
-        // -- elements: decode, update  (specs/orthograd.py)
-        for (int i = 0; i < count; i += W) {
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);         // bf16, nearest
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F tangent = fma(-radial, p, g);  // 24  tangent = g - radial * p
-            store(tensor_sum_for_tangent_norm_at + i, tangent * tangent);
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct orthograd_bfloat16_has_momentum_5 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // momentum_buffer
-        {10, -1, 4, WHOLE, true, false, NONE, 3},  // stretch
-        {6, -1, 4, WHOLE, true, false, NONE, 4},  // radial
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];              // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict momentum_buffer_at = (float *)at[2];      // float32 [n]  read and written
-        const float *__restrict stretch_at = (const float *)at[3];  // float32 [tensor]  read
-        const float *__restrict radial_at = (const float *)at[4];   // float32 [tensor]  read
-        const F weight_decay(known.scalars[2]);
-        const F grad_scale(known.scalars[0]);
-        const F where_lt_one_t_momentum_zero(known.scalars[3]);
-        const F where_lt_one_t_one_minus_dampening_one(known.scalars[4]);
-        const F minus_lr(known.scalars[5]);
-        const F stretch = F(*stretch_at);
-        const F radial = F(*radial_at);
-
-        // -- elements: decode, update, encode  (specs/orthograd.py)
-        for (int i = 0; i < count; i += W) {
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);                          // bf16, nearest
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F momentum_buffer = load(momentum_buffer_at + i);
-            const F tangent = fma(-radial, p, g);                   // 24  tangent = g - radial * p
-            const F g_2 = fma(weight_decay, p, stretch * tangent);  // 27  g = l2(stretch * tangent, p, weight_decay)
-            // 30  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-            const F momentum_buffer_2 = fma(where_lt_one_t_one_minus_dampening_one, g_2, where_lt_one_t_momentum_zero * momentum_buffer);
-            const F p_2 = fma(minus_lr, momentum_buffer_2, p);      // 32  p = p - lr * update
-            const I p_x_bits = bits(p_2);
-            const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-            store(momentum_buffer_at + i, momentum_buffer_2);
-        }
-    }
-};
-
-// a sweep: g_norm (specs/orthograd.py:25), radial (specs/orthograd.py:23)
-template <class Grad>
-struct orthograd_float16_has_momentum_1 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {3, 11, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_g_norm
-        {4, 12, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_radial
-        {5, 13, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_radial_2
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const uint16_t *__restrict p_at = (const uint16_t *)at[0];      // float16 [n]  read
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict tensor_sum_for_g_norm_at = (float *)at[2];    // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_radial_at = (float *)at[3];    // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_radial_2_at = (float *)at[4];  // float32 [tensor]  for tensor_sum
-
-        // -- elements: decode, encode
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);  // f16, nearest
-            const F g_cast = g_stored;
-            store(tensor_sum_for_g_norm_at + i, g_cast * g_cast);
-            store(tensor_sum_for_radial_at + i, p * g_cast);
-            store(tensor_sum_for_radial_2_at + i, p * p);
-        }
-    }
-};
-
-// a sweep: tangent_norm (specs/orthograd.py:25)
-template <class Grad>
-struct orthograd_float16_has_momentum_3 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {9, 14, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_tangent_norm
-        {6, -1, 4, WHOLE, true, false, NONE, 3},  // radial
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const uint16_t *__restrict p_at = (const uint16_t *)at[0];          // float16 [n]  read
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict tensor_sum_for_tangent_norm_at = (float *)at[2];  // float32 [tensor]  for tensor_sum
-        const float *__restrict radial_at = (const float *)at[3];           // float32 [tensor]  read
-        const F grad_scale(known.scalars[0]);
-        const F radial = F(*radial_at);
-
-        // -- elements: decode, update  (specs/orthograd.py)
-        for (int i = 0; i < count; i += W) {
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);      // f16, nearest
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F tangent = fma(-radial, p, g);  // 24  tangent = g - radial * p
-            store(tensor_sum_for_tangent_norm_at + i, tangent * tangent);
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct orthograd_float16_has_momentum_5 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // momentum_buffer
-        {10, -1, 4, WHOLE, true, false, NONE, 3},  // stretch
-        {6, -1, 4, WHOLE, true, false, NONE, 4},  // radial
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];              // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict momentum_buffer_at = (float *)at[2];      // float32 [n]  read and written
-        const float *__restrict stretch_at = (const float *)at[3];  // float32 [tensor]  read
-        const float *__restrict radial_at = (const float *)at[4];   // float32 [tensor]  read
-        const F weight_decay(known.scalars[2]);
-        const F grad_scale(known.scalars[0]);
-        const F where_lt_one_t_momentum_zero(known.scalars[3]);
-        const F where_lt_one_t_one_minus_dampening_one(known.scalars[4]);
-        const F minus_lr(known.scalars[5]);
-        const F stretch = F(*stretch_at);
-        const F radial = F(*radial_at);
-
-        // -- elements: decode, update  (specs/orthograd.py)
-        for (int i = 0; i < count; i += W) {
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);                       // f16, nearest
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F momentum_buffer = load(momentum_buffer_at + i);
-            const F tangent = fma(-radial, p, g);                   // 24  tangent = g - radial * p
-            const F g_2 = fma(weight_decay, p, stretch * tangent);  // 27  g = l2(stretch * tangent, p, weight_decay)
-            // 30  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-            const F momentum_buffer_2 = fma(where_lt_one_t_one_minus_dampening_one, g_2, where_lt_one_t_momentum_zero * momentum_buffer);
-            const F p_2 = fma(minus_lr, momentum_buffer_2, p);      // 32  p = p - lr * update
-            store(p_at + i, narrow_half(p_2));
-            store(momentum_buffer_at + i, momentum_buffer_2);
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct orthograd_float32_nesterov_has_momentum_5 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // momentum_buffer
-        {10, -1, 4, WHOLE, true, false, NONE, 3},  // stretch
-        {6, -1, 4, WHOLE, true, false, NONE, 4},  // radial
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                    // float32 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict momentum_buffer_at = (float *)at[2];      // float32 [n]  read and written
-        const float *__restrict stretch_at = (const float *)at[3];  // float32 [tensor]  read
-        const float *__restrict radial_at = (const float *)at[4];   // float32 [tensor]  read
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        float *__restrict momentum_buffer_at = (float *)at[1];      // float32 [n]  read and written
+        const float *__restrict stretch_at = (const float *)at[2];  // float32 [tensor]  read
+        const float *__restrict radial_at = (const float *)at[3];   // float32 [tensor]  read
+        const int32_t step_key = known.step_key;
+        const int32_t stream_key = known.stream_key;
         const F momentum(known.scalars[2]);
         const F weight_decay(known.scalars[3]);
         const F grad_scale(known.scalars[0]);
@@ -913,10 +485,12 @@ struct orthograd_float32_nesterov_has_momentum_5 {
         const F minus_lr(known.scalars[6]);
         const F stretch = F(*stretch_at);
         const F radial = F(*radial_at);
+        Words<orthograd_nesterov_has_momentum_kernel_5> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/orthograd.py)
         for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
+            const auto noise = words.at(i);
+            const F p = weight.decode(i);
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
             const F momentum_buffer = load(momentum_buffer_at + i);
@@ -927,126 +501,18 @@ struct orthograd_float32_nesterov_has_momentum_5 {
             // 31  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
             const F update = fma(momentum, momentum_buffer_2, g_3);
             const F p_2 = fma(minus_lr, update, p);                  // 32  p = p - lr * update
-            store(p_at + i, p_2);
+            weight.encode(i, p_2, noise);
             store(momentum_buffer_at + i, momentum_buffer_2);
         }
     }
 };
 
-// a sweep: the update
-template <class Grad>
-struct orthograd_bfloat16_nesterov_has_momentum_5 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // momentum_buffer
-        {10, -1, 4, WHOLE, true, false, NONE, 3},  // stretch
-        {6, -1, 4, WHOLE, true, false, NONE, 4},  // radial
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];              // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict momentum_buffer_at = (float *)at[2];      // float32 [n]  read and written
-        const float *__restrict stretch_at = (const float *)at[3];  // float32 [tensor]  read
-        const float *__restrict radial_at = (const float *)at[4];   // float32 [tensor]  read
-        const F momentum(known.scalars[2]);
-        const F weight_decay(known.scalars[3]);
-        const F grad_scale(known.scalars[0]);
-        const F where_lt_one_t_momentum_zero(known.scalars[4]);
-        const F where_lt_one_t_one_minus_dampening_one(known.scalars[5]);
-        const F minus_lr(known.scalars[6]);
-        const F stretch = F(*stretch_at);
-        const F radial = F(*radial_at);
-
-        // -- elements: decode, update, encode  (specs/orthograd.py)
-        for (int i = 0; i < count; i += W) {
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);                           // bf16, nearest
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F momentum_buffer = load(momentum_buffer_at + i);
-            const F tangent = fma(-radial, p, g);                    // 24  tangent = g - radial * p
-            const F g_2 = fma(weight_decay, p, stretch * tangent);   // 27  g = l2(stretch * tangent, p, weight_decay)
-            // 30  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-            const F momentum_buffer_2 = fma(where_lt_one_t_one_minus_dampening_one, g_2, where_lt_one_t_momentum_zero * momentum_buffer);
-            // 31  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-            const F update = fma(momentum, momentum_buffer_2, g_2);
-            const F p_2 = fma(minus_lr, update, p);                  // 32  p = p - lr * update
-            const I p_x_bits = bits(p_2);
-            const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-            store(momentum_buffer_at + i, momentum_buffer_2);
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct orthograd_float16_nesterov_has_momentum_5 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // momentum_buffer
-        {10, -1, 4, WHOLE, true, false, NONE, 3},  // stretch
-        {6, -1, 4, WHOLE, true, false, NONE, 4},  // radial
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];              // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict momentum_buffer_at = (float *)at[2];      // float32 [n]  read and written
-        const float *__restrict stretch_at = (const float *)at[3];  // float32 [tensor]  read
-        const float *__restrict radial_at = (const float *)at[4];   // float32 [tensor]  read
-        const F momentum(known.scalars[2]);
-        const F weight_decay(known.scalars[3]);
-        const F grad_scale(known.scalars[0]);
-        const F where_lt_one_t_momentum_zero(known.scalars[4]);
-        const F where_lt_one_t_one_minus_dampening_one(known.scalars[5]);
-        const F minus_lr(known.scalars[6]);
-        const F stretch = F(*stretch_at);
-        const F radial = F(*radial_at);
-
-        // -- elements: decode, update  (specs/orthograd.py)
-        for (int i = 0; i < count; i += W) {
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);                        // f16, nearest
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F momentum_buffer = load(momentum_buffer_at + i);
-            const F tangent = fma(-radial, p, g);                    // 24  tangent = g - radial * p
-            const F g_2 = fma(weight_decay, p, stretch * tangent);   // 27  g = l2(stretch * tangent, p, weight_decay)
-            // 30  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-            const F momentum_buffer_2 = fma(where_lt_one_t_one_minus_dampening_one, g_2, where_lt_one_t_momentum_zero * momentum_buffer);
-            // 31  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-            const F update = fma(momentum, momentum_buffer_2, g_2);
-            const F p_2 = fma(minus_lr, update, p);                  // 32  p = p - lr * update
-            store(p_at + i, narrow_half(p_2));
-            store(momentum_buffer_at + i, momentum_buffer_2);
-        }
-    }
-};
-
-template <class Grad>
-struct orthograd_float32 {
+template <class Weight, class Grad>
+struct orthograd_step {
     typedef void staged;
     static constexpr int SCALARS = 4, BLOCK = 1;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {4, WHOLE},  // tensor_sum_for_g_norm
         {4, WHOLE},  // tensor_sum_for_radial
         {4, WHOLE},  // tensor_sum_for_radial_2
@@ -1059,84 +525,22 @@ struct orthograd_float32 {
         {4, WHOLE + 8},  // partial results of tensor_sum_for_radial
         {4, WHOLE + 8},  // partial results of tensor_sum_for_radial_2
         {4, WHOLE + 8},  // partial results of tensor_sum_for_tangent_norm
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<orthograd_float32_1<Grad>>(),
-        stage<orthograd_float32_2<Grad>>(),
-        stage<orthograd_float32_3<Grad>>(),
-        stage<orthograd_float32_4<Grad>>(),
-        stage<orthograd_float32_5<Grad>>(),
+        stage<orthograd_kernel_1<Weight, Grad>>(),
+        stage<orthograd_kernel_2<Weight, Grad>>(),
+        stage<orthograd_kernel_3<Weight, Grad>>(),
+        stage<orthograd_kernel_4<Weight, Grad>>(),
+        stage<orthograd_kernel_5<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct orthograd_bfloat16 {
-    typedef void staged;
-    static constexpr int SCALARS = 4, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, WHOLE},  // tensor_sum_for_g_norm
-        {4, WHOLE},  // tensor_sum_for_radial
-        {4, WHOLE},  // tensor_sum_for_radial_2
-        {4, WHOLE},  // radial
-        {4, WHOLE},  // g_norm
-        {4, WHOLE},  // by_1em05_times_g_norm
-        {4, WHOLE},  // tensor_sum_for_tangent_norm
-        {4, WHOLE},  // stretch
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_g_norm
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_radial
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_radial_2
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_tangent_norm
-    };
-    static constexpr Stage STAGES[] = {
-        stage<orthograd_bfloat16_1<Grad>>(),
-        stage<orthograd_float32_2<Grad>>(),
-        stage<orthograd_bfloat16_3<Grad>>(),
-        stage<orthograd_float32_4<Grad>>(),
-        stage<orthograd_bfloat16_5<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct orthograd_float16 {
-    typedef void staged;
-    static constexpr int SCALARS = 4, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, WHOLE},  // tensor_sum_for_g_norm
-        {4, WHOLE},  // tensor_sum_for_radial
-        {4, WHOLE},  // tensor_sum_for_radial_2
-        {4, WHOLE},  // radial
-        {4, WHOLE},  // g_norm
-        {4, WHOLE},  // by_1em05_times_g_norm
-        {4, WHOLE},  // tensor_sum_for_tangent_norm
-        {4, WHOLE},  // stretch
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_g_norm
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_radial
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_radial_2
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_tangent_norm
-    };
-    static constexpr Stage STAGES[] = {
-        stage<orthograd_float16_1<Grad>>(),
-        stage<orthograd_float32_2<Grad>>(),
-        stage<orthograd_float16_3<Grad>>(),
-        stage<orthograd_float32_4<Grad>>(),
-        stage<orthograd_float16_5<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct orthograd_float32_has_momentum {
+template <class Weight, class Grad>
+struct orthograd_has_momentum_step {
     typedef void staged;
     static constexpr int SCALARS = 6, BLOCK = 1;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {4, ELEMENT},  // momentum_buffer
         {4, WHOLE},  // tensor_sum_for_g_norm
         {4, WHOLE},  // tensor_sum_for_radial
@@ -1150,86 +554,22 @@ struct orthograd_float32_has_momentum {
         {4, WHOLE + 8},  // partial results of tensor_sum_for_radial
         {4, WHOLE + 8},  // partial results of tensor_sum_for_radial_2
         {4, WHOLE + 8},  // partial results of tensor_sum_for_tangent_norm
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<orthograd_float32_has_momentum_1<Grad>>(),
-        stage<orthograd_float32_has_momentum_2<Grad>>(),
-        stage<orthograd_float32_has_momentum_3<Grad>>(),
-        stage<orthograd_float32_has_momentum_4<Grad>>(),
-        stage<orthograd_float32_has_momentum_5<Grad>>(),
+        stage<orthograd_has_momentum_kernel_1<Weight, Grad>>(),
+        stage<orthograd_has_momentum_kernel_2<Weight, Grad>>(),
+        stage<orthograd_has_momentum_kernel_3<Weight, Grad>>(),
+        stage<orthograd_has_momentum_kernel_4<Weight, Grad>>(),
+        stage<orthograd_has_momentum_kernel_5<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct orthograd_bfloat16_has_momentum {
-    typedef void staged;
-    static constexpr int SCALARS = 6, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, ELEMENT},  // momentum_buffer
-        {4, WHOLE},  // tensor_sum_for_g_norm
-        {4, WHOLE},  // tensor_sum_for_radial
-        {4, WHOLE},  // tensor_sum_for_radial_2
-        {4, WHOLE},  // radial
-        {4, WHOLE},  // g_norm
-        {4, WHOLE},  // by_1em05_times_g_norm
-        {4, WHOLE},  // tensor_sum_for_tangent_norm
-        {4, WHOLE},  // stretch
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_g_norm
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_radial
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_radial_2
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_tangent_norm
-    };
-    static constexpr Stage STAGES[] = {
-        stage<orthograd_bfloat16_has_momentum_1<Grad>>(),
-        stage<orthograd_float32_has_momentum_2<Grad>>(),
-        stage<orthograd_bfloat16_has_momentum_3<Grad>>(),
-        stage<orthograd_float32_has_momentum_4<Grad>>(),
-        stage<orthograd_bfloat16_has_momentum_5<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct orthograd_float16_has_momentum {
-    typedef void staged;
-    static constexpr int SCALARS = 6, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, ELEMENT},  // momentum_buffer
-        {4, WHOLE},  // tensor_sum_for_g_norm
-        {4, WHOLE},  // tensor_sum_for_radial
-        {4, WHOLE},  // tensor_sum_for_radial_2
-        {4, WHOLE},  // radial
-        {4, WHOLE},  // g_norm
-        {4, WHOLE},  // by_1em05_times_g_norm
-        {4, WHOLE},  // tensor_sum_for_tangent_norm
-        {4, WHOLE},  // stretch
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_g_norm
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_radial
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_radial_2
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_tangent_norm
-    };
-    static constexpr Stage STAGES[] = {
-        stage<orthograd_float16_has_momentum_1<Grad>>(),
-        stage<orthograd_float32_has_momentum_2<Grad>>(),
-        stage<orthograd_float16_has_momentum_3<Grad>>(),
-        stage<orthograd_float32_has_momentum_4<Grad>>(),
-        stage<orthograd_float16_has_momentum_5<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct orthograd_float32_nesterov_has_momentum {
+template <class Weight, class Grad>
+struct orthograd_nesterov_has_momentum_step {
     typedef void staged;
     static constexpr int SCALARS = 7, BLOCK = 1;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {4, ELEMENT},  // momentum_buffer
         {4, WHOLE},  // tensor_sum_for_g_norm
         {4, WHOLE},  // tensor_sum_for_radial
@@ -1243,77 +583,25 @@ struct orthograd_float32_nesterov_has_momentum {
         {4, WHOLE + 8},  // partial results of tensor_sum_for_radial
         {4, WHOLE + 8},  // partial results of tensor_sum_for_radial_2
         {4, WHOLE + 8},  // partial results of tensor_sum_for_tangent_norm
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<orthograd_float32_has_momentum_1<Grad>>(),
-        stage<orthograd_float32_has_momentum_2<Grad>>(),
-        stage<orthograd_float32_has_momentum_3<Grad>>(),
-        stage<orthograd_float32_has_momentum_4<Grad>>(),
-        stage<orthograd_float32_nesterov_has_momentum_5<Grad>>(),
+        stage<orthograd_has_momentum_kernel_1<Weight, Grad>>(),
+        stage<orthograd_has_momentum_kernel_2<Weight, Grad>>(),
+        stage<orthograd_has_momentum_kernel_3<Weight, Grad>>(),
+        stage<orthograd_has_momentum_kernel_4<Weight, Grad>>(),
+        stage<orthograd_nesterov_has_momentum_kernel_5<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct orthograd_bfloat16_nesterov_has_momentum {
-    typedef void staged;
-    static constexpr int SCALARS = 7, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, ELEMENT},  // momentum_buffer
-        {4, WHOLE},  // tensor_sum_for_g_norm
-        {4, WHOLE},  // tensor_sum_for_radial
-        {4, WHOLE},  // tensor_sum_for_radial_2
-        {4, WHOLE},  // radial
-        {4, WHOLE},  // g_norm
-        {4, WHOLE},  // by_1em05_times_g_norm
-        {4, WHOLE},  // tensor_sum_for_tangent_norm
-        {4, WHOLE},  // stretch
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_g_norm
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_radial
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_radial_2
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_tangent_norm
-    };
-    static constexpr Stage STAGES[] = {
-        stage<orthograd_bfloat16_has_momentum_1<Grad>>(),
-        stage<orthograd_float32_has_momentum_2<Grad>>(),
-        stage<orthograd_bfloat16_has_momentum_3<Grad>>(),
-        stage<orthograd_float32_has_momentum_4<Grad>>(),
-        stage<orthograd_bfloat16_nesterov_has_momentum_5<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct orthograd_float16_nesterov_has_momentum {
-    typedef void staged;
-    static constexpr int SCALARS = 7, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, ELEMENT},  // momentum_buffer
-        {4, WHOLE},  // tensor_sum_for_g_norm
-        {4, WHOLE},  // tensor_sum_for_radial
-        {4, WHOLE},  // tensor_sum_for_radial_2
-        {4, WHOLE},  // radial
-        {4, WHOLE},  // g_norm
-        {4, WHOLE},  // by_1em05_times_g_norm
-        {4, WHOLE},  // tensor_sum_for_tangent_norm
-        {4, WHOLE},  // stretch
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_g_norm
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_radial
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_radial_2
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_tangent_norm
-    };
-    static constexpr Stage STAGES[] = {
-        stage<orthograd_float16_has_momentum_1<Grad>>(),
-        stage<orthograd_float32_has_momentum_2<Grad>>(),
-        stage<orthograd_float16_has_momentum_3<Grad>>(),
-        stage<orthograd_float32_has_momentum_4<Grad>>(),
-        stage<orthograd_float16_nesterov_has_momentum_5<Grad>>(),
-    };
-};
+template <class Grad> using orthograd_float32 = orthograd_step<weight_float32, Grad>;
+template <class Grad> using orthograd_bfloat16 = orthograd_step<weight_bfloat16, Grad>;
+template <class Grad> using orthograd_float16 = orthograd_step<weight_float16, Grad>;
+template <class Grad> using orthograd_float32_has_momentum = orthograd_has_momentum_step<weight_float32, Grad>;
+template <class Grad> using orthograd_bfloat16_has_momentum = orthograd_has_momentum_step<weight_bfloat16, Grad>;
+template <class Grad> using orthograd_float16_has_momentum = orthograd_has_momentum_step<weight_float16, Grad>;
+template <class Grad> using orthograd_float32_nesterov_has_momentum = orthograd_nesterov_has_momentum_step<weight_float32, Grad>;
+template <class Grad> using orthograd_bfloat16_nesterov_has_momentum = orthograd_nesterov_has_momentum_step<weight_bfloat16, Grad>;
+template <class Grad> using orthograd_float16_nesterov_has_momentum = orthograd_nesterov_has_momentum_step<weight_float16, Grad>;
 
 }  // namespace
 

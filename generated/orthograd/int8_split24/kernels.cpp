@@ -14,34 +14,92 @@
 
 namespace {
 
+// bf16 and 8 more bits, stochastic
+struct weight_bfloat16 {
+    static constexpr int NOISE = 8;
+    static constexpr Part PARTS[] = {{2, true}, {1, true}};  // code, low
+    uint16_t *__restrict code_at;
+    uint8_t *__restrict low_at;
+
+    weight_bfloat16(char *p, char *const *more) : code_at((uint16_t *)p), low_at((uint8_t *)more[0]) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        const U8 low_code = raw(low_at + i);
+        return as_float(joined(code_stored, low_code) - 32768);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        const I word = bits_or_nan(x) + (integer<P>(noise) | 0x8000);
+        store_half<2>(code_at + i, word);
+        store_byte<1>(low_at + i, word);
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); fetch<N>(low_at, b); }
+};
+
+// f16 and 8 more bits, stochastic
+struct weight_float16 {
+    static constexpr int NOISE = 8;
+    static constexpr Part PARTS[] = {{2, true}, {1, true}};  // code, low
+    uint16_t *__restrict code_at;
+    uint8_t *__restrict low_at;
+
+    weight_float16(char *p, char *const *more) : code_at((uint16_t *)p), low_at((uint8_t *)more[0]) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        const I high = extend16(extend16(to_int(code_stored)));
+        const U8 low_code = raw(low_at + i);
+        const I low = to_int(low_code);
+        const I offset = low - 128;
+        const I wide = ((high & 32767) << 8) + offset;
+        const I subnormal = bits(2.3283064365386963e-10f * to_float(wide));
+        const I normal = (wide << 5) + 0x38000000;
+        const I finite = where(wide < 0x40000, subnormal, normal);
+        return as_float(bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000))) | (high & 0x8000) << 16);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        const I x_bitcast = bits(x);
+        const I sign_ = x_bitcast >> 16 & 0x8000;
+        const I magnitude = x_bitcast & 0x7fffffff;
+        const F magnitude_bitcast = as_float(magnitude);
+        const M is_subnormal = magnitude_bitcast < 6.103515625e-05f;
+        const I subnormal = to_int(2199023255552.0f * magnitude_bitcast);
+        const I rebiased = min(I(0xf800000), magnitude - 0x38000000);
+        const I fixed = where(is_subnormal, subnormal, rebiased << 4);
+        const I wide = lshr(fixed + middle<P, 9>(noise), 9);
+        const I word = where(x == x, wide, I(0x7e0000)) + 128;
+        const I kept_ = word;
+        store(code_at + i, sign_ | word >> 8);
+        store(low_at + i, kept_);
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); fetch<N>(low_at, b); }
+};
+
 // a sweep: g_norm (specs/orthograd.py:25), radial (specs/orthograd.py:23)
-template <class Grad>
-struct orthograd_float32_1 {
+template <class Weight, class Grad>
+struct orthograd_kernel_1 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, 10, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_g_norm
-        {3, 11, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_radial
-        {4, 12, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_radial_2
-    };
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, false, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {2, 10, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_for_g_norm
+        {3, 11, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_radial
+        {4, 12, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_radial_2
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        const float *__restrict p_at = (const float *)at[0];            // float32 [n]  read
+        Weight weight(at[4], at + 5);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict tensor_sum_for_g_norm_at = (float *)at[2];    // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_radial_at = (float *)at[3];    // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_radial_2_at = (float *)at[4];  // float32 [tensor]  for tensor_sum
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        float *__restrict tensor_sum_for_g_norm_at = (float *)at[1];    // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_for_radial_at = (float *)at[2];    // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_for_radial_2_at = (float *)at[3];  // float32 [tensor]  for tensor_sum
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             store(tensor_sum_for_g_norm_at + i, g * g);
             store(tensor_sum_for_radial_at + i, p * g);
             store(tensor_sum_for_radial_2_at + i, p * p);
@@ -50,20 +108,20 @@ struct orthograd_float32_1 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct orthograd_float32_2 {
+template <class Weight, class Grad>
+struct orthograd_kernel_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {5, -1, 4, WHOLE, false, true, NONE, 0},  // radial
         {6, -1, 4, WHOLE, false, true, NONE, 1},  // g_norm
         {7, -1, 4, WHOLE, false, true, NONE, 2},  // by_1em05_times_g_norm
         {3, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_for_radial
         {4, -1, 4, WHOLE, true, false, NONE, 4},  // tensor_sum_for_radial_2
         {2, -1, 4, WHOLE, true, false, NONE, 5},  // tensor_sum_for_g_norm
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -96,32 +154,31 @@ struct orthograd_float32_2 {
 };
 
 // a sweep: tangent_norm (specs/orthograd.py:25)
-template <class Grad>
-struct orthograd_float32_3 {
+template <class Weight, class Grad>
+struct orthograd_kernel_3 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {8, 13, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_tangent_norm
-        {5, -1, 4, WHOLE, true, false, NONE, 3},  // radial
-    };
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, false, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {8, 13, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_for_tangent_norm
+        {5, -1, 4, WHOLE, true, false, NONE, 2},  // radial
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        const float *__restrict p_at = (const float *)at[0];                // float32 [n]  read
+        Weight weight(at[3], at + 4);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict tensor_sum_for_tangent_norm_at = (float *)at[2];  // float32 [tensor]  for tensor_sum
-        const float *__restrict radial_at = (const float *)at[3];           // float32 [tensor]  read
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        float *__restrict tensor_sum_for_tangent_norm_at = (float *)at[1];  // float32 [tensor]  for tensor_sum
+        const float *__restrict radial_at = (const float *)at[2];           // float32 [tensor]  read
         const F grad_scale(known.scalars[0]);
         const F radial = F(*radial_at);
 
         // -- elements: decode, update  (specs/orthograd.py)
         for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
             const F tangent = fma(-radial, p, g_2);  // 24  tangent = g - radial * p
@@ -131,18 +188,18 @@ struct orthograd_float32_3 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct orthograd_float32_4 {
+template <class Weight, class Grad>
+struct orthograd_kernel_4 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {9, -1, 4, WHOLE, false, true, NONE, 0},  // stretch
         {7, -1, 4, WHOLE, true, false, NONE, 1},  // by_1em05_times_g_norm
         {8, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_tangent_norm
         {6, -1, 4, WHOLE, true, false, NONE, 3},  // g_norm
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -167,483 +224,78 @@ struct orthograd_float32_4 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct orthograd_float32_5 {
+template <class Weight, class Grad>
+struct orthograd_kernel_5 {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {9, -1, 4, WHOLE, true, false, NONE, 2},  // stretch
-        {5, -1, 4, WHOLE, true, false, NONE, 3},  // radial
-    };
+    static constexpr bool MATRICES = false, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {9, -1, 4, WHOLE, true, false, NONE, 1},  // stretch
+        {5, -1, 4, WHOLE, true, false, NONE, 2},  // radial
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                    // float32 [n]  read and written
+        Weight weight(at[3], at + 4);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const float *__restrict stretch_at = (const float *)at[2];  // float32 [tensor]  read
-        const float *__restrict radial_at = (const float *)at[3];   // float32 [tensor]  read
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        const float *__restrict stretch_at = (const float *)at[1];  // float32 [tensor]  read
+        const float *__restrict radial_at = (const float *)at[2];   // float32 [tensor]  read
+        const int32_t step_key = known.step_key;
+        const int32_t stream_key = known.stream_key;
         const F weight_decay(known.scalars[2]);
         const F grad_scale(known.scalars[0]);
         const F minus_lr(known.scalars[3]);
         const F stretch = F(*stretch_at);
         const F radial = F(*radial_at);
+        Words<orthograd_kernel_5> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/orthograd.py)
         for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
+            const auto noise = words.at(i);
+            const F p = weight.decode(i);
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
             const F tangent = fma(-radial, p, g_2);                 // 24  tangent = g - radial * p
             const F g_3 = fma(weight_decay, p, stretch * tangent);  // 27  g = l2(stretch * tangent, p, weight_decay)
             const F p_2 = fma(minus_lr, g_3, p);                    // 32  p = p - lr * update
-            store(p_at + i, p_2);
+            weight.encode(i, p_2, noise);
         }
     }
 };
 
 // a sweep: g_norm (specs/orthograd.py:25), radial (specs/orthograd.py:23)
-template <class Grad>
-struct orthograd_bfloat16_1 {
+template <class Weight, class Grad>
+struct orthograd_has_momentum_kernel_1 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
-        {3, 11, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_g_norm
-        {4, 12, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_radial
-        {5, 13, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_radial_2
-    };
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, false, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {4, 12, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_for_g_norm
+        {5, 13, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_radial
+        {6, 14, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_radial_2
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        const uint16_t *__restrict p_at = (const uint16_t *)at[0];         // bfloat16 [n]  read
+        Weight weight(at[4], at + 5);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];  // uint8 [n]  read
-        float *__restrict tensor_sum_for_g_norm_at = (float *)at[3];       // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_radial_at = (float *)at[4];       // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_radial_2_at = (float *)at[5];     // float32 [tensor]  for tensor_sum
-
-        // -- elements: decode, encode
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-            const F g_cast = g_stored;
-            store(tensor_sum_for_g_norm_at + i, g_cast * g_cast);
-            store(tensor_sum_for_radial_at + i, p * g_cast);
-            store(tensor_sum_for_radial_2_at + i, p * p);
-        }
-    }
-};
-
-// tensor: values of tensors
-template <class Grad>
-struct orthograd_bfloat16_2 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = WHOLE;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {6, -1, 4, WHOLE, false, true, NONE, 0},  // radial
-        {7, -1, 4, WHOLE, false, true, NONE, 1},  // g_norm
-        {8, -1, 4, WHOLE, false, true, NONE, 2},  // by_1em05_times_g_norm
-        {4, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_for_radial
-        {5, -1, 4, WHOLE, true, false, NONE, 4},  // tensor_sum_for_radial_2
-        {3, -1, 4, WHOLE, true, false, NONE, 5},  // tensor_sum_for_g_norm
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        float *__restrict radial_at = (float *)at[0];                 // float32 [tensor]  written
-        float *__restrict g_norm_at = (float *)at[1];                 // float32 [tensor]  written
-        float *__restrict by_1em05_times_g_norm_at = (float *)at[2];  // float32 [tensor]  written
-        // float32 [tensor]  read
-        const float *__restrict tensor_sum_for_radial_at = (const float *)at[3];
-        // float32 [tensor]  read
-        const float *__restrict tensor_sum_for_radial_2_at = (const float *)at[4];
-        // float32 [tensor]  read
-        const float *__restrict tensor_sum_for_g_norm_at = (const float *)at[5];
-        const F grad_scale(known.scalars[0]);
-        const F grad_scale_times_grad_scale(known.scalars[1]);
-
-        // -- elements: decode, update  (specs/orthograd.py)
-        for (int i = 0; i < count; i += W) {
-            const F tensor_sum_for_radial = load(tensor_sum_for_radial_at + i);
-            const F tensor_sum_for_radial_2 = load(tensor_sum_for_radial_2_at + i);
-            const F tensor_sum_for_g_norm = load(tensor_sum_for_g_norm_at + i);
-            // 23  radial = dot(p, g) / (dot(p, p) + 1e-30)
-            const F radial = grad_scale * tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1.0000000031710769e-30f);
-            // 25  g_norm, tangent_norm = norm(g), norm(tangent)
-            const F g_norm = sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm);
-            store(radial_at + i, radial);
-            store(g_norm_at + i, g_norm);
-            store(by_1em05_times_g_norm_at + i, 9.999999747378752e-06f * g_norm);
-        }
-    }
-};
-
-// a sweep: tangent_norm (specs/orthograd.py:25)
-template <class Grad>
-struct orthograd_bfloat16_3 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
-        {9, 14, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_tangent_norm
-        {6, -1, 4, WHOLE, true, false, NONE, 4},  // radial
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const uint16_t *__restrict p_at = (const uint16_t *)at[0];          // bfloat16 [n]  read
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];   // uint8 [n]  read
-        float *__restrict tensor_sum_for_tangent_norm_at = (float *)at[3];  // float32 [tensor]  for tensor_sum
-        const float *__restrict radial_at = (const float *)at[4];           // float32 [tensor]  read
-        const F grad_scale(known.scalars[0]);
-        const F radial = F(*radial_at);
-
-        // -- elements: decode, update  (specs/orthograd.py)
-        for (int i = 0; i < count; i += W) {
-            const U16 p_stored = raw(p_at + i);
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F tangent = fma(-radial, p, g);                             // 24  tangent = g - radial * p
-            store(tensor_sum_for_tangent_norm_at + i, tangent * tangent);
-        }
-    }
-};
-
-// tensor: values of tensors
-template <class Grad>
-struct orthograd_bfloat16_4 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = WHOLE;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {10, -1, 4, WHOLE, false, true, NONE, 0},  // stretch
-        {8, -1, 4, WHOLE, true, false, NONE, 1},  // by_1em05_times_g_norm
-        {9, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_tangent_norm
-        {7, -1, 4, WHOLE, true, false, NONE, 3},  // g_norm
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        float *__restrict stretch_at = (float *)at[0];             // float32 [tensor]  written
-        // float32 [tensor]  read
-        const float *__restrict by_1em05_times_g_norm_at = (const float *)at[1];
-        // float32 [tensor]  read
-        const float *__restrict tensor_sum_for_tangent_norm_at = (const float *)at[2];
-        const float *__restrict g_norm_at = (const float *)at[3];  // float32 [tensor]  read
-
-        // -- elements: decode, update  (specs/orthograd.py)
-        for (int i = 0; i < count; i += W) {
-            const F by_1em05_times_g_norm = load(by_1em05_times_g_norm_at + i);
-            const F tensor_sum_for_tangent_norm = load(tensor_sum_for_tangent_norm_at + i);
-            const F g_norm = load(g_norm_at + i);
-            const F tangent_norm = sqrt(tensor_sum_for_tangent_norm);  // 25  g_norm, tangent_norm = norm(g), norm(tangent)
-            // 26  stretch = where(tangent_norm > 1e-5 * g_norm, g_norm / tangent_norm, 0.0)
-            const F stretch = where(by_1em05_times_g_norm < tangent_norm, g_norm / tangent_norm, F(0.0f));
-            store(stretch_at + i, stretch);
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct orthograd_bfloat16_5 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {10, -1, 4, WHOLE, true, false, NONE, 3},  // stretch
-        {6, -1, 4, WHOLE, true, false, NONE, 4},  // radial
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];              // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];       // uint8 [n]  read and written
-        const float *__restrict stretch_at = (const float *)at[3];  // float32 [tensor]  read
-        const float *__restrict radial_at = (const float *)at[4];   // float32 [tensor]  read
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F weight_decay(known.scalars[2]);
-        const F grad_scale(known.scalars[0]);
-        const F minus_lr(known.scalars[3]);
-        const F stretch = F(*stretch_at);
-        const F radial = F(*radial_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/orthograd.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const U16 p_stored = raw(p_at + i);
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F tangent = fma(-radial, p, g);                             // 24  tangent = g - radial * p
-            const F g_2 = fma(weight_decay, p, stretch * tangent);            // 27  g = l2(stretch * tangent, p, weight_decay)
-            const F p_2 = fma(minus_lr, g_2, p);                              // 32  p = p - lr * update
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = bits_or_nan(p_2) + (lshr(noise, 24) + 0x8000);
-            store_half<2>(p_at + i, p_word);
-            store_byte<1>(weight_low_at + i, p_word);
-        }
-    }
-};
-
-// a sweep: g_norm (specs/orthograd.py:25), radial (specs/orthograd.py:23)
-template <class Grad>
-struct orthograd_float16_1 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
-        {3, 11, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_g_norm
-        {4, 12, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_radial
-        {5, 13, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_radial_2
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const uint16_t *__restrict p_at = (const uint16_t *)at[0];         // float16 [n]  read
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];  // uint8 [n]  read
-        float *__restrict tensor_sum_for_g_norm_at = (float *)at[3];       // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_radial_at = (float *)at[4];       // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_radial_2_at = (float *)at[5];     // float32 [tensor]  for tensor_sum
-
-        // -- elements: decode, encode
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const I p_high = extend16(extend16(to_int(p_stored)));
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low - 128;
-            const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 0x38000000;
-            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-            // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-            const F g_cast = g_stored;
-            store(tensor_sum_for_g_norm_at + i, g_cast * g_cast);
-            store(tensor_sum_for_radial_at + i, p * g_cast);
-            store(tensor_sum_for_radial_2_at + i, p * p);
-        }
-    }
-};
-
-// a sweep: tangent_norm (specs/orthograd.py:25)
-template <class Grad>
-struct orthograd_float16_3 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
-        {9, 14, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_tangent_norm
-        {6, -1, 4, WHOLE, true, false, NONE, 4},  // radial
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const uint16_t *__restrict p_at = (const uint16_t *)at[0];          // float16 [n]  read
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];   // uint8 [n]  read
-        float *__restrict tensor_sum_for_tangent_norm_at = (float *)at[3];  // float32 [tensor]  for tensor_sum
-        const float *__restrict radial_at = (const float *)at[4];           // float32 [tensor]  read
-        const F grad_scale(known.scalars[0]);
-        const F radial = F(*radial_at);
-
-        // -- elements: decode, update  (specs/orthograd.py)
-        for (int i = 0; i < count; i += W) {
-            const U16 p_stored = raw(p_at + i);
-            const I p_high = extend16(extend16(to_int(p_stored)));
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low - 128;
-            const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 0x38000000;
-            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-            // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F tangent = fma(-radial, p, g);  // 24  tangent = g - radial * p
-            store(tensor_sum_for_tangent_norm_at + i, tangent * tangent);
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct orthograd_float16_5 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {10, -1, 4, WHOLE, true, false, NONE, 3},  // stretch
-        {6, -1, 4, WHOLE, true, false, NONE, 4},  // radial
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];              // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];       // uint8 [n]  read and written
-        const float *__restrict stretch_at = (const float *)at[3];  // float32 [tensor]  read
-        const float *__restrict radial_at = (const float *)at[4];   // float32 [tensor]  read
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F weight_decay(known.scalars[2]);
-        const F grad_scale(known.scalars[0]);
-        const F minus_lr(known.scalars[3]);
-        const F stretch = F(*stretch_at);
-        const F radial = F(*radial_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/orthograd.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const U16 p_stored = raw(p_at + i);
-            const I p_high = extend16(extend16(to_int(p_stored)));
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low - 128;
-            const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 0x38000000;
-            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-            // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F tangent = fma(-radial, p, g);                   // 24  tangent = g - radial * p
-            const F g_2 = fma(weight_decay, p, stretch * tangent);  // 27  g = l2(stretch * tangent, p, weight_decay)
-            const F p_2 = fma(minus_lr, g_2, p);                    // 32  p = p - lr * update
-            const I p_bitcast = bits(p_2);
-            const I p_sign = p_bitcast >> 16 & 0x8000;
-            const I p_magnitude = p_bitcast & 0x7fffffff;
-            const F p_magnitude_bitcast = as_float(p_magnitude);
-            const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-            const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-            const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-            const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_wide_2 = lshr(p_fixed + (lshr(noise, 23) | 1), 9);
-            const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
-            const I p_kept_ = p_word;
-            store(p_at + i, p_sign | p_word >> 8);
-            store(weight_low_at + i, p_kept_);
-        }
-    }
-};
-
-// a sweep: g_norm (specs/orthograd.py:25), radial (specs/orthograd.py:23)
-template <class Grad>
-struct orthograd_float32_has_momentum_1 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {4, 12, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_g_norm
-        {5, 13, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_radial
-        {6, 14, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_radial_2
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const float *__restrict p_at = (const float *)at[0];            // float32 [n]  read
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict tensor_sum_for_g_norm_at = (float *)at[2];    // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_radial_at = (float *)at[3];    // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_radial_2_at = (float *)at[4];  // float32 [tensor]  for tensor_sum
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        float *__restrict tensor_sum_for_g_norm_at = (float *)at[1];    // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_for_radial_at = (float *)at[2];    // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_for_radial_2_at = (float *)at[3];  // float32 [tensor]  for tensor_sum
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             store(tensor_sum_for_g_norm_at + i, g * g);
             store(tensor_sum_for_radial_at + i, p * g);
             store(tensor_sum_for_radial_2_at + i, p * p);
@@ -652,20 +304,20 @@ struct orthograd_float32_has_momentum_1 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct orthograd_float32_has_momentum_2 {
+template <class Weight, class Grad>
+struct orthograd_has_momentum_kernel_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {7, -1, 4, WHOLE, false, true, NONE, 0},  // radial
         {8, -1, 4, WHOLE, false, true, NONE, 1},  // g_norm
         {9, -1, 4, WHOLE, false, true, NONE, 2},  // by_1em05_times_g_norm
         {5, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_for_radial
         {6, -1, 4, WHOLE, true, false, NONE, 4},  // tensor_sum_for_radial_2
         {4, -1, 4, WHOLE, true, false, NONE, 5},  // tensor_sum_for_g_norm
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -698,32 +350,31 @@ struct orthograd_float32_has_momentum_2 {
 };
 
 // a sweep: tangent_norm (specs/orthograd.py:25)
-template <class Grad>
-struct orthograd_float32_has_momentum_3 {
+template <class Weight, class Grad>
+struct orthograd_has_momentum_kernel_3 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {10, 15, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_tangent_norm
-        {7, -1, 4, WHOLE, true, false, NONE, 3},  // radial
-    };
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, false, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {10, 15, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_for_tangent_norm
+        {7, -1, 4, WHOLE, true, false, NONE, 2},  // radial
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        const float *__restrict p_at = (const float *)at[0];                // float32 [n]  read
+        Weight weight(at[3], at + 4);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict tensor_sum_for_tangent_norm_at = (float *)at[2];  // float32 [tensor]  for tensor_sum
-        const float *__restrict radial_at = (const float *)at[3];           // float32 [tensor]  read
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        float *__restrict tensor_sum_for_tangent_norm_at = (float *)at[1];  // float32 [tensor]  for tensor_sum
+        const float *__restrict radial_at = (const float *)at[2];           // float32 [tensor]  read
         const F grad_scale(known.scalars[0]);
         const F radial = F(*radial_at);
 
         // -- elements: decode, update  (specs/orthograd.py)
         for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
             const F tangent = fma(-radial, p, g_2);  // 24  tangent = g - radial * p
@@ -733,18 +384,18 @@ struct orthograd_float32_has_momentum_3 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct orthograd_float32_has_momentum_4 {
+template <class Weight, class Grad>
+struct orthograd_has_momentum_kernel_4 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {11, -1, 4, WHOLE, false, true, NONE, 0},  // stretch
         {9, -1, 4, WHOLE, true, false, NONE, 1},  // by_1em05_times_g_norm
         {10, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_tangent_norm
         {8, -1, 4, WHOLE, true, false, NONE, 3},  // g_norm
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -769,20 +420,22 @@ struct orthograd_float32_has_momentum_4 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct orthograd_float32_has_momentum_5 {
+template <class Weight, class Grad>
+struct orthograd_has_momentum_kernel_5 {
+    // random bits of momentum_buffer, p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{12, false}, {Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P, 0}), KEPT = NOISE.mask({P, 0});
     static constexpr int BLOCK = 64, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // momentum_buffer_codes
-        {3, -1, 2, BLOCK_OF, true, true, NONE, 3},  // momentum_buffer_scale
-        {11, -1, 4, WHOLE, true, false, NONE, 4},  // stretch
-        {7, -1, 4, WHOLE, true, false, NONE, 5},  // radial
-    };
+    static constexpr bool MATRICES = false, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {2, -1, 1, ELEMENT, true, true, NONE, 1},  // momentum_buffer_codes
+        {3, -1, 2, BLOCK_OF, true, true, NONE, 2},  // momentum_buffer_scale
+        {11, -1, 4, WHOLE, true, false, NONE, 3},  // stretch
+        {7, -1, 4, WHOLE, true, false, NONE, 4},  // radial
+    });
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
                      int row_mask, const Known &known) {
@@ -792,13 +445,13 @@ struct orthograd_float32_has_momentum_5 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                          // float32 [n]  read and written
+        Weight weight(at[5], at + 6);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[2];  // uint8 [n]  read and written
-        int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[3];  // int16 [blocks of 64]  read and written
-        const float *__restrict stretch_at = (const float *)at[4];        // float32 [tensor]  read
-        const float *__restrict radial_at = (const float *)at[5];         // float32 [tensor]  read
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[1];  // uint8 [n]  read and written
+        int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[2];  // int16 [blocks of 64]  read and written
+        const float *__restrict stretch_at = (const float *)at[3];        // float32 [tensor]  read
+        const float *__restrict radial_at = (const float *)at[4];         // float32 [tensor]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F weight_decay(known.scalars[2]);
@@ -808,26 +461,11 @@ struct orthograd_float32_has_momentum_5 {
         const F minus_lr(known.scalars[5]);
         const F stretch = F(*stretch_at);
         const F radial = F(*radial_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float momentum_buffer_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
         alignas(64) float momentum_buffer_scale_mul_kept[TILE / BLOCK];
         alignas(64) float momentum_buffer_divisor_mul_kept[TILE / BLOCK];
         I momentum_buffer_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
+        Words<orthograd_has_momentum_kernel_5> words(BLOCK * blocks, first, stream_key, step_key);
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
@@ -839,17 +477,22 @@ struct orthograd_float32_has_momentum_5 {
             store(momentum_buffer_scale_mul_kept + b, momentum_buffer_scale_mul);
         }
 
+        const auto update_weight = [&](int i, F momentum_buffer, const auto &noise) {
+            const F p = weight.decode(i);
+            const F p_2 = fma(minus_lr, momentum_buffer, p);  // 32  p = p - lr * update
+            weight.encode(i, p_2, noise);
+        };
         // -- elements: decode, update, encode  (specs/orthograd.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch_weight<BLOCK>(weight, b);
+            if constexpr (!apart<Weight>()) { fetch_weight<BLOCK>(weight, b + TILE / BLOCK); }
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const F p = load(p_at + i);
+                const auto noise = words.at(i);
+                const F p = weight.decode(i);
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
                 const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
@@ -859,15 +502,12 @@ struct orthograd_float32_has_momentum_5 {
                 const F g_3 = fma(weight_decay, p, stretch * tangent);  // 27  g = l2(stretch * tangent, p, weight_decay)
                 // 30  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
                 const F momentum_buffer = fma(where_lt_one_t_one_minus_dampening_one, g_3, momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
-                const F p_2 = fma(minus_lr, momentum_buffer, p);        // 32  p = p - lr * update
                 const F momentum_buffer_abs = abs(momentum_buffer);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(momentum_buffer_abs), i, end);
+                words.keep(noise, i);
                 store(momentum_buffer_kept + i, momentum_buffer);
-                store(noise_kept + i, noise);
-                store(p_at + i, p_2);
+                if constexpr (!apart<Weight>())
+                    update_weight(i, momentum_buffer, noise);
             }
             momentum_buffer_top_kept[b] = momentum_buffer_top;
         }
@@ -883,6 +523,17 @@ struct orthograd_float32_has_momentum_5 {
             store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
         }
 
+        // -- elements: decode, update  (specs/orthograd.py)
+        if constexpr (apart<Weight>()) for (int b = 0; b < blocks; b++) {
+            fetch_weight<BLOCK>(weight, b + TILE / BLOCK);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
+                const F momentum_buffer = load(momentum_buffer_kept + i);
+                update_weight(i, momentum_buffer, noise);
+            }
+        }
+
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
@@ -890,43 +541,42 @@ struct orthograd_float32_has_momentum_5 {
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
                 const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
+                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + integer<0>(noise) >> 12);
             }
         }
     }
 };
 
 // a sweep: g_norm (specs/orthograd.py:25), radial (specs/orthograd.py:23)
-template <class Grad>
-struct orthograd_float32_has_momentum_small_1 {
+template <class Weight, class Grad>
+struct orthograd_has_momentum_small_kernel_1 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {3, 11, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_g_norm
-        {4, 12, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_radial
-        {5, 13, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_radial_2
-    };
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, false, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {3, 11, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_for_g_norm
+        {4, 12, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_radial
+        {5, 13, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_radial_2
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        const float *__restrict p_at = (const float *)at[0];            // float32 [n]  read
+        Weight weight(at[4], at + 5);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict tensor_sum_for_g_norm_at = (float *)at[2];    // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_radial_at = (float *)at[3];    // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_radial_2_at = (float *)at[4];  // float32 [tensor]  for tensor_sum
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        float *__restrict tensor_sum_for_g_norm_at = (float *)at[1];    // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_for_radial_at = (float *)at[2];    // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_for_radial_2_at = (float *)at[3];  // float32 [tensor]  for tensor_sum
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             store(tensor_sum_for_g_norm_at + i, g * g);
             store(tensor_sum_for_radial_at + i, p * g);
             store(tensor_sum_for_radial_2_at + i, p * p);
@@ -934,144 +584,21 @@ struct orthograd_float32_has_momentum_small_1 {
     }
 };
 
-// a sweep: tangent_norm (specs/orthograd.py:25)
-template <class Grad>
-struct orthograd_float32_has_momentum_small_3 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {9, 14, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_tangent_norm
-        {6, -1, 4, WHOLE, true, false, NONE, 3},  // radial
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const float *__restrict p_at = (const float *)at[0];                // float32 [n]  read
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict tensor_sum_for_tangent_norm_at = (float *)at[2];  // float32 [tensor]  for tensor_sum
-        const float *__restrict radial_at = (const float *)at[3];           // float32 [tensor]  read
-        const F grad_scale(known.scalars[0]);
-        const F radial = F(*radial_at);
-
-        // -- elements: decode, update  (specs/orthograd.py)
-        for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
-            const F g = Grad::load(g_at + i);
-            const F g_2 = grad_scale * g;
-            const F tangent = fma(-radial, p, g_2);  // 24  tangent = g - radial * p
-            store(tensor_sum_for_tangent_norm_at + i, tangent * tangent);
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct orthograd_float32_has_momentum_small_5 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // momentum_buffer
-        {10, -1, 4, WHOLE, true, false, NONE, 3},  // stretch
-        {6, -1, 4, WHOLE, true, false, NONE, 4},  // radial
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                    // float32 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict momentum_buffer_at = (float *)at[2];      // float32 [n]  read and written
-        const float *__restrict stretch_at = (const float *)at[3];  // float32 [tensor]  read
-        const float *__restrict radial_at = (const float *)at[4];   // float32 [tensor]  read
-        const F weight_decay(known.scalars[2]);
-        const F grad_scale(known.scalars[0]);
-        const F where_lt_one_t_momentum_zero(known.scalars[3]);
-        const F where_lt_one_t_one_minus_dampening_one(known.scalars[4]);
-        const F minus_lr(known.scalars[5]);
-        const F stretch = F(*stretch_at);
-        const F radial = F(*radial_at);
-
-        // -- elements: decode, update  (specs/orthograd.py)
-        for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
-            const F g = Grad::load(g_at + i);
-            const F g_2 = grad_scale * g;
-            const F momentum_buffer = load(momentum_buffer_at + i);
-            const F tangent = fma(-radial, p, g_2);                 // 24  tangent = g - radial * p
-            const F g_3 = fma(weight_decay, p, stretch * tangent);  // 27  g = l2(stretch * tangent, p, weight_decay)
-            // 30  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-            const F momentum_buffer_2 = fma(where_lt_one_t_one_minus_dampening_one, g_3, where_lt_one_t_momentum_zero * momentum_buffer);
-            const F p_2 = fma(minus_lr, momentum_buffer_2, p);      // 32  p = p - lr * update
-            store(p_at + i, p_2);
-            store(momentum_buffer_at + i, momentum_buffer_2);
-        }
-    }
-};
-
-// a sweep: g_norm (specs/orthograd.py:25), radial (specs/orthograd.py:23)
-template <class Grad>
-struct orthograd_bfloat16_has_momentum_1 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
-        {5, 13, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_g_norm
-        {6, 14, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_radial
-        {7, 15, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_radial_2
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const uint16_t *__restrict p_at = (const uint16_t *)at[0];         // bfloat16 [n]  read
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];  // uint8 [n]  read
-        float *__restrict tensor_sum_for_g_norm_at = (float *)at[3];       // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_radial_at = (float *)at[4];       // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_radial_2_at = (float *)at[5];     // float32 [tensor]  for tensor_sum
-
-        // -- elements: decode, encode
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-            const F g_cast = g_stored;
-            store(tensor_sum_for_g_norm_at + i, g_cast * g_cast);
-            store(tensor_sum_for_radial_at + i, p * g_cast);
-            store(tensor_sum_for_radial_2_at + i, p * p);
-        }
-    }
-};
-
 // tensor: values of tensors
-template <class Grad>
-struct orthograd_bfloat16_has_momentum_2 {
+template <class Weight, class Grad>
+struct orthograd_has_momentum_small_kernel_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {8, -1, 4, WHOLE, false, true, NONE, 0},  // radial
-        {9, -1, 4, WHOLE, false, true, NONE, 1},  // g_norm
-        {10, -1, 4, WHOLE, false, true, NONE, 2},  // by_1em05_times_g_norm
-        {6, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_for_radial
-        {7, -1, 4, WHOLE, true, false, NONE, 4},  // tensor_sum_for_radial_2
-        {5, -1, 4, WHOLE, true, false, NONE, 5},  // tensor_sum_for_g_norm
-    };
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
+        {6, -1, 4, WHOLE, false, true, NONE, 0},  // radial
+        {7, -1, 4, WHOLE, false, true, NONE, 1},  // g_norm
+        {8, -1, 4, WHOLE, false, true, NONE, 2},  // by_1em05_times_g_norm
+        {4, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_for_radial
+        {5, -1, 4, WHOLE, true, false, NONE, 4},  // tensor_sum_for_radial_2
+        {3, -1, 4, WHOLE, true, false, NONE, 5},  // tensor_sum_for_g_norm
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -1104,57 +631,52 @@ struct orthograd_bfloat16_has_momentum_2 {
 };
 
 // a sweep: tangent_norm (specs/orthograd.py:25)
-template <class Grad>
-struct orthograd_bfloat16_has_momentum_3 {
+template <class Weight, class Grad>
+struct orthograd_has_momentum_small_kernel_3 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
-        {11, 16, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_tangent_norm
-        {8, -1, 4, WHOLE, true, false, NONE, 4},  // radial
-    };
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, false, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {9, 14, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_for_tangent_norm
+        {6, -1, 4, WHOLE, true, false, NONE, 2},  // radial
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        const uint16_t *__restrict p_at = (const uint16_t *)at[0];          // bfloat16 [n]  read
+        Weight weight(at[3], at + 4);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];   // uint8 [n]  read
-        float *__restrict tensor_sum_for_tangent_norm_at = (float *)at[3];  // float32 [tensor]  for tensor_sum
-        const float *__restrict radial_at = (const float *)at[4];           // float32 [tensor]  read
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        float *__restrict tensor_sum_for_tangent_norm_at = (float *)at[1];  // float32 [tensor]  for tensor_sum
+        const float *__restrict radial_at = (const float *)at[2];           // float32 [tensor]  read
         const F grad_scale(known.scalars[0]);
         const F radial = F(*radial_at);
 
         // -- elements: decode, update  (specs/orthograd.py)
         for (int i = 0; i < count; i += W) {
-            const U16 p_stored = raw(p_at + i);
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F tangent = fma(-radial, p, g);                             // 24  tangent = g - radial * p
+            const F p = weight.decode(i);
+            const F g = Grad::load(g_at + i);
+            const F g_2 = grad_scale * g;
+            const F tangent = fma(-radial, p, g_2);  // 24  tangent = g - radial * p
             store(tensor_sum_for_tangent_norm_at + i, tangent * tangent);
         }
     }
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct orthograd_bfloat16_has_momentum_4 {
+template <class Weight, class Grad>
+struct orthograd_has_momentum_small_kernel_4 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {12, -1, 4, WHOLE, false, true, NONE, 0},  // stretch
-        {10, -1, 4, WHOLE, true, false, NONE, 1},  // by_1em05_times_g_norm
-        {11, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_tangent_norm
-        {9, -1, 4, WHOLE, true, false, NONE, 3},  // g_norm
-    };
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
+        {10, -1, 4, WHOLE, false, true, NONE, 0},  // stretch
+        {8, -1, 4, WHOLE, true, false, NONE, 1},  // by_1em05_times_g_norm
+        {9, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_tangent_norm
+        {7, -1, 4, WHOLE, true, false, NONE, 3},  // g_norm
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -1179,38 +701,30 @@ struct orthograd_bfloat16_has_momentum_4 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct orthograd_bfloat16_has_momentum_5 {
-    static constexpr int BLOCK = 64, TILE = 1024;
+template <class Weight, class Grad>
+struct orthograd_has_momentum_small_kernel_5 {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
+    static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // momentum_buffer_codes
-        {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // momentum_buffer_scale
-        {12, -1, 4, WHOLE, true, false, NONE, 5},  // stretch
-        {8, -1, 4, WHOLE, true, false, NONE, 6},  // radial
-    };
+    static constexpr bool MATRICES = false, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {2, -1, 4, ELEMENT, true, true, NONE, 1},  // momentum_buffer
+        {10, -1, 4, WHOLE, true, false, NONE, 2},  // stretch
+        {6, -1, 4, WHOLE, true, false, NONE, 3},  // radial
+    });
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                    // bfloat16 [n]  read and written
+    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
+                                 int row_mask, const Known &known) {
+        Weight weight(at[4], at + 5);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];             // uint8 [n]  read and written
-        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[3];  // uint8 [n]  read and written
-        int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
-        const float *__restrict stretch_at = (const float *)at[5];        // float32 [tensor]  read
-        const float *__restrict radial_at = (const float *)at[6];         // float32 [tensor]  read
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        float *__restrict momentum_buffer_at = (float *)at[1];      // float32 [n]  read and written
+        const float *__restrict stretch_at = (const float *)at[2];  // float32 [tensor]  read
+        const float *__restrict radial_at = (const float *)at[3];   // float32 [tensor]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F weight_decay(known.scalars[2]);
@@ -1220,726 +734,43 @@ struct orthograd_bfloat16_has_momentum_5 {
         const F minus_lr(known.scalars[5]);
         const F stretch = F(*stretch_at);
         const F radial = F(*radial_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) float momentum_buffer_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float momentum_buffer_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float momentum_buffer_divisor_mul_kept[TILE / BLOCK];
-        I momentum_buffer_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
-            const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
-            const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 0x7fffffff;
-            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2));
-            const F momentum_buffer_scale_mul = where_lt_one_t_momentum_zero * momentum_buffer_scale_2;
-            store(momentum_buffer_scale_mul_kept + b, momentum_buffer_scale_mul);
-        }
-
-        // -- elements: decode, update, encode  (specs/orthograd.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
-            fetch<BLOCK>(weight_low_at, b);
-            const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
-            I momentum_buffer_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-                const F g_stored = Grad::load(g_at + i);
-                const F g = grad_scale * g_stored;
-                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
-                const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
-                const F momentum_buffer_bend = abs(momentum_buffer_code_2);
-                const F tangent = fma(-radial, p, g);                             // 24  tangent = g - radial * p
-                const F g_2 = fma(weight_decay, p, stretch * tangent);            // 27  g = l2(stretch * tangent, p, weight_decay)
-                // 30  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-                const F momentum_buffer = fma(where_lt_one_t_one_minus_dampening_one, g_2, momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const F momentum_buffer_abs = abs(momentum_buffer);
-                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(momentum_buffer_abs), i, end);
-                store(momentum_buffer_kept + i, momentum_buffer);
-                store(noise_kept + i, noise);
-            }
-            momentum_buffer_top_kept[b] = momentum_buffer_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
-            const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
-            const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
-            const F momentum_buffer_divisor_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
-            store(momentum_buffer_divisor_mul_kept + b, momentum_buffer_divisor_mul);
-            store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
-        }
-
-        // -- elements: decode, update, encode  (specs/orthograd.py)
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I noise = load(noise_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-                const F p_2 = fma(minus_lr, momentum_buffer, p);                  // 32  p = p - lr * update
-                const I p_word = bits_or_nan(p_2) + (noise & 255 | 0x8000);
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
-            }
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
-            const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I noise = load(noise_kept + i);
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
-            }
-        }
-    }
-};
-
-// a sweep: g_norm (specs/orthograd.py:25), radial (specs/orthograd.py:23)
-template <class Grad>
-struct orthograd_bfloat16_has_momentum_small_1 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
-        {4, 12, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_g_norm
-        {5, 13, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_radial
-        {6, 14, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_radial_2
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const uint16_t *__restrict p_at = (const uint16_t *)at[0];         // bfloat16 [n]  read
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];  // uint8 [n]  read
-        float *__restrict tensor_sum_for_g_norm_at = (float *)at[3];       // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_radial_at = (float *)at[4];       // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_radial_2_at = (float *)at[5];     // float32 [tensor]  for tensor_sum
-
-        // -- elements: decode, encode
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-            const F g_cast = g_stored;
-            store(tensor_sum_for_g_norm_at + i, g_cast * g_cast);
-            store(tensor_sum_for_radial_at + i, p * g_cast);
-            store(tensor_sum_for_radial_2_at + i, p * p);
-        }
-    }
-};
-
-// a sweep: tangent_norm (specs/orthograd.py:25)
-template <class Grad>
-struct orthograd_bfloat16_has_momentum_small_3 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
-        {10, 15, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_tangent_norm
-        {7, -1, 4, WHOLE, true, false, NONE, 4},  // radial
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const uint16_t *__restrict p_at = (const uint16_t *)at[0];          // bfloat16 [n]  read
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];   // uint8 [n]  read
-        float *__restrict tensor_sum_for_tangent_norm_at = (float *)at[3];  // float32 [tensor]  for tensor_sum
-        const float *__restrict radial_at = (const float *)at[4];           // float32 [tensor]  read
-        const F grad_scale(known.scalars[0]);
-        const F radial = F(*radial_at);
+        Words<orthograd_has_momentum_small_kernel_5> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/orthograd.py)
         for (int i = 0; i < count; i += W) {
-            const U16 p_stored = raw(p_at + i);
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F tangent = fma(-radial, p, g);                             // 24  tangent = g - radial * p
-            store(tensor_sum_for_tangent_norm_at + i, tangent * tangent);
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct orthograd_bfloat16_has_momentum_small_5 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 4, ELEMENT, true, true, NONE, 3},  // momentum_buffer
-        {11, -1, 4, WHOLE, true, false, NONE, 4},  // stretch
-        {7, -1, 4, WHOLE, true, false, NONE, 5},  // radial
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];              // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];       // uint8 [n]  read and written
-        float *__restrict momentum_buffer_at = (float *)at[3];      // float32 [n]  read and written
-        const float *__restrict stretch_at = (const float *)at[4];  // float32 [tensor]  read
-        const float *__restrict radial_at = (const float *)at[5];   // float32 [tensor]  read
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F weight_decay(known.scalars[2]);
-        const F grad_scale(known.scalars[0]);
-        const F where_lt_one_t_momentum_zero(known.scalars[3]);
-        const F where_lt_one_t_one_minus_dampening_one(known.scalars[4]);
-        const F minus_lr(known.scalars[5]);
-        const F stretch = F(*stretch_at);
-        const F radial = F(*radial_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/orthograd.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const U16 p_stored = raw(p_at + i);
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
+            const auto noise = words.at(i);
+            const F p = weight.decode(i);
+            const F g = Grad::load(g_at + i);
+            const F g_2 = grad_scale * g;
             const F momentum_buffer = load(momentum_buffer_at + i);
-            const F tangent = fma(-radial, p, g);                             // 24  tangent = g - radial * p
-            const F g_2 = fma(weight_decay, p, stretch * tangent);            // 27  g = l2(stretch * tangent, p, weight_decay)
+            const F tangent = fma(-radial, p, g_2);                 // 24  tangent = g - radial * p
+            const F g_3 = fma(weight_decay, p, stretch * tangent);  // 27  g = l2(stretch * tangent, p, weight_decay)
             // 30  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-            const F momentum_buffer_2 = fma(where_lt_one_t_one_minus_dampening_one, g_2, where_lt_one_t_momentum_zero * momentum_buffer);
-            const F p_2 = fma(minus_lr, momentum_buffer_2, p);                // 32  p = p - lr * update
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = bits_or_nan(p_2) + (lshr(noise, 24) + 0x8000);
-            store_half<2>(p_at + i, p_word);
-            store_byte<1>(weight_low_at + i, p_word);
-            store(momentum_buffer_at + i, momentum_buffer_2);
-        }
-    }
-};
-
-// a sweep: g_norm (specs/orthograd.py:25), radial (specs/orthograd.py:23)
-template <class Grad>
-struct orthograd_float16_has_momentum_1 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
-        {5, 13, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_g_norm
-        {6, 14, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_radial
-        {7, 15, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_radial_2
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const uint16_t *__restrict p_at = (const uint16_t *)at[0];         // float16 [n]  read
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];  // uint8 [n]  read
-        float *__restrict tensor_sum_for_g_norm_at = (float *)at[3];       // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_radial_at = (float *)at[4];       // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_radial_2_at = (float *)at[5];     // float32 [tensor]  for tensor_sum
-
-        // -- elements: decode, encode
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const I p_high = extend16(extend16(to_int(p_stored)));
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low - 128;
-            const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 0x38000000;
-            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-            // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-            const F g_cast = g_stored;
-            store(tensor_sum_for_g_norm_at + i, g_cast * g_cast);
-            store(tensor_sum_for_radial_at + i, p * g_cast);
-            store(tensor_sum_for_radial_2_at + i, p * p);
-        }
-    }
-};
-
-// a sweep: tangent_norm (specs/orthograd.py:25)
-template <class Grad>
-struct orthograd_float16_has_momentum_3 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
-        {11, 16, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_tangent_norm
-        {8, -1, 4, WHOLE, true, false, NONE, 4},  // radial
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const uint16_t *__restrict p_at = (const uint16_t *)at[0];          // float16 [n]  read
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];   // uint8 [n]  read
-        float *__restrict tensor_sum_for_tangent_norm_at = (float *)at[3];  // float32 [tensor]  for tensor_sum
-        const float *__restrict radial_at = (const float *)at[4];           // float32 [tensor]  read
-        const F grad_scale(known.scalars[0]);
-        const F radial = F(*radial_at);
-
-        // -- elements: decode, update  (specs/orthograd.py)
-        for (int i = 0; i < count; i += W) {
-            const U16 p_stored = raw(p_at + i);
-            const I p_high = extend16(extend16(to_int(p_stored)));
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low - 128;
-            const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 0x38000000;
-            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-            // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F tangent = fma(-radial, p, g);  // 24  tangent = g - radial * p
-            store(tensor_sum_for_tangent_norm_at + i, tangent * tangent);
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct orthograd_float16_has_momentum_5 {
-    static constexpr int BLOCK = 64, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // momentum_buffer_codes
-        {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // momentum_buffer_scale
-        {12, -1, 4, WHOLE, true, false, NONE, 5},  // stretch
-        {8, -1, 4, WHOLE, true, false, NONE, 6},  // radial
-    };
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                    // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];             // uint8 [n]  read and written
-        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[3];  // uint8 [n]  read and written
-        int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
-        const float *__restrict stretch_at = (const float *)at[5];        // float32 [tensor]  read
-        const float *__restrict radial_at = (const float *)at[6];         // float32 [tensor]  read
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F weight_decay(known.scalars[2]);
-        const F grad_scale(known.scalars[0]);
-        const F where_lt_one_t_momentum_zero(known.scalars[3]);
-        const F where_lt_one_t_one_minus_dampening_one(known.scalars[4]);
-        const F minus_lr(known.scalars[5]);
-        const F stretch = F(*stretch_at);
-        const F radial = F(*radial_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) float momentum_buffer_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float momentum_buffer_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float momentum_buffer_divisor_mul_kept[TILE / BLOCK];
-        I momentum_buffer_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
-            const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
-            const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 0x7fffffff;
-            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2));
-            const F momentum_buffer_scale_mul = where_lt_one_t_momentum_zero * momentum_buffer_scale_2;
-            store(momentum_buffer_scale_mul_kept + b, momentum_buffer_scale_mul);
-        }
-
-        // -- elements: decode, update, encode  (specs/orthograd.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
-            I momentum_buffer_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const U16 p_stored = raw(p_at + i);
-                const I p_high = extend16(extend16(to_int(p_stored)));
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low - 128;
-                const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 0x38000000;
-                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-                // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-                const F g_stored = Grad::load(g_at + i);
-                const F g = grad_scale * g_stored;
-                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
-                const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
-                const F momentum_buffer_bend = abs(momentum_buffer_code_2);
-                const F tangent = fma(-radial, p, g);                   // 24  tangent = g - radial * p
-                const F g_2 = fma(weight_decay, p, stretch * tangent);  // 27  g = l2(stretch * tangent, p, weight_decay)
-                // 30  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-                const F momentum_buffer = fma(where_lt_one_t_one_minus_dampening_one, g_2, momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
-                const F p_2 = fma(minus_lr, momentum_buffer, p);        // 32  p = p - lr * update
-                const I p_bitcast = bits(p_2);
-                const I p_sign = p_bitcast >> 16 & 0x8000;
-                const I p_magnitude = p_bitcast & 0x7fffffff;
-                const F p_magnitude_bitcast = as_float(p_magnitude);
-                const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-                const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-                const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-                const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_wide_2 = lshr(p_fixed + ((noise & 255) << 1 | 1), 9);
-                const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
-                const I p_kept_ = p_word;
-                const F momentum_buffer_abs = abs(momentum_buffer);
-                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(momentum_buffer_abs), i, end);
-                store(momentum_buffer_kept + i, momentum_buffer);
-                store(noise_kept + i, noise);
-                store(p_at + i, p_sign | p_word >> 8);
-                store(weight_low_at + i, p_kept_);
-            }
-            momentum_buffer_top_kept[b] = momentum_buffer_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
-            const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
-            const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
-            const F momentum_buffer_divisor_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
-            store(momentum_buffer_divisor_mul_kept + b, momentum_buffer_divisor_mul);
-            store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
-            const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I noise = load(noise_kept + i);
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
-            }
-        }
-    }
-};
-
-// a sweep: g_norm (specs/orthograd.py:25), radial (specs/orthograd.py:23)
-template <class Grad>
-struct orthograd_float16_has_momentum_small_1 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
-        {4, 12, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_g_norm
-        {5, 13, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_radial
-        {6, 14, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_radial_2
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const uint16_t *__restrict p_at = (const uint16_t *)at[0];         // float16 [n]  read
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];  // uint8 [n]  read
-        float *__restrict tensor_sum_for_g_norm_at = (float *)at[3];       // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_radial_at = (float *)at[4];       // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_radial_2_at = (float *)at[5];     // float32 [tensor]  for tensor_sum
-
-        // -- elements: decode, encode
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const I p_high = extend16(extend16(to_int(p_stored)));
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low - 128;
-            const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 0x38000000;
-            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-            // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-            const F g_cast = g_stored;
-            store(tensor_sum_for_g_norm_at + i, g_cast * g_cast);
-            store(tensor_sum_for_radial_at + i, p * g_cast);
-            store(tensor_sum_for_radial_2_at + i, p * p);
-        }
-    }
-};
-
-// a sweep: tangent_norm (specs/orthograd.py:25)
-template <class Grad>
-struct orthograd_float16_has_momentum_small_3 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
-        {10, 15, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_tangent_norm
-        {7, -1, 4, WHOLE, true, false, NONE, 4},  // radial
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const uint16_t *__restrict p_at = (const uint16_t *)at[0];          // float16 [n]  read
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];   // uint8 [n]  read
-        float *__restrict tensor_sum_for_tangent_norm_at = (float *)at[3];  // float32 [tensor]  for tensor_sum
-        const float *__restrict radial_at = (const float *)at[4];           // float32 [tensor]  read
-        const F grad_scale(known.scalars[0]);
-        const F radial = F(*radial_at);
-
-        // -- elements: decode, update  (specs/orthograd.py)
-        for (int i = 0; i < count; i += W) {
-            const U16 p_stored = raw(p_at + i);
-            const I p_high = extend16(extend16(to_int(p_stored)));
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low - 128;
-            const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 0x38000000;
-            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-            // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F tangent = fma(-radial, p, g);  // 24  tangent = g - radial * p
-            store(tensor_sum_for_tangent_norm_at + i, tangent * tangent);
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct orthograd_float16_has_momentum_small_5 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 4, ELEMENT, true, true, NONE, 3},  // momentum_buffer
-        {11, -1, 4, WHOLE, true, false, NONE, 4},  // stretch
-        {7, -1, 4, WHOLE, true, false, NONE, 5},  // radial
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];              // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];       // uint8 [n]  read and written
-        float *__restrict momentum_buffer_at = (float *)at[3];      // float32 [n]  read and written
-        const float *__restrict stretch_at = (const float *)at[4];  // float32 [tensor]  read
-        const float *__restrict radial_at = (const float *)at[5];   // float32 [tensor]  read
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F weight_decay(known.scalars[2]);
-        const F grad_scale(known.scalars[0]);
-        const F where_lt_one_t_momentum_zero(known.scalars[3]);
-        const F where_lt_one_t_one_minus_dampening_one(known.scalars[4]);
-        const F minus_lr(known.scalars[5]);
-        const F stretch = F(*stretch_at);
-        const F radial = F(*radial_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/orthograd.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const U16 p_stored = raw(p_at + i);
-            const I p_high = extend16(extend16(to_int(p_stored)));
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low - 128;
-            const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 0x38000000;
-            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-            // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F momentum_buffer = load(momentum_buffer_at + i);
-            const F tangent = fma(-radial, p, g);                   // 24  tangent = g - radial * p
-            const F g_2 = fma(weight_decay, p, stretch * tangent);  // 27  g = l2(stretch * tangent, p, weight_decay)
-            // 30  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-            const F momentum_buffer_2 = fma(where_lt_one_t_one_minus_dampening_one, g_2, where_lt_one_t_momentum_zero * momentum_buffer);
+            const F momentum_buffer_2 = fma(where_lt_one_t_one_minus_dampening_one, g_3, where_lt_one_t_momentum_zero * momentum_buffer);
             const F p_2 = fma(minus_lr, momentum_buffer_2, p);      // 32  p = p - lr * update
-            const I p_bitcast = bits(p_2);
-            const I p_sign = p_bitcast >> 16 & 0x8000;
-            const I p_magnitude = p_bitcast & 0x7fffffff;
-            const F p_magnitude_bitcast = as_float(p_magnitude);
-            const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-            const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-            const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-            const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_wide_2 = lshr(p_fixed + (lshr(noise, 23) | 1), 9);
-            const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
-            const I p_kept_ = p_word;
-            store(p_at + i, p_sign | p_word >> 8);
-            store(weight_low_at + i, p_kept_);
+            weight.encode(i, p_2, noise);
             store(momentum_buffer_at + i, momentum_buffer_2);
         }
     }
 };
 
 // a sweep: the update
-template <class Grad>
-struct orthograd_float32_nesterov_has_momentum_5 {
+template <class Weight, class Grad>
+struct orthograd_nesterov_has_momentum_kernel_5 {
+    // random bits of momentum_buffer, p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{12, false}, {Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P, 0}), KEPT = NOISE.mask({0});
     static constexpr int BLOCK = 64, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // momentum_buffer_codes
-        {3, -1, 2, BLOCK_OF, true, true, NONE, 3},  // momentum_buffer_scale
-        {11, -1, 4, WHOLE, true, false, NONE, 4},  // stretch
-        {7, -1, 4, WHOLE, true, false, NONE, 5},  // radial
-    };
+    static constexpr bool MATRICES = false, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {2, -1, 1, ELEMENT, true, true, NONE, 1},  // momentum_buffer_codes
+        {3, -1, 2, BLOCK_OF, true, true, NONE, 2},  // momentum_buffer_scale
+        {11, -1, 4, WHOLE, true, false, NONE, 3},  // stretch
+        {7, -1, 4, WHOLE, true, false, NONE, 4},  // radial
+    });
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
                      int row_mask, const Known &known) {
@@ -1949,13 +780,13 @@ struct orthograd_float32_nesterov_has_momentum_5 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                          // float32 [n]  read and written
+        Weight weight(at[5], at + 6);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[2];  // uint8 [n]  read and written
-        int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[3];  // int16 [blocks of 64]  read and written
-        const float *__restrict stretch_at = (const float *)at[4];        // float32 [tensor]  read
-        const float *__restrict radial_at = (const float *)at[5];         // float32 [tensor]  read
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[1];  // uint8 [n]  read and written
+        int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[2];  // int16 [blocks of 64]  read and written
+        const float *__restrict stretch_at = (const float *)at[3];        // float32 [tensor]  read
+        const float *__restrict radial_at = (const float *)at[4];         // float32 [tensor]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F momentum(known.scalars[2]);
@@ -1966,26 +797,11 @@ struct orthograd_float32_nesterov_has_momentum_5 {
         const F minus_lr(known.scalars[6]);
         const F stretch = F(*stretch_at);
         const F radial = F(*radial_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float momentum_buffer_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
         alignas(64) float momentum_buffer_scale_mul_kept[TILE / BLOCK];
         alignas(64) float momentum_buffer_divisor_mul_kept[TILE / BLOCK];
         I momentum_buffer_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
+        Words<orthograd_nesterov_has_momentum_kernel_5> words(BLOCK * blocks, first, stream_key, step_key);
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
@@ -2000,14 +816,13 @@ struct orthograd_float32_nesterov_has_momentum_5 {
         // -- elements: decode, update, encode  (specs/orthograd.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch_weight<BLOCK>(weight, b + TILE / BLOCK);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const F p = load(p_at + i);
+                const auto noise = words.at(i);
+                const F p = weight.decode(i);
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
                 const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
@@ -2021,13 +836,10 @@ struct orthograd_float32_nesterov_has_momentum_5 {
                 const F update = fma(momentum, momentum_buffer, g_3);
                 const F p_2 = fma(minus_lr, update, p);                 // 32  p = p - lr * update
                 const F momentum_buffer_abs = abs(momentum_buffer);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(momentum_buffer_abs), i, end);
+                words.keep(noise, i);
                 store(momentum_buffer_kept + i, momentum_buffer);
-                store(noise_kept + i, noise);
-                store(p_at + i, p_2);
+                weight.encode(i, p_2, noise);
             }
             momentum_buffer_top_kept[b] = momentum_buffer_top;
         }
@@ -2050,38 +862,42 @@ struct orthograd_float32_nesterov_has_momentum_5 {
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
                 const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
+                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + integer<0>(noise) >> 12);
             }
         }
     }
 };
 
 // a sweep: the update
-template <class Grad>
-struct orthograd_float32_nesterov_has_momentum_small_5 {
+template <class Weight, class Grad>
+struct orthograd_nesterov_has_momentum_small_kernel_5 {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // momentum_buffer
-        {10, -1, 4, WHOLE, true, false, NONE, 3},  // stretch
-        {6, -1, 4, WHOLE, true, false, NONE, 4},  // radial
-    };
+    static constexpr bool MATRICES = false, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {2, -1, 4, ELEMENT, true, true, NONE, 1},  // momentum_buffer
+        {10, -1, 4, WHOLE, true, false, NONE, 2},  // stretch
+        {6, -1, 4, WHOLE, true, false, NONE, 3},  // radial
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                    // float32 [n]  read and written
+        Weight weight(at[4], at + 5);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict momentum_buffer_at = (float *)at[2];      // float32 [n]  read and written
-        const float *__restrict stretch_at = (const float *)at[3];  // float32 [tensor]  read
-        const float *__restrict radial_at = (const float *)at[4];   // float32 [tensor]  read
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        float *__restrict momentum_buffer_at = (float *)at[1];      // float32 [n]  read and written
+        const float *__restrict stretch_at = (const float *)at[2];  // float32 [tensor]  read
+        const float *__restrict radial_at = (const float *)at[3];   // float32 [tensor]  read
+        const int32_t step_key = known.step_key;
+        const int32_t stream_key = known.stream_key;
         const F momentum(known.scalars[2]);
         const F weight_decay(known.scalars[3]);
         const F grad_scale(known.scalars[0]);
@@ -2090,10 +906,12 @@ struct orthograd_float32_nesterov_has_momentum_small_5 {
         const F minus_lr(known.scalars[6]);
         const F stretch = F(*stretch_at);
         const F radial = F(*radial_at);
+        Words<orthograd_nesterov_has_momentum_small_kernel_5> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/orthograd.py)
         for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
+            const auto noise = words.at(i);
+            const F p = weight.decode(i);
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
             const F momentum_buffer = load(momentum_buffer_at + i);
@@ -2104,496 +922,18 @@ struct orthograd_float32_nesterov_has_momentum_small_5 {
             // 31  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
             const F update = fma(momentum, momentum_buffer_2, g_3);
             const F p_2 = fma(minus_lr, update, p);                  // 32  p = p - lr * update
-            store(p_at + i, p_2);
+            weight.encode(i, p_2, noise);
             store(momentum_buffer_at + i, momentum_buffer_2);
         }
     }
 };
 
-// a sweep: the update
-template <class Grad>
-struct orthograd_bfloat16_nesterov_has_momentum_5 {
-    static constexpr int BLOCK = 64, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // momentum_buffer_codes
-        {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // momentum_buffer_scale
-        {12, -1, 4, WHOLE, true, false, NONE, 5},  // stretch
-        {8, -1, 4, WHOLE, true, false, NONE, 6},  // radial
-    };
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                    // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];             // uint8 [n]  read and written
-        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[3];  // uint8 [n]  read and written
-        int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
-        const float *__restrict stretch_at = (const float *)at[5];        // float32 [tensor]  read
-        const float *__restrict radial_at = (const float *)at[6];         // float32 [tensor]  read
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F momentum(known.scalars[2]);
-        const F weight_decay(known.scalars[3]);
-        const F grad_scale(known.scalars[0]);
-        const F where_lt_one_t_momentum_zero(known.scalars[4]);
-        const F where_lt_one_t_one_minus_dampening_one(known.scalars[5]);
-        const F minus_lr(known.scalars[6]);
-        const F stretch = F(*stretch_at);
-        const F radial = F(*radial_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) float momentum_buffer_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float momentum_buffer_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float momentum_buffer_divisor_mul_kept[TILE / BLOCK];
-        I momentum_buffer_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
-            const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
-            const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 0x7fffffff;
-            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2));
-            const F momentum_buffer_scale_mul = where_lt_one_t_momentum_zero * momentum_buffer_scale_2;
-            store(momentum_buffer_scale_mul_kept + b, momentum_buffer_scale_mul);
-        }
-
-        // -- elements: decode, update, encode  (specs/orthograd.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
-            I momentum_buffer_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-                const F g_stored = Grad::load(g_at + i);
-                const F g = grad_scale * g_stored;
-                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
-                const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
-                const F momentum_buffer_bend = abs(momentum_buffer_code_2);
-                const F tangent = fma(-radial, p, g);                             // 24  tangent = g - radial * p
-                const F g_2 = fma(weight_decay, p, stretch * tangent);            // 27  g = l2(stretch * tangent, p, weight_decay)
-                // 30  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-                const F momentum_buffer = fma(where_lt_one_t_one_minus_dampening_one, g_2, momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
-                // 31  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-                const F update = fma(momentum, momentum_buffer, g_2);
-                const F p_2 = fma(minus_lr, update, p);                           // 32  p = p - lr * update
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = bits_or_nan(p_2) + (noise & 255 | 0x8000);
-                const F momentum_buffer_abs = abs(momentum_buffer);
-                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(momentum_buffer_abs), i, end);
-                store(momentum_buffer_kept + i, momentum_buffer);
-                store(noise_kept + i, noise);
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
-            }
-            momentum_buffer_top_kept[b] = momentum_buffer_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
-            const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
-            const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
-            const F momentum_buffer_divisor_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
-            store(momentum_buffer_divisor_mul_kept + b, momentum_buffer_divisor_mul);
-            store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
-            const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I noise = load(noise_kept + i);
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
-            }
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct orthograd_bfloat16_nesterov_has_momentum_small_5 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 4, ELEMENT, true, true, NONE, 3},  // momentum_buffer
-        {11, -1, 4, WHOLE, true, false, NONE, 4},  // stretch
-        {7, -1, 4, WHOLE, true, false, NONE, 5},  // radial
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];              // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];       // uint8 [n]  read and written
-        float *__restrict momentum_buffer_at = (float *)at[3];      // float32 [n]  read and written
-        const float *__restrict stretch_at = (const float *)at[4];  // float32 [tensor]  read
-        const float *__restrict radial_at = (const float *)at[5];   // float32 [tensor]  read
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F momentum(known.scalars[2]);
-        const F weight_decay(known.scalars[3]);
-        const F grad_scale(known.scalars[0]);
-        const F where_lt_one_t_momentum_zero(known.scalars[4]);
-        const F where_lt_one_t_one_minus_dampening_one(known.scalars[5]);
-        const F minus_lr(known.scalars[6]);
-        const F stretch = F(*stretch_at);
-        const F radial = F(*radial_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/orthograd.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const U16 p_stored = raw(p_at + i);
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F momentum_buffer = load(momentum_buffer_at + i);
-            const F tangent = fma(-radial, p, g);                             // 24  tangent = g - radial * p
-            const F g_2 = fma(weight_decay, p, stretch * tangent);            // 27  g = l2(stretch * tangent, p, weight_decay)
-            // 30  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-            const F momentum_buffer_2 = fma(where_lt_one_t_one_minus_dampening_one, g_2, where_lt_one_t_momentum_zero * momentum_buffer);
-            // 31  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-            const F update = fma(momentum, momentum_buffer_2, g_2);
-            const F p_2 = fma(minus_lr, update, p);                           // 32  p = p - lr * update
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = bits_or_nan(p_2) + (lshr(noise, 24) + 0x8000);
-            store_half<2>(p_at + i, p_word);
-            store_byte<1>(weight_low_at + i, p_word);
-            store(momentum_buffer_at + i, momentum_buffer_2);
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct orthograd_float16_nesterov_has_momentum_5 {
-    static constexpr int BLOCK = 64, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // momentum_buffer_codes
-        {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // momentum_buffer_scale
-        {12, -1, 4, WHOLE, true, false, NONE, 5},  // stretch
-        {8, -1, 4, WHOLE, true, false, NONE, 6},  // radial
-    };
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                    // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];             // uint8 [n]  read and written
-        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[3];  // uint8 [n]  read and written
-        int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
-        const float *__restrict stretch_at = (const float *)at[5];        // float32 [tensor]  read
-        const float *__restrict radial_at = (const float *)at[6];         // float32 [tensor]  read
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F momentum(known.scalars[2]);
-        const F weight_decay(known.scalars[3]);
-        const F grad_scale(known.scalars[0]);
-        const F where_lt_one_t_momentum_zero(known.scalars[4]);
-        const F where_lt_one_t_one_minus_dampening_one(known.scalars[5]);
-        const F minus_lr(known.scalars[6]);
-        const F stretch = F(*stretch_at);
-        const F radial = F(*radial_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) float momentum_buffer_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float momentum_buffer_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float momentum_buffer_divisor_mul_kept[TILE / BLOCK];
-        I momentum_buffer_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
-            const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
-            const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 0x7fffffff;
-            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2));
-            const F momentum_buffer_scale_mul = where_lt_one_t_momentum_zero * momentum_buffer_scale_2;
-            store(momentum_buffer_scale_mul_kept + b, momentum_buffer_scale_mul);
-        }
-
-        // -- elements: decode, update, encode  (specs/orthograd.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
-            I momentum_buffer_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const U16 p_stored = raw(p_at + i);
-                const I p_high = extend16(extend16(to_int(p_stored)));
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low - 128;
-                const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 0x38000000;
-                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-                // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-                const F g_stored = Grad::load(g_at + i);
-                const F g = grad_scale * g_stored;
-                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
-                const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
-                const F momentum_buffer_bend = abs(momentum_buffer_code_2);
-                const F tangent = fma(-radial, p, g);                   // 24  tangent = g - radial * p
-                const F g_2 = fma(weight_decay, p, stretch * tangent);  // 27  g = l2(stretch * tangent, p, weight_decay)
-                // 30  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-                const F momentum_buffer = fma(where_lt_one_t_one_minus_dampening_one, g_2, momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
-                // 31  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-                const F update = fma(momentum, momentum_buffer, g_2);
-                const F p_2 = fma(minus_lr, update, p);                 // 32  p = p - lr * update
-                const I p_bitcast = bits(p_2);
-                const I p_sign = p_bitcast >> 16 & 0x8000;
-                const I p_magnitude = p_bitcast & 0x7fffffff;
-                const F p_magnitude_bitcast = as_float(p_magnitude);
-                const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-                const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-                const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-                const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_wide_2 = lshr(p_fixed + ((noise & 255) << 1 | 1), 9);
-                const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
-                const I p_kept_ = p_word;
-                const F momentum_buffer_abs = abs(momentum_buffer);
-                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(momentum_buffer_abs), i, end);
-                store(momentum_buffer_kept + i, momentum_buffer);
-                store(noise_kept + i, noise);
-                store(p_at + i, p_sign | p_word >> 8);
-                store(weight_low_at + i, p_kept_);
-            }
-            momentum_buffer_top_kept[b] = momentum_buffer_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
-            const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
-            const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
-            const F momentum_buffer_divisor_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
-            store(momentum_buffer_divisor_mul_kept + b, momentum_buffer_divisor_mul);
-            store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
-            const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I noise = load(noise_kept + i);
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
-            }
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct orthograd_float16_nesterov_has_momentum_small_5 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 4, ELEMENT, true, true, NONE, 3},  // momentum_buffer
-        {11, -1, 4, WHOLE, true, false, NONE, 4},  // stretch
-        {7, -1, 4, WHOLE, true, false, NONE, 5},  // radial
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];              // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];       // uint8 [n]  read and written
-        float *__restrict momentum_buffer_at = (float *)at[3];      // float32 [n]  read and written
-        const float *__restrict stretch_at = (const float *)at[4];  // float32 [tensor]  read
-        const float *__restrict radial_at = (const float *)at[5];   // float32 [tensor]  read
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F momentum(known.scalars[2]);
-        const F weight_decay(known.scalars[3]);
-        const F grad_scale(known.scalars[0]);
-        const F where_lt_one_t_momentum_zero(known.scalars[4]);
-        const F where_lt_one_t_one_minus_dampening_one(known.scalars[5]);
-        const F minus_lr(known.scalars[6]);
-        const F stretch = F(*stretch_at);
-        const F radial = F(*radial_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/orthograd.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const U16 p_stored = raw(p_at + i);
-            const I p_high = extend16(extend16(to_int(p_stored)));
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low - 128;
-            const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 0x38000000;
-            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-            // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F momentum_buffer = load(momentum_buffer_at + i);
-            const F tangent = fma(-radial, p, g);                    // 24  tangent = g - radial * p
-            const F g_2 = fma(weight_decay, p, stretch * tangent);   // 27  g = l2(stretch * tangent, p, weight_decay)
-            // 30  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-            const F momentum_buffer_2 = fma(where_lt_one_t_one_minus_dampening_one, g_2, where_lt_one_t_momentum_zero * momentum_buffer);
-            // 31  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-            const F update = fma(momentum, momentum_buffer_2, g_2);
-            const F p_2 = fma(minus_lr, update, p);                  // 32  p = p - lr * update
-            const I p_bitcast = bits(p_2);
-            const I p_sign = p_bitcast >> 16 & 0x8000;
-            const I p_magnitude = p_bitcast & 0x7fffffff;
-            const F p_magnitude_bitcast = as_float(p_magnitude);
-            const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-            const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-            const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-            const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_wide_2 = lshr(p_fixed + (lshr(noise, 23) | 1), 9);
-            const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
-            const I p_kept_ = p_word;
-            store(p_at + i, p_sign | p_word >> 8);
-            store(weight_low_at + i, p_kept_);
-            store(momentum_buffer_at + i, momentum_buffer_2);
-        }
-    }
-};
-
-template <class Grad>
-struct orthograd_float32 {
+template <class Weight, class Grad>
+struct orthograd_step {
     typedef void staged;
     static constexpr int SCALARS = 4, BLOCK = 1;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {4, WHOLE},  // tensor_sum_for_g_norm
         {4, WHOLE},  // tensor_sum_for_radial
         {4, WHOLE},  // tensor_sum_for_radial_2
@@ -2606,86 +946,22 @@ struct orthograd_float32 {
         {4, WHOLE + 8},  // partial results of tensor_sum_for_radial
         {4, WHOLE + 8},  // partial results of tensor_sum_for_radial_2
         {4, WHOLE + 8},  // partial results of tensor_sum_for_tangent_norm
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<orthograd_float32_1<Grad>>(),
-        stage<orthograd_float32_2<Grad>>(),
-        stage<orthograd_float32_3<Grad>>(),
-        stage<orthograd_float32_4<Grad>>(),
-        stage<orthograd_float32_5<Grad>>(),
+        stage<orthograd_kernel_1<Weight, Grad>>(),
+        stage<orthograd_kernel_2<Weight, Grad>>(),
+        stage<orthograd_kernel_3<Weight, Grad>>(),
+        stage<orthograd_kernel_4<Weight, Grad>>(),
+        stage<orthograd_kernel_5<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct orthograd_bfloat16 {
-    typedef void staged;
-    static constexpr int SCALARS = 4, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {4, WHOLE},  // tensor_sum_for_g_norm
-        {4, WHOLE},  // tensor_sum_for_radial
-        {4, WHOLE},  // tensor_sum_for_radial_2
-        {4, WHOLE},  // radial
-        {4, WHOLE},  // g_norm
-        {4, WHOLE},  // by_1em05_times_g_norm
-        {4, WHOLE},  // tensor_sum_for_tangent_norm
-        {4, WHOLE},  // stretch
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_g_norm
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_radial
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_radial_2
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_tangent_norm
-    };
-    static constexpr Stage STAGES[] = {
-        stage<orthograd_bfloat16_1<Grad>>(),
-        stage<orthograd_bfloat16_2<Grad>>(),
-        stage<orthograd_bfloat16_3<Grad>>(),
-        stage<orthograd_bfloat16_4<Grad>>(),
-        stage<orthograd_bfloat16_5<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct orthograd_float16 {
-    typedef void staged;
-    static constexpr int SCALARS = 4, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {4, WHOLE},  // tensor_sum_for_g_norm
-        {4, WHOLE},  // tensor_sum_for_radial
-        {4, WHOLE},  // tensor_sum_for_radial_2
-        {4, WHOLE},  // radial
-        {4, WHOLE},  // g_norm
-        {4, WHOLE},  // by_1em05_times_g_norm
-        {4, WHOLE},  // tensor_sum_for_tangent_norm
-        {4, WHOLE},  // stretch
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_g_norm
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_radial
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_radial_2
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_tangent_norm
-    };
-    static constexpr Stage STAGES[] = {
-        stage<orthograd_float16_1<Grad>>(),
-        stage<orthograd_bfloat16_2<Grad>>(),
-        stage<orthograd_float16_3<Grad>>(),
-        stage<orthograd_bfloat16_4<Grad>>(),
-        stage<orthograd_float16_5<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct orthograd_float32_has_momentum {
+template <class Weight, class Grad>
+struct orthograd_has_momentum_step {
     typedef void staged;
     static constexpr int SCALARS = 6, BLOCK = 64;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {1, ELEMENT},  // momentum_buffer_codes
         {2, BLOCK_OF},  // momentum_buffer_scale
         {4, WHOLE},  // tensor_sum_for_g_norm
@@ -2700,24 +976,22 @@ struct orthograd_float32_has_momentum {
         {4, WHOLE + 8},  // partial results of tensor_sum_for_radial
         {4, WHOLE + 8},  // partial results of tensor_sum_for_radial_2
         {4, WHOLE + 8},  // partial results of tensor_sum_for_tangent_norm
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<orthograd_float32_has_momentum_1<Grad>>(),
-        stage<orthograd_float32_has_momentum_2<Grad>>(),
-        stage<orthograd_float32_has_momentum_3<Grad>>(),
-        stage<orthograd_float32_has_momentum_4<Grad>>(),
-        stage<orthograd_float32_has_momentum_5<Grad>>(),
+        stage<orthograd_has_momentum_kernel_1<Weight, Grad>>(),
+        stage<orthograd_has_momentum_kernel_2<Weight, Grad>>(),
+        stage<orthograd_has_momentum_kernel_3<Weight, Grad>>(),
+        stage<orthograd_has_momentum_kernel_4<Weight, Grad>>(),
+        stage<orthograd_has_momentum_kernel_5<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct orthograd_float32_has_momentum_small {
+template <class Weight, class Grad>
+struct orthograd_has_momentum_small_step {
     typedef void staged;
     static constexpr int SCALARS = 6, BLOCK = 1;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {4, ELEMENT},  // momentum_buffer
         {4, WHOLE},  // tensor_sum_for_g_norm
         {4, WHOLE},  // tensor_sum_for_radial
@@ -2731,154 +1005,22 @@ struct orthograd_float32_has_momentum_small {
         {4, WHOLE + 8},  // partial results of tensor_sum_for_radial
         {4, WHOLE + 8},  // partial results of tensor_sum_for_radial_2
         {4, WHOLE + 8},  // partial results of tensor_sum_for_tangent_norm
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<orthograd_float32_has_momentum_small_1<Grad>>(),
-        stage<orthograd_bfloat16_2<Grad>>(),
-        stage<orthograd_float32_has_momentum_small_3<Grad>>(),
-        stage<orthograd_bfloat16_4<Grad>>(),
-        stage<orthograd_float32_has_momentum_small_5<Grad>>(),
+        stage<orthograd_has_momentum_small_kernel_1<Weight, Grad>>(),
+        stage<orthograd_has_momentum_small_kernel_2<Weight, Grad>>(),
+        stage<orthograd_has_momentum_small_kernel_3<Weight, Grad>>(),
+        stage<orthograd_has_momentum_small_kernel_4<Weight, Grad>>(),
+        stage<orthograd_has_momentum_small_kernel_5<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct orthograd_bfloat16_has_momentum {
-    typedef void staged;
-    static constexpr int SCALARS = 6, BLOCK = 64;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // momentum_buffer_codes
-        {2, BLOCK_OF},  // momentum_buffer_scale
-        {4, WHOLE},  // tensor_sum_for_g_norm
-        {4, WHOLE},  // tensor_sum_for_radial
-        {4, WHOLE},  // tensor_sum_for_radial_2
-        {4, WHOLE},  // radial
-        {4, WHOLE},  // g_norm
-        {4, WHOLE},  // by_1em05_times_g_norm
-        {4, WHOLE},  // tensor_sum_for_tangent_norm
-        {4, WHOLE},  // stretch
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_g_norm
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_radial
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_radial_2
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_tangent_norm
-    };
-    static constexpr Stage STAGES[] = {
-        stage<orthograd_bfloat16_has_momentum_1<Grad>>(),
-        stage<orthograd_bfloat16_has_momentum_2<Grad>>(),
-        stage<orthograd_bfloat16_has_momentum_3<Grad>>(),
-        stage<orthograd_bfloat16_has_momentum_4<Grad>>(),
-        stage<orthograd_bfloat16_has_momentum_5<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct orthograd_bfloat16_has_momentum_small {
-    typedef void staged;
-    static constexpr int SCALARS = 6, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {4, ELEMENT},  // momentum_buffer
-        {4, WHOLE},  // tensor_sum_for_g_norm
-        {4, WHOLE},  // tensor_sum_for_radial
-        {4, WHOLE},  // tensor_sum_for_radial_2
-        {4, WHOLE},  // radial
-        {4, WHOLE},  // g_norm
-        {4, WHOLE},  // by_1em05_times_g_norm
-        {4, WHOLE},  // tensor_sum_for_tangent_norm
-        {4, WHOLE},  // stretch
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_g_norm
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_radial
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_radial_2
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_tangent_norm
-    };
-    static constexpr Stage STAGES[] = {
-        stage<orthograd_bfloat16_has_momentum_small_1<Grad>>(),
-        stage<orthograd_float32_has_momentum_2<Grad>>(),
-        stage<orthograd_bfloat16_has_momentum_small_3<Grad>>(),
-        stage<orthograd_float32_has_momentum_4<Grad>>(),
-        stage<orthograd_bfloat16_has_momentum_small_5<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct orthograd_float16_has_momentum {
-    typedef void staged;
-    static constexpr int SCALARS = 6, BLOCK = 64;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // momentum_buffer_codes
-        {2, BLOCK_OF},  // momentum_buffer_scale
-        {4, WHOLE},  // tensor_sum_for_g_norm
-        {4, WHOLE},  // tensor_sum_for_radial
-        {4, WHOLE},  // tensor_sum_for_radial_2
-        {4, WHOLE},  // radial
-        {4, WHOLE},  // g_norm
-        {4, WHOLE},  // by_1em05_times_g_norm
-        {4, WHOLE},  // tensor_sum_for_tangent_norm
-        {4, WHOLE},  // stretch
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_g_norm
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_radial
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_radial_2
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_tangent_norm
-    };
-    static constexpr Stage STAGES[] = {
-        stage<orthograd_float16_has_momentum_1<Grad>>(),
-        stage<orthograd_bfloat16_has_momentum_2<Grad>>(),
-        stage<orthograd_float16_has_momentum_3<Grad>>(),
-        stage<orthograd_bfloat16_has_momentum_4<Grad>>(),
-        stage<orthograd_float16_has_momentum_5<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct orthograd_float16_has_momentum_small {
-    typedef void staged;
-    static constexpr int SCALARS = 6, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {4, ELEMENT},  // momentum_buffer
-        {4, WHOLE},  // tensor_sum_for_g_norm
-        {4, WHOLE},  // tensor_sum_for_radial
-        {4, WHOLE},  // tensor_sum_for_radial_2
-        {4, WHOLE},  // radial
-        {4, WHOLE},  // g_norm
-        {4, WHOLE},  // by_1em05_times_g_norm
-        {4, WHOLE},  // tensor_sum_for_tangent_norm
-        {4, WHOLE},  // stretch
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_g_norm
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_radial
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_radial_2
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_tangent_norm
-    };
-    static constexpr Stage STAGES[] = {
-        stage<orthograd_float16_has_momentum_small_1<Grad>>(),
-        stage<orthograd_float32_has_momentum_2<Grad>>(),
-        stage<orthograd_float16_has_momentum_small_3<Grad>>(),
-        stage<orthograd_float32_has_momentum_4<Grad>>(),
-        stage<orthograd_float16_has_momentum_small_5<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct orthograd_float32_nesterov_has_momentum {
+template <class Weight, class Grad>
+struct orthograd_nesterov_has_momentum_step {
     typedef void staged;
     static constexpr int SCALARS = 7, BLOCK = 64;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {1, ELEMENT},  // momentum_buffer_codes
         {2, BLOCK_OF},  // momentum_buffer_scale
         {4, WHOLE},  // tensor_sum_for_g_norm
@@ -2893,24 +1035,22 @@ struct orthograd_float32_nesterov_has_momentum {
         {4, WHOLE + 8},  // partial results of tensor_sum_for_radial
         {4, WHOLE + 8},  // partial results of tensor_sum_for_radial_2
         {4, WHOLE + 8},  // partial results of tensor_sum_for_tangent_norm
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<orthograd_float32_has_momentum_1<Grad>>(),
-        stage<orthograd_float32_has_momentum_2<Grad>>(),
-        stage<orthograd_float32_has_momentum_3<Grad>>(),
-        stage<orthograd_float32_has_momentum_4<Grad>>(),
-        stage<orthograd_float32_nesterov_has_momentum_5<Grad>>(),
+        stage<orthograd_has_momentum_kernel_1<Weight, Grad>>(),
+        stage<orthograd_has_momentum_kernel_2<Weight, Grad>>(),
+        stage<orthograd_has_momentum_kernel_3<Weight, Grad>>(),
+        stage<orthograd_has_momentum_kernel_4<Weight, Grad>>(),
+        stage<orthograd_nesterov_has_momentum_kernel_5<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct orthograd_float32_nesterov_has_momentum_small {
+template <class Weight, class Grad>
+struct orthograd_nesterov_has_momentum_small_step {
     typedef void staged;
     static constexpr int SCALARS = 7, BLOCK = 1;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {4, ELEMENT},  // momentum_buffer
         {4, WHOLE},  // tensor_sum_for_g_norm
         {4, WHOLE},  // tensor_sum_for_radial
@@ -2924,145 +1064,31 @@ struct orthograd_float32_nesterov_has_momentum_small {
         {4, WHOLE + 8},  // partial results of tensor_sum_for_radial
         {4, WHOLE + 8},  // partial results of tensor_sum_for_radial_2
         {4, WHOLE + 8},  // partial results of tensor_sum_for_tangent_norm
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<orthograd_float32_has_momentum_small_1<Grad>>(),
-        stage<orthograd_bfloat16_2<Grad>>(),
-        stage<orthograd_float32_has_momentum_small_3<Grad>>(),
-        stage<orthograd_bfloat16_4<Grad>>(),
-        stage<orthograd_float32_nesterov_has_momentum_small_5<Grad>>(),
+        stage<orthograd_has_momentum_small_kernel_1<Weight, Grad>>(),
+        stage<orthograd_has_momentum_small_kernel_2<Weight, Grad>>(),
+        stage<orthograd_has_momentum_small_kernel_3<Weight, Grad>>(),
+        stage<orthograd_has_momentum_small_kernel_4<Weight, Grad>>(),
+        stage<orthograd_nesterov_has_momentum_small_kernel_5<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct orthograd_bfloat16_nesterov_has_momentum {
-    typedef void staged;
-    static constexpr int SCALARS = 7, BLOCK = 64;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // momentum_buffer_codes
-        {2, BLOCK_OF},  // momentum_buffer_scale
-        {4, WHOLE},  // tensor_sum_for_g_norm
-        {4, WHOLE},  // tensor_sum_for_radial
-        {4, WHOLE},  // tensor_sum_for_radial_2
-        {4, WHOLE},  // radial
-        {4, WHOLE},  // g_norm
-        {4, WHOLE},  // by_1em05_times_g_norm
-        {4, WHOLE},  // tensor_sum_for_tangent_norm
-        {4, WHOLE},  // stretch
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_g_norm
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_radial
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_radial_2
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_tangent_norm
-    };
-    static constexpr Stage STAGES[] = {
-        stage<orthograd_bfloat16_has_momentum_1<Grad>>(),
-        stage<orthograd_bfloat16_has_momentum_2<Grad>>(),
-        stage<orthograd_bfloat16_has_momentum_3<Grad>>(),
-        stage<orthograd_bfloat16_has_momentum_4<Grad>>(),
-        stage<orthograd_bfloat16_nesterov_has_momentum_5<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct orthograd_bfloat16_nesterov_has_momentum_small {
-    typedef void staged;
-    static constexpr int SCALARS = 7, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {4, ELEMENT},  // momentum_buffer
-        {4, WHOLE},  // tensor_sum_for_g_norm
-        {4, WHOLE},  // tensor_sum_for_radial
-        {4, WHOLE},  // tensor_sum_for_radial_2
-        {4, WHOLE},  // radial
-        {4, WHOLE},  // g_norm
-        {4, WHOLE},  // by_1em05_times_g_norm
-        {4, WHOLE},  // tensor_sum_for_tangent_norm
-        {4, WHOLE},  // stretch
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_g_norm
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_radial
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_radial_2
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_tangent_norm
-    };
-    static constexpr Stage STAGES[] = {
-        stage<orthograd_bfloat16_has_momentum_small_1<Grad>>(),
-        stage<orthograd_float32_has_momentum_2<Grad>>(),
-        stage<orthograd_bfloat16_has_momentum_small_3<Grad>>(),
-        stage<orthograd_float32_has_momentum_4<Grad>>(),
-        stage<orthograd_bfloat16_nesterov_has_momentum_small_5<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct orthograd_float16_nesterov_has_momentum {
-    typedef void staged;
-    static constexpr int SCALARS = 7, BLOCK = 64;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // momentum_buffer_codes
-        {2, BLOCK_OF},  // momentum_buffer_scale
-        {4, WHOLE},  // tensor_sum_for_g_norm
-        {4, WHOLE},  // tensor_sum_for_radial
-        {4, WHOLE},  // tensor_sum_for_radial_2
-        {4, WHOLE},  // radial
-        {4, WHOLE},  // g_norm
-        {4, WHOLE},  // by_1em05_times_g_norm
-        {4, WHOLE},  // tensor_sum_for_tangent_norm
-        {4, WHOLE},  // stretch
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_g_norm
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_radial
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_radial_2
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_tangent_norm
-    };
-    static constexpr Stage STAGES[] = {
-        stage<orthograd_float16_has_momentum_1<Grad>>(),
-        stage<orthograd_bfloat16_has_momentum_2<Grad>>(),
-        stage<orthograd_float16_has_momentum_3<Grad>>(),
-        stage<orthograd_bfloat16_has_momentum_4<Grad>>(),
-        stage<orthograd_float16_nesterov_has_momentum_5<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct orthograd_float16_nesterov_has_momentum_small {
-    typedef void staged;
-    static constexpr int SCALARS = 7, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {4, ELEMENT},  // momentum_buffer
-        {4, WHOLE},  // tensor_sum_for_g_norm
-        {4, WHOLE},  // tensor_sum_for_radial
-        {4, WHOLE},  // tensor_sum_for_radial_2
-        {4, WHOLE},  // radial
-        {4, WHOLE},  // g_norm
-        {4, WHOLE},  // by_1em05_times_g_norm
-        {4, WHOLE},  // tensor_sum_for_tangent_norm
-        {4, WHOLE},  // stretch
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_g_norm
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_radial
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_radial_2
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_tangent_norm
-    };
-    static constexpr Stage STAGES[] = {
-        stage<orthograd_float16_has_momentum_small_1<Grad>>(),
-        stage<orthograd_float32_has_momentum_2<Grad>>(),
-        stage<orthograd_float16_has_momentum_small_3<Grad>>(),
-        stage<orthograd_float32_has_momentum_4<Grad>>(),
-        stage<orthograd_float16_nesterov_has_momentum_small_5<Grad>>(),
-    };
-};
+template <class Grad> using orthograd_float32 = orthograd_step<weight_float32, Grad>;
+template <class Grad> using orthograd_bfloat16 = orthograd_step<weight_bfloat16, Grad>;
+template <class Grad> using orthograd_float16 = orthograd_step<weight_float16, Grad>;
+template <class Grad> using orthograd_float32_has_momentum = orthograd_has_momentum_step<weight_float32, Grad>;
+template <class Grad> using orthograd_float32_has_momentum_small = orthograd_has_momentum_small_step<weight_float32, Grad>;
+template <class Grad> using orthograd_bfloat16_has_momentum = orthograd_has_momentum_step<weight_bfloat16, Grad>;
+template <class Grad> using orthograd_bfloat16_has_momentum_small = orthograd_has_momentum_small_step<weight_bfloat16, Grad>;
+template <class Grad> using orthograd_float16_has_momentum = orthograd_has_momentum_step<weight_float16, Grad>;
+template <class Grad> using orthograd_float16_has_momentum_small = orthograd_has_momentum_small_step<weight_float16, Grad>;
+template <class Grad> using orthograd_float32_nesterov_has_momentum = orthograd_nesterov_has_momentum_step<weight_float32, Grad>;
+template <class Grad> using orthograd_float32_nesterov_has_momentum_small = orthograd_nesterov_has_momentum_small_step<weight_float32, Grad>;
+template <class Grad> using orthograd_bfloat16_nesterov_has_momentum = orthograd_nesterov_has_momentum_step<weight_bfloat16, Grad>;
+template <class Grad> using orthograd_bfloat16_nesterov_has_momentum_small = orthograd_nesterov_has_momentum_small_step<weight_bfloat16, Grad>;
+template <class Grad> using orthograd_float16_nesterov_has_momentum = orthograd_nesterov_has_momentum_step<weight_float16, Grad>;
+template <class Grad> using orthograd_float16_nesterov_has_momentum_small = orthograd_nesterov_has_momentum_small_step<weight_float16, Grad>;
 
 }  // namespace
 

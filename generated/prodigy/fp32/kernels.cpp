@@ -28,21 +28,57 @@
 
 namespace {
 
+// bf16, nearest
+struct weight_bfloat16 {
+    static constexpr int NOISE = 0;
+    static constexpr Part PARTS[] = {{2, true}};  // code
+    uint16_t *__restrict code_at;
+
+    weight_bfloat16(char *p, char *const *more) : code_at((uint16_t *)p) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        return widened(code_stored);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        const I x_bits = bits(x);
+        const I carry = (x_bits >> 16 & 1) + 32767;
+        store_half<2>(code_at + i, bits_or_nan(as_float(x_bits)) + carry);
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); }
+};
+
+// f16, nearest
+struct weight_float16 {
+    static constexpr int NOISE = 0;
+    static constexpr Part PARTS[] = {{2, true}};  // code
+    uint16_t *__restrict code_at;
+
+    weight_float16(char *p, char *const *more) : code_at((uint16_t *)p) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        return widen_half(code_stored);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        store(code_at + i, narrow_half(x));
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); }
+};
+
 // model: values of the model
-template <class Grad>
-struct prodigy_float32_1 {
+template <class Weight, class Grad>
+struct prodigy_kernel_1 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {6, -1, 4, WHOLE, true, false, NONE, 0},  // d
         {9, -1, 4, WHOLE, false, true, NONE, 1},  // one_times_one_minus_beta1_times_d
         {10, -1, 4, WHOLE, false, true, NONE, 2},  // rate
         {11, -1, 4, WHOLE, false, true, NONE, 3},  // one_minus_rate_times_weight_decay
         {12, -1, 4, WHOLE, false, true, NONE, 4},  // d_over_d0
         {13, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0_times_rate
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -74,32 +110,31 @@ struct prodigy_float32_1 {
 };
 
 // a sweep: d_denom (specs/prodigy.py:46), numerator (specs/prodigy.py:42)
-template <class Grad>
-struct prodigy_float32_2 {
+template <class Weight, class Grad>
+struct prodigy_kernel_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {4, -1, 4, ELEMENT, true, true, NONE, 2},  // s
-        {5, -1, 4, ELEMENT, true, false, NONE, 3},  // p0
-        {14, 20, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
-        {15, 21, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_numerator
-        {13, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_rate
-    };
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, false, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {4, -1, 4, ELEMENT, true, true, NONE, 1},  // s
+        {5, -1, 4, ELEMENT, true, false, NONE, 2},  // p0
+        {14, 20, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_d_denom
+        {15, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_numerator
+        {13, -1, 4, WHOLE, true, false, NONE, 5},  // d_over_d0_times_rate
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        const float *__restrict p_at = (const float *)at[0];                     // float32 [n]  read
+        Weight weight(at[6], at + 7);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict s_at = (float *)at[2];                                 // float32 [n]  read and written
-        const float *__restrict p0_at = (const float *)at[3];                    // float32 [n]  read
-        float *__restrict tensor_sum_for_d_denom_at = (float *)at[4];            // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_numerator_at = (float *)at[5];          // float32 [tensor]  for tensor_sum
-        const float *__restrict d_over_d0_times_rate_at = (const float *)at[6];  // float32 [model]  read
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        float *__restrict s_at = (float *)at[1];                                 // float32 [n]  read and written
+        const float *__restrict p0_at = (const float *)at[2];                    // float32 [n]  read
+        float *__restrict tensor_sum_for_d_denom_at = (float *)at[3];            // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_for_numerator_at = (float *)at[4];          // float32 [tensor]  for tensor_sum
+        const float *__restrict d_over_d0_times_rate_at = (const float *)at[5];  // float32 [model]  read
         const F lr(known.scalars[0]);
         const F grad_scale(known.scalars[4]);
         const F moves(known.scalars[5]);
@@ -112,7 +147,7 @@ struct prodigy_float32_2 {
             const F g_2 = grad_scale * g;
             const F s = load(s_at + i);
             const F p0 = load(p0_at + i);
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             const F g_3 = where(0.0f < moves, g_2, F(0.0f));          // 34  g = where(lr > 0, g, 0.0)
             // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
             const F s_2 = fma(d_over_d0_times_rate, g_3, keep3 * s);
@@ -124,18 +159,18 @@ struct prodigy_float32_2 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct prodigy_float32_3 {
+template <class Weight, class Grad>
+struct prodigy_kernel_3 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {16, -1, 4, WHOLE, false, true, NONE, 0},  // model_sum_for_numerator
         {17, -1, 4, WHOLE, false, true, NONE, 1},  // d_denom
         {15, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_numerator
         {14, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_for_d_denom
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -157,13 +192,13 @@ struct prodigy_float32_3 {
 };
 
 // model: values of the model
-template <class Grad>
-struct prodigy_float32_4 {
+template <class Weight, class Grad>
+struct prodigy_kernel_4 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {6, -1, 4, WHOLE, true, false, NONE, 0},  // d
         {7, -1, 4, WHOLE, true, true, NONE, 1},  // d_max
         {8, -1, 4, WHOLE, true, true, NONE, 2},  // d_numerator
@@ -171,7 +206,7 @@ struct prodigy_float32_4 {
         {19, -1, 4, WHOLE, false, true, NONE, 4},  // d_2_times_eps
         {17, -1, 4, WHOLE, true, false, NONE, 5},  // d_denom
         {16, -1, 4, WHOLE, true, false, NONE, 6},  // model_sum_for_numerator
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -218,38 +253,42 @@ struct prodigy_float32_4 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct prodigy_float32_5 {
+template <class Weight, class Grad>
+struct prodigy_kernel_5 {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
-        {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
-        {6, -1, 4, WHOLE, true, false, NONE, 4},  // d
-        {11, -1, 4, WHOLE, true, false, NONE, 5},  // one_minus_rate_times_weight_decay
-        {10, -1, 4, WHOLE, true, false, NONE, 6},  // rate
-        {9, -1, 4, WHOLE, true, false, NONE, 7},  // one_times_one_minus_beta1_times_d
-        {19, -1, 4, WHOLE, true, false, NONE, 8},  // d_2_times_eps
-    };
+    static constexpr bool MATRICES = false, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {2, -1, 4, ELEMENT, true, true, NONE, 1},  // exp_avg
+        {3, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg_sq
+        {6, -1, 4, WHOLE, true, false, NONE, 3},  // d
+        {11, -1, 4, WHOLE, true, false, NONE, 4},  // one_minus_rate_times_weight_decay
+        {10, -1, 4, WHOLE, true, false, NONE, 5},  // rate
+        {9, -1, 4, WHOLE, true, false, NONE, 6},  // one_times_one_minus_beta1_times_d
+        {19, -1, 4, WHOLE, true, false, NONE, 7},  // d_2_times_eps
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                          // float32 [n]  read and written
+        Weight weight(at[8], at + 9);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];                    // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];                 // float32 [n]  read and written
-        const float *__restrict d_at = (const float *)at[4];              // float32 [model]  read
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        float *__restrict exp_avg_at = (float *)at[1];                    // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[2];                 // float32 [n]  read and written
+        const float *__restrict d_at = (const float *)at[3];              // float32 [model]  read
         // float32 [model]  read
-        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[5];
-        const float *__restrict rate_at = (const float *)at[6];           // float32 [model]  read
+        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[4];
+        const float *__restrict rate_at = (const float *)at[5];           // float32 [model]  read
         // float32 [model]  read
-        const float *__restrict one_times_one_minus_beta1_times_d_at = (const float *)at[7];
-        const float *__restrict d_2_times_eps_at = (const float *)at[8];  // float32 [model]  read
+        const float *__restrict one_times_one_minus_beta1_times_d_at = (const float *)at[6];
+        const float *__restrict d_2_times_eps_at = (const float *)at[7];  // float32 [model]  read
+        const int32_t step_key = known.step_key;
+        const int32_t stream_key = known.stream_key;
         const F grad_scale(known.scalars[4]);
         const F moves(known.scalars[5]);
         const F keep1(known.scalars[11]);
@@ -260,14 +299,16 @@ struct prodigy_float32_5 {
         const F d = F(*d_at);
         const F d_2_times_eps = F(*d_2_times_eps_at);
         const F one_minus_rate_times_weight_decay = F(*one_minus_rate_times_weight_decay_at);
+        Words<prodigy_kernel_5> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/prodigy.py)
         for (int i = 0; i < count; i += W) {
+            const auto noise = words.at(i);
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             const F g_3 = where(0.0f < moves, g_2, F(0.0f));      // 34  g = where(lr > 0, g, 0.0)
             // 43  exp_avg = keep1 * exp_avg + gain1 * d * g
             const F exp_avg_2 = fma(one_times_one_minus_beta1_times_d, g_3, keep1 * exp_avg);
@@ -276,7 +317,7 @@ struct prodigy_float32_5 {
             const F p_2 = p * one_minus_rate_times_weight_decay;  // 52  p = policies.decoupled(p, rate, weight_decay)
             // 53  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
             const F p_3 = fma(-(rate * exp_avg_2), 1.0f / (sqrt(exp_avg_sq_2) + d_2_times_eps), p_2);
-            store(p_at + i, p_3);
+            weight.encode(i, p_3, noise);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
         }
@@ -284,16 +325,16 @@ struct prodigy_float32_5 {
 };
 
 // model: values of the model
-template <class Grad>
-struct prodigy_float32_6 {
+template <class Weight, class Grad>
+struct prodigy_kernel_6 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {6, -1, 4, WHOLE, false, true, NONE, 0},  // d
         {18, -1, 4, WHOLE, true, false, NONE, 1},  // d_2
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -308,259 +349,21 @@ struct prodigy_float32_6 {
     }
 };
 
-// a sweep: d_denom (specs/prodigy.py:46), numerator (specs/prodigy.py:42)
-template <class Grad>
-struct prodigy_bfloat16_2 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {4, -1, 4, ELEMENT, true, true, NONE, 2},  // s
-        {5, -1, 4, ELEMENT, true, false, NONE, 3},  // p0
-        {14, 20, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
-        {15, 21, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_numerator
-        {13, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_rate
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const uint16_t *__restrict p_at = (const uint16_t *)at[0];               // bfloat16 [n]  read
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict s_at = (float *)at[2];                                 // float32 [n]  read and written
-        const float *__restrict p0_at = (const float *)at[3];                    // float32 [n]  read
-        float *__restrict tensor_sum_for_d_denom_at = (float *)at[4];            // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_numerator_at = (float *)at[5];          // float32 [tensor]  for tensor_sum
-        const float *__restrict d_over_d0_times_rate_at = (const float *)at[6];  // float32 [model]  read
-        const F lr(known.scalars[0]);
-        const F grad_scale(known.scalars[4]);
-        const F moves(known.scalars[5]);
-        const F keep3(known.scalars[6]);
-        const F d_over_d0_times_rate = F(*d_over_d0_times_rate_at);
-
-        // -- elements: decode, update  (specs/prodigy.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F s = load(s_at + i);
-            const F p0 = load(p0_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);                            // bf16, nearest
-            const F g_2 = where(0.0f < moves, g, F(0.0f));            // 34  g = where(lr > 0, g, 0.0)
-            // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
-            const F s_2 = fma(d_over_d0_times_rate, g_2, keep3 * s);
-            store(s_at + i, s_2);
-            store(tensor_sum_for_d_denom_at + i, moves * abs(s_2));
-            store(tensor_sum_for_numerator_at + i, lr * (g_2 * (p0 - p)));
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct prodigy_bfloat16_5 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
-        {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
-        {6, -1, 4, WHOLE, true, false, NONE, 4},  // d
-        {11, -1, 4, WHOLE, true, false, NONE, 5},  // one_minus_rate_times_weight_decay
-        {10, -1, 4, WHOLE, true, false, NONE, 6},  // rate
-        {9, -1, 4, WHOLE, true, false, NONE, 7},  // one_times_one_minus_beta1_times_d
-        {19, -1, 4, WHOLE, true, false, NONE, 8},  // d_2_times_eps
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                    // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];                    // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];                 // float32 [n]  read and written
-        const float *__restrict d_at = (const float *)at[4];              // float32 [model]  read
-        // float32 [model]  read
-        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[5];
-        const float *__restrict rate_at = (const float *)at[6];           // float32 [model]  read
-        // float32 [model]  read
-        const float *__restrict one_times_one_minus_beta1_times_d_at = (const float *)at[7];
-        const float *__restrict d_2_times_eps_at = (const float *)at[8];  // float32 [model]  read
-        const F grad_scale(known.scalars[4]);
-        const F moves(known.scalars[5]);
-        const F keep1(known.scalars[11]);
-        const F gain2(known.scalars[12]);
-        const F keep2(known.scalars[13]);
-        const F rate = F(*rate_at);
-        const F one_times_one_minus_beta1_times_d = F(*one_times_one_minus_beta1_times_d_at);
-        const F d = F(*d_at);
-        const F d_2_times_eps = F(*d_2_times_eps_at);
-        const F one_minus_rate_times_weight_decay = F(*one_minus_rate_times_weight_decay_at);
-
-        // -- elements: decode, update, encode  (specs/prodigy.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F exp_avg = load(exp_avg_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);                        // bf16, nearest
-            const F g_2 = where(0.0f < moves, g, F(0.0f));        // 34  g = where(lr > 0, g, 0.0)
-            // 43  exp_avg = keep1 * exp_avg + gain1 * d * g
-            const F exp_avg_2 = fma(one_times_one_minus_beta1_times_d, g_2, keep1 * exp_avg);
-            // 44  exp_avg_sq = keep2 * exp_avg_sq + gain2 * (d * g) ** 2
-            const F exp_avg_sq_2 = fma(gain2 * d * g_2, d * g_2, keep2 * exp_avg_sq);
-            const F p_2 = p * one_minus_rate_times_weight_decay;  // 52  p = policies.decoupled(p, rate, weight_decay)
-            // 53  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
-            const F p_3 = fma(-(rate * exp_avg_2), 1.0f / (sqrt(exp_avg_sq_2) + d_2_times_eps), p_2);
-            const I p_x_bits = bits(p_3);
-            const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-        }
-    }
-};
-
-// a sweep: d_denom (specs/prodigy.py:46), numerator (specs/prodigy.py:42)
-template <class Grad>
-struct prodigy_float16_2 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {4, -1, 4, ELEMENT, true, true, NONE, 2},  // s
-        {5, -1, 4, ELEMENT, true, false, NONE, 3},  // p0
-        {14, 20, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
-        {15, 21, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_numerator
-        {13, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_rate
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const uint16_t *__restrict p_at = (const uint16_t *)at[0];               // float16 [n]  read
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict s_at = (float *)at[2];                                 // float32 [n]  read and written
-        const float *__restrict p0_at = (const float *)at[3];                    // float32 [n]  read
-        float *__restrict tensor_sum_for_d_denom_at = (float *)at[4];            // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_numerator_at = (float *)at[5];          // float32 [tensor]  for tensor_sum
-        const float *__restrict d_over_d0_times_rate_at = (const float *)at[6];  // float32 [model]  read
-        const F lr(known.scalars[0]);
-        const F grad_scale(known.scalars[4]);
-        const F moves(known.scalars[5]);
-        const F keep3(known.scalars[6]);
-        const F d_over_d0_times_rate = F(*d_over_d0_times_rate_at);
-
-        // -- elements: decode, update  (specs/prodigy.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F s = load(s_at + i);
-            const F p0 = load(p0_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);                         // f16, nearest
-            const F g_2 = where(0.0f < moves, g, F(0.0f));            // 34  g = where(lr > 0, g, 0.0)
-            // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
-            const F s_2 = fma(d_over_d0_times_rate, g_2, keep3 * s);
-            store(s_at + i, s_2);
-            store(tensor_sum_for_d_denom_at + i, moves * abs(s_2));
-            store(tensor_sum_for_numerator_at + i, lr * (g_2 * (p0 - p)));
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct prodigy_float16_5 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
-        {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
-        {6, -1, 4, WHOLE, true, false, NONE, 4},  // d
-        {11, -1, 4, WHOLE, true, false, NONE, 5},  // one_minus_rate_times_weight_decay
-        {10, -1, 4, WHOLE, true, false, NONE, 6},  // rate
-        {9, -1, 4, WHOLE, true, false, NONE, 7},  // one_times_one_minus_beta1_times_d
-        {19, -1, 4, WHOLE, true, false, NONE, 8},  // d_2_times_eps
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                    // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];                    // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];                 // float32 [n]  read and written
-        const float *__restrict d_at = (const float *)at[4];              // float32 [model]  read
-        // float32 [model]  read
-        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[5];
-        const float *__restrict rate_at = (const float *)at[6];           // float32 [model]  read
-        // float32 [model]  read
-        const float *__restrict one_times_one_minus_beta1_times_d_at = (const float *)at[7];
-        const float *__restrict d_2_times_eps_at = (const float *)at[8];  // float32 [model]  read
-        const F grad_scale(known.scalars[4]);
-        const F moves(known.scalars[5]);
-        const F keep1(known.scalars[11]);
-        const F gain2(known.scalars[12]);
-        const F keep2(known.scalars[13]);
-        const F rate = F(*rate_at);
-        const F one_times_one_minus_beta1_times_d = F(*one_times_one_minus_beta1_times_d_at);
-        const F d = F(*d_at);
-        const F d_2_times_eps = F(*d_2_times_eps_at);
-        const F one_minus_rate_times_weight_decay = F(*one_minus_rate_times_weight_decay_at);
-
-        // -- elements: decode, update  (specs/prodigy.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F exp_avg = load(exp_avg_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);                     // f16, nearest
-            const F g_2 = where(0.0f < moves, g, F(0.0f));        // 34  g = where(lr > 0, g, 0.0)
-            // 43  exp_avg = keep1 * exp_avg + gain1 * d * g
-            const F exp_avg_2 = fma(one_times_one_minus_beta1_times_d, g_2, keep1 * exp_avg);
-            // 44  exp_avg_sq = keep2 * exp_avg_sq + gain2 * (d * g) ** 2
-            const F exp_avg_sq_2 = fma(gain2 * d * g_2, d * g_2, keep2 * exp_avg_sq);
-            const F p_2 = p * one_minus_rate_times_weight_decay;  // 52  p = policies.decoupled(p, rate, weight_decay)
-            // 53  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
-            const F p_3 = fma(-(rate * exp_avg_2), 1.0f / (sqrt(exp_avg_sq_2) + d_2_times_eps), p_2);
-            store(p_at + i, narrow_half(p_3));
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-        }
-    }
-};
-
 // model: values of the model
-template <class Grad>
-struct prodigy_float32_safeguard_warmup_1 {
+template <class Weight, class Grad>
+struct prodigy_safeguard_warmup_kernel_1 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {6, -1, 4, WHOLE, true, false, NONE, 0},  // d
         {9, -1, 4, WHOLE, false, true, NONE, 1},  // one_times_one_minus_beta1_times_d
         {10, -1, 4, WHOLE, false, true, NONE, 2},  // rate
         {11, -1, 4, WHOLE, false, true, NONE, 3},  // one_minus_rate_times_weight_decay
         {12, -1, 4, WHOLE, false, true, NONE, 4},  // d_over_d0
         {13, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0_times_d_times_one
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -593,33 +396,32 @@ struct prodigy_float32_safeguard_warmup_1 {
 };
 
 // a sweep: d_denom (specs/prodigy.py:46), numerator (specs/prodigy.py:42)
-template <class Grad>
-struct prodigy_float32_safeguard_warmup_2 {
+template <class Weight, class Grad>
+struct prodigy_safeguard_warmup_kernel_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {4, -1, 4, ELEMENT, true, true, NONE, 2},  // s
-        {5, -1, 4, ELEMENT, true, false, NONE, 3},  // p0
-        {14, 20, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
-        {15, 21, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_numerator
-        {13, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_d_times_one
-    };
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, false, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {4, -1, 4, ELEMENT, true, true, NONE, 1},  // s
+        {5, -1, 4, ELEMENT, true, false, NONE, 2},  // p0
+        {14, 20, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_d_denom
+        {15, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_numerator
+        {13, -1, 4, WHOLE, true, false, NONE, 5},  // d_over_d0_times_d_times_one
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        const float *__restrict p_at = (const float *)at[0];             // float32 [n]  read
+        Weight weight(at[6], at + 7);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict s_at = (float *)at[2];                         // float32 [n]  read and written
-        const float *__restrict p0_at = (const float *)at[3];            // float32 [n]  read
-        float *__restrict tensor_sum_for_d_denom_at = (float *)at[4];    // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_numerator_at = (float *)at[5];  // float32 [tensor]  for tensor_sum
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        float *__restrict s_at = (float *)at[1];                         // float32 [n]  read and written
+        const float *__restrict p0_at = (const float *)at[2];            // float32 [n]  read
+        float *__restrict tensor_sum_for_d_denom_at = (float *)at[3];    // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_for_numerator_at = (float *)at[4];  // float32 [tensor]  for tensor_sum
         // float32 [model]  read
-        const float *__restrict d_over_d0_times_d_times_one_at = (const float *)at[6];
+        const float *__restrict d_over_d0_times_d_times_one_at = (const float *)at[5];
         const F lr(known.scalars[0]);
         const F grad_scale(known.scalars[5]);
         const F moves(known.scalars[4]);
@@ -632,7 +434,7 @@ struct prodigy_float32_safeguard_warmup_2 {
             const F g_2 = grad_scale * g;
             const F s = load(s_at + i);
             const F p0 = load(p0_at + i);
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             const F g_3 = where(0.0f < moves, g_2, F(0.0f));                 // 34  g = where(lr > 0, g, 0.0)
             // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
             const F s_2 = fma(d_over_d0_times_d_times_one, g_3, keep3 * s);
@@ -644,38 +446,42 @@ struct prodigy_float32_safeguard_warmup_2 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct prodigy_float32_safeguard_warmup_5 {
+template <class Weight, class Grad>
+struct prodigy_safeguard_warmup_kernel_5 {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
-        {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
-        {6, -1, 4, WHOLE, true, false, NONE, 4},  // d
-        {11, -1, 4, WHOLE, true, false, NONE, 5},  // one_minus_rate_times_weight_decay
-        {10, -1, 4, WHOLE, true, false, NONE, 6},  // rate
-        {9, -1, 4, WHOLE, true, false, NONE, 7},  // one_times_one_minus_beta1_times_d
-        {19, -1, 4, WHOLE, true, false, NONE, 8},  // d_2_times_eps
-    };
+    static constexpr bool MATRICES = false, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {2, -1, 4, ELEMENT, true, true, NONE, 1},  // exp_avg
+        {3, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg_sq
+        {6, -1, 4, WHOLE, true, false, NONE, 3},  // d
+        {11, -1, 4, WHOLE, true, false, NONE, 4},  // one_minus_rate_times_weight_decay
+        {10, -1, 4, WHOLE, true, false, NONE, 5},  // rate
+        {9, -1, 4, WHOLE, true, false, NONE, 6},  // one_times_one_minus_beta1_times_d
+        {19, -1, 4, WHOLE, true, false, NONE, 7},  // d_2_times_eps
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                          // float32 [n]  read and written
+        Weight weight(at[8], at + 9);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];                    // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];                 // float32 [n]  read and written
-        const float *__restrict d_at = (const float *)at[4];              // float32 [model]  read
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        float *__restrict exp_avg_at = (float *)at[1];                    // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[2];                 // float32 [n]  read and written
+        const float *__restrict d_at = (const float *)at[3];              // float32 [model]  read
         // float32 [model]  read
-        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[5];
-        const float *__restrict rate_at = (const float *)at[6];           // float32 [model]  read
+        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[4];
+        const float *__restrict rate_at = (const float *)at[5];           // float32 [model]  read
         // float32 [model]  read
-        const float *__restrict one_times_one_minus_beta1_times_d_at = (const float *)at[7];
-        const float *__restrict d_2_times_eps_at = (const float *)at[8];  // float32 [model]  read
+        const float *__restrict one_times_one_minus_beta1_times_d_at = (const float *)at[6];
+        const float *__restrict d_2_times_eps_at = (const float *)at[7];  // float32 [model]  read
+        const int32_t step_key = known.step_key;
+        const int32_t stream_key = known.stream_key;
         const F grad_scale(known.scalars[5]);
         const F moves(known.scalars[4]);
         const F keep1(known.scalars[11]);
@@ -686,14 +492,16 @@ struct prodigy_float32_safeguard_warmup_5 {
         const F d = F(*d_at);
         const F d_2_times_eps = F(*d_2_times_eps_at);
         const F one_minus_rate_times_weight_decay = F(*one_minus_rate_times_weight_decay_at);
+        Words<prodigy_safeguard_warmup_kernel_5> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/prodigy.py)
         for (int i = 0; i < count; i += W) {
+            const auto noise = words.at(i);
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             const F g_3 = where(0.0f < moves, g_2, F(0.0f));      // 34  g = where(lr > 0, g, 0.0)
             // 43  exp_avg = keep1 * exp_avg + gain1 * d * g
             const F exp_avg_2 = fma(one_times_one_minus_beta1_times_d, g_3, keep1 * exp_avg);
@@ -702,247 +510,7 @@ struct prodigy_float32_safeguard_warmup_5 {
             const F p_2 = p * one_minus_rate_times_weight_decay;  // 52  p = policies.decoupled(p, rate, weight_decay)
             // 53  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
             const F p_3 = fma(-(rate * exp_avg_2), 1.0f / (sqrt(exp_avg_sq_2) + d_2_times_eps), p_2);
-            store(p_at + i, p_3);
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-        }
-    }
-};
-
-// a sweep: d_denom (specs/prodigy.py:46), numerator (specs/prodigy.py:42)
-template <class Grad>
-struct prodigy_bfloat16_safeguard_warmup_2 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {4, -1, 4, ELEMENT, true, true, NONE, 2},  // s
-        {5, -1, 4, ELEMENT, true, false, NONE, 3},  // p0
-        {14, 20, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
-        {15, 21, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_numerator
-        {13, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_d_times_one
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const uint16_t *__restrict p_at = (const uint16_t *)at[0];       // bfloat16 [n]  read
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict s_at = (float *)at[2];                         // float32 [n]  read and written
-        const float *__restrict p0_at = (const float *)at[3];            // float32 [n]  read
-        float *__restrict tensor_sum_for_d_denom_at = (float *)at[4];    // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_numerator_at = (float *)at[5];  // float32 [tensor]  for tensor_sum
-        // float32 [model]  read
-        const float *__restrict d_over_d0_times_d_times_one_at = (const float *)at[6];
-        const F lr(known.scalars[0]);
-        const F grad_scale(known.scalars[5]);
-        const F moves(known.scalars[4]);
-        const F keep3(known.scalars[6]);
-        const F d_over_d0_times_d_times_one = F(*d_over_d0_times_d_times_one_at);
-
-        // -- elements: decode, update  (specs/prodigy.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F s = load(s_at + i);
-            const F p0 = load(p0_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);                                   // bf16, nearest
-            const F g_2 = where(0.0f < moves, g, F(0.0f));                   // 34  g = where(lr > 0, g, 0.0)
-            // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
-            const F s_2 = fma(d_over_d0_times_d_times_one, g_2, keep3 * s);
-            store(s_at + i, s_2);
-            store(tensor_sum_for_d_denom_at + i, moves * abs(s_2));
-            store(tensor_sum_for_numerator_at + i, lr * (g_2 * (p0 - p)));
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct prodigy_bfloat16_safeguard_warmup_5 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
-        {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
-        {6, -1, 4, WHOLE, true, false, NONE, 4},  // d
-        {11, -1, 4, WHOLE, true, false, NONE, 5},  // one_minus_rate_times_weight_decay
-        {10, -1, 4, WHOLE, true, false, NONE, 6},  // rate
-        {9, -1, 4, WHOLE, true, false, NONE, 7},  // one_times_one_minus_beta1_times_d
-        {19, -1, 4, WHOLE, true, false, NONE, 8},  // d_2_times_eps
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                    // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];                    // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];                 // float32 [n]  read and written
-        const float *__restrict d_at = (const float *)at[4];              // float32 [model]  read
-        // float32 [model]  read
-        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[5];
-        const float *__restrict rate_at = (const float *)at[6];           // float32 [model]  read
-        // float32 [model]  read
-        const float *__restrict one_times_one_minus_beta1_times_d_at = (const float *)at[7];
-        const float *__restrict d_2_times_eps_at = (const float *)at[8];  // float32 [model]  read
-        const F grad_scale(known.scalars[5]);
-        const F moves(known.scalars[4]);
-        const F keep1(known.scalars[11]);
-        const F gain2(known.scalars[12]);
-        const F keep2(known.scalars[13]);
-        const F rate = F(*rate_at);
-        const F one_times_one_minus_beta1_times_d = F(*one_times_one_minus_beta1_times_d_at);
-        const F d = F(*d_at);
-        const F d_2_times_eps = F(*d_2_times_eps_at);
-        const F one_minus_rate_times_weight_decay = F(*one_minus_rate_times_weight_decay_at);
-
-        // -- elements: decode, update, encode  (specs/prodigy.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F exp_avg = load(exp_avg_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);                        // bf16, nearest
-            const F g_2 = where(0.0f < moves, g, F(0.0f));        // 34  g = where(lr > 0, g, 0.0)
-            // 43  exp_avg = keep1 * exp_avg + gain1 * d * g
-            const F exp_avg_2 = fma(one_times_one_minus_beta1_times_d, g_2, keep1 * exp_avg);
-            // 44  exp_avg_sq = keep2 * exp_avg_sq + gain2 * (d * g) ** 2
-            const F exp_avg_sq_2 = fma(gain2 * d * g_2, d * g_2, keep2 * exp_avg_sq);
-            const F p_2 = p * one_minus_rate_times_weight_decay;  // 52  p = policies.decoupled(p, rate, weight_decay)
-            // 53  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
-            const F p_3 = fma(-(rate * exp_avg_2), 1.0f / (sqrt(exp_avg_sq_2) + d_2_times_eps), p_2);
-            const I p_x_bits = bits(p_3);
-            const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-        }
-    }
-};
-
-// a sweep: d_denom (specs/prodigy.py:46), numerator (specs/prodigy.py:42)
-template <class Grad>
-struct prodigy_float16_safeguard_warmup_2 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {4, -1, 4, ELEMENT, true, true, NONE, 2},  // s
-        {5, -1, 4, ELEMENT, true, false, NONE, 3},  // p0
-        {14, 20, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
-        {15, 21, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_numerator
-        {13, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_d_times_one
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const uint16_t *__restrict p_at = (const uint16_t *)at[0];       // float16 [n]  read
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict s_at = (float *)at[2];                         // float32 [n]  read and written
-        const float *__restrict p0_at = (const float *)at[3];            // float32 [n]  read
-        float *__restrict tensor_sum_for_d_denom_at = (float *)at[4];    // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_numerator_at = (float *)at[5];  // float32 [tensor]  for tensor_sum
-        // float32 [model]  read
-        const float *__restrict d_over_d0_times_d_times_one_at = (const float *)at[6];
-        const F lr(known.scalars[0]);
-        const F grad_scale(known.scalars[5]);
-        const F moves(known.scalars[4]);
-        const F keep3(known.scalars[6]);
-        const F d_over_d0_times_d_times_one = F(*d_over_d0_times_d_times_one_at);
-
-        // -- elements: decode, update  (specs/prodigy.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F s = load(s_at + i);
-            const F p0 = load(p0_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);                                // f16, nearest
-            const F g_2 = where(0.0f < moves, g, F(0.0f));                   // 34  g = where(lr > 0, g, 0.0)
-            // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
-            const F s_2 = fma(d_over_d0_times_d_times_one, g_2, keep3 * s);
-            store(s_at + i, s_2);
-            store(tensor_sum_for_d_denom_at + i, moves * abs(s_2));
-            store(tensor_sum_for_numerator_at + i, lr * (g_2 * (p0 - p)));
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct prodigy_float16_safeguard_warmup_5 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
-        {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
-        {6, -1, 4, WHOLE, true, false, NONE, 4},  // d
-        {11, -1, 4, WHOLE, true, false, NONE, 5},  // one_minus_rate_times_weight_decay
-        {10, -1, 4, WHOLE, true, false, NONE, 6},  // rate
-        {9, -1, 4, WHOLE, true, false, NONE, 7},  // one_times_one_minus_beta1_times_d
-        {19, -1, 4, WHOLE, true, false, NONE, 8},  // d_2_times_eps
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                    // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];                    // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];                 // float32 [n]  read and written
-        const float *__restrict d_at = (const float *)at[4];              // float32 [model]  read
-        // float32 [model]  read
-        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[5];
-        const float *__restrict rate_at = (const float *)at[6];           // float32 [model]  read
-        // float32 [model]  read
-        const float *__restrict one_times_one_minus_beta1_times_d_at = (const float *)at[7];
-        const float *__restrict d_2_times_eps_at = (const float *)at[8];  // float32 [model]  read
-        const F grad_scale(known.scalars[5]);
-        const F moves(known.scalars[4]);
-        const F keep1(known.scalars[11]);
-        const F gain2(known.scalars[12]);
-        const F keep2(known.scalars[13]);
-        const F rate = F(*rate_at);
-        const F one_times_one_minus_beta1_times_d = F(*one_times_one_minus_beta1_times_d_at);
-        const F d = F(*d_at);
-        const F d_2_times_eps = F(*d_2_times_eps_at);
-        const F one_minus_rate_times_weight_decay = F(*one_minus_rate_times_weight_decay_at);
-
-        // -- elements: decode, update  (specs/prodigy.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F exp_avg = load(exp_avg_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);                     // f16, nearest
-            const F g_2 = where(0.0f < moves, g, F(0.0f));        // 34  g = where(lr > 0, g, 0.0)
-            // 43  exp_avg = keep1 * exp_avg + gain1 * d * g
-            const F exp_avg_2 = fma(one_times_one_minus_beta1_times_d, g_2, keep1 * exp_avg);
-            // 44  exp_avg_sq = keep2 * exp_avg_sq + gain2 * (d * g) ** 2
-            const F exp_avg_sq_2 = fma(gain2 * d * g_2, d * g_2, keep2 * exp_avg_sq);
-            const F p_2 = p * one_minus_rate_times_weight_decay;  // 52  p = policies.decoupled(p, rate, weight_decay)
-            // 53  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
-            const F p_3 = fma(-(rate * exp_avg_2), 1.0f / (sqrt(exp_avg_sq_2) + d_2_times_eps), p_2);
-            store(p_at + i, narrow_half(p_3));
+            weight.encode(i, p_3, noise);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
         }
@@ -950,20 +518,20 @@ struct prodigy_float16_safeguard_warmup_5 {
 };
 
 // model: values of the model
-template <class Grad>
-struct prodigy_float32_use_bias_correction_1 {
+template <class Weight, class Grad>
+struct prodigy_use_bias_correction_kernel_1 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {6, -1, 4, WHOLE, true, false, NONE, 0},  // d
         {9, -1, 4, WHOLE, false, true, NONE, 1},  // one_times_one_minus_beta1_times_d
         {10, -1, 4, WHOLE, false, true, NONE, 2},  // rate
         {11, -1, 4, WHOLE, false, true, NONE, 3},  // one_minus_rate_times_weight_decay
         {12, -1, 4, WHOLE, false, true, NONE, 4},  // d_over_d0
         {13, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0_times_rate
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -995,32 +563,31 @@ struct prodigy_float32_use_bias_correction_1 {
 };
 
 // a sweep: d_denom (specs/prodigy.py:46), numerator (specs/prodigy.py:42)
-template <class Grad>
-struct prodigy_float32_use_bias_correction_2 {
+template <class Weight, class Grad>
+struct prodigy_use_bias_correction_kernel_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {4, -1, 4, ELEMENT, true, true, NONE, 2},  // s
-        {5, -1, 4, ELEMENT, true, false, NONE, 3},  // p0
-        {14, 20, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
-        {15, 21, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_numerator
-        {13, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_rate
-    };
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, false, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {4, -1, 4, ELEMENT, true, true, NONE, 1},  // s
+        {5, -1, 4, ELEMENT, true, false, NONE, 2},  // p0
+        {14, 20, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_d_denom
+        {15, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_numerator
+        {13, -1, 4, WHOLE, true, false, NONE, 5},  // d_over_d0_times_rate
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        const float *__restrict p_at = (const float *)at[0];                     // float32 [n]  read
+        Weight weight(at[6], at + 7);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict s_at = (float *)at[2];                                 // float32 [n]  read and written
-        const float *__restrict p0_at = (const float *)at[3];                    // float32 [n]  read
-        float *__restrict tensor_sum_for_d_denom_at = (float *)at[4];            // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_numerator_at = (float *)at[5];          // float32 [tensor]  for tensor_sum
-        const float *__restrict d_over_d0_times_rate_at = (const float *)at[6];  // float32 [model]  read
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        float *__restrict s_at = (float *)at[1];                                 // float32 [n]  read and written
+        const float *__restrict p0_at = (const float *)at[2];                    // float32 [n]  read
+        float *__restrict tensor_sum_for_d_denom_at = (float *)at[3];            // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_for_numerator_at = (float *)at[4];          // float32 [tensor]  for tensor_sum
+        const float *__restrict d_over_d0_times_rate_at = (const float *)at[5];  // float32 [model]  read
         const F grad_scale(known.scalars[4]);
         const F moves(known.scalars[5]);
         const F keep3(known.scalars[6]);
@@ -1033,7 +600,7 @@ struct prodigy_float32_use_bias_correction_2 {
             const F g_2 = grad_scale * g;
             const F s = load(s_at + i);
             const F p0 = load(p0_at + i);
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             const F g_3 = where(0.0f < moves, g_2, F(0.0f));          // 34  g = where(lr > 0, g, 0.0)
             // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
             const F s_2 = fma(d_over_d0_times_rate, g_3, keep3 * s);
@@ -1045,13 +612,13 @@ struct prodigy_float32_use_bias_correction_2 {
 };
 
 // model: values of the model
-template <class Grad>
-struct prodigy_float32_use_bias_correction_4 {
+template <class Weight, class Grad>
+struct prodigy_use_bias_correction_kernel_4 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {6, -1, 4, WHOLE, true, false, NONE, 0},  // d
         {7, -1, 4, WHOLE, true, true, NONE, 1},  // d_max
         {8, -1, 4, WHOLE, true, true, NONE, 2},  // d_numerator
@@ -1059,7 +626,7 @@ struct prodigy_float32_use_bias_correction_4 {
         {19, -1, 4, WHOLE, false, true, NONE, 4},  // d_2_times_eps
         {17, -1, 4, WHOLE, true, false, NONE, 5},  // d_denom
         {16, -1, 4, WHOLE, true, false, NONE, 6},  // model_sum_for_numerator
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -1105,123 +672,21 @@ struct prodigy_float32_use_bias_correction_4 {
     }
 };
 
-// a sweep: d_denom (specs/prodigy.py:46), numerator (specs/prodigy.py:42)
-template <class Grad>
-struct prodigy_bfloat16_use_bias_correction_2 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {4, -1, 4, ELEMENT, true, true, NONE, 2},  // s
-        {5, -1, 4, ELEMENT, true, false, NONE, 3},  // p0
-        {14, 20, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
-        {15, 21, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_numerator
-        {13, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_rate
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const uint16_t *__restrict p_at = (const uint16_t *)at[0];               // bfloat16 [n]  read
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict s_at = (float *)at[2];                                 // float32 [n]  read and written
-        const float *__restrict p0_at = (const float *)at[3];                    // float32 [n]  read
-        float *__restrict tensor_sum_for_d_denom_at = (float *)at[4];            // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_numerator_at = (float *)at[5];          // float32 [tensor]  for tensor_sum
-        const float *__restrict d_over_d0_times_rate_at = (const float *)at[6];  // float32 [model]  read
-        const F grad_scale(known.scalars[4]);
-        const F moves(known.scalars[5]);
-        const F keep3(known.scalars[6]);
-        const F own(known.scalars[2]);
-        const F d_over_d0_times_rate = F(*d_over_d0_times_rate_at);
-
-        // -- elements: decode, update  (specs/prodigy.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F s = load(s_at + i);
-            const F p0 = load(p0_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);                            // bf16, nearest
-            const F g_2 = where(0.0f < moves, g, F(0.0f));            // 34  g = where(lr > 0, g, 0.0)
-            // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
-            const F s_2 = fma(d_over_d0_times_rate, g_2, keep3 * s);
-            store(s_at + i, s_2);
-            store(tensor_sum_for_d_denom_at + i, moves * abs(s_2));
-            store(tensor_sum_for_numerator_at + i, own * (g_2 * (p0 - p)));
-        }
-    }
-};
-
-// a sweep: d_denom (specs/prodigy.py:46), numerator (specs/prodigy.py:42)
-template <class Grad>
-struct prodigy_float16_use_bias_correction_2 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {4, -1, 4, ELEMENT, true, true, NONE, 2},  // s
-        {5, -1, 4, ELEMENT, true, false, NONE, 3},  // p0
-        {14, 20, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
-        {15, 21, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_numerator
-        {13, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_rate
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const uint16_t *__restrict p_at = (const uint16_t *)at[0];               // float16 [n]  read
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict s_at = (float *)at[2];                                 // float32 [n]  read and written
-        const float *__restrict p0_at = (const float *)at[3];                    // float32 [n]  read
-        float *__restrict tensor_sum_for_d_denom_at = (float *)at[4];            // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_numerator_at = (float *)at[5];          // float32 [tensor]  for tensor_sum
-        const float *__restrict d_over_d0_times_rate_at = (const float *)at[6];  // float32 [model]  read
-        const F grad_scale(known.scalars[4]);
-        const F moves(known.scalars[5]);
-        const F keep3(known.scalars[6]);
-        const F own(known.scalars[2]);
-        const F d_over_d0_times_rate = F(*d_over_d0_times_rate_at);
-
-        // -- elements: decode, update  (specs/prodigy.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F s = load(s_at + i);
-            const F p0 = load(p0_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);                         // f16, nearest
-            const F g_2 = where(0.0f < moves, g, F(0.0f));            // 34  g = where(lr > 0, g, 0.0)
-            // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
-            const F s_2 = fma(d_over_d0_times_rate, g_2, keep3 * s);
-            store(s_at + i, s_2);
-            store(tensor_sum_for_d_denom_at + i, moves * abs(s_2));
-            store(tensor_sum_for_numerator_at + i, own * (g_2 * (p0 - p)));
-        }
-    }
-};
-
 // model: values of the model
-template <class Grad>
-struct prodigy_float32_use_bias_correction_safeguard_warmup_1 {
+template <class Weight, class Grad>
+struct prodigy_use_bias_correction_safeguard_warmup_kernel_1 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {6, -1, 4, WHOLE, true, false, NONE, 0},  // d
         {9, -1, 4, WHOLE, false, true, NONE, 1},  // one_times_one_minus_beta1_times_d
         {10, -1, 4, WHOLE, false, true, NONE, 2},  // rate
         {11, -1, 4, WHOLE, false, true, NONE, 3},  // one_minus_rate_times_weight_decay
         {12, -1, 4, WHOLE, false, true, NONE, 4},  // d_over_d0
         {13, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0_times_d_times_one
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -1254,33 +719,32 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_1 {
 };
 
 // a sweep: d_denom (specs/prodigy.py:46), numerator (specs/prodigy.py:42)
-template <class Grad>
-struct prodigy_float32_use_bias_correction_safeguard_warmup_2 {
+template <class Weight, class Grad>
+struct prodigy_use_bias_correction_safeguard_warmup_kernel_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {4, -1, 4, ELEMENT, true, true, NONE, 2},  // s
-        {5, -1, 4, ELEMENT, true, false, NONE, 3},  // p0
-        {14, 20, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
-        {15, 21, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_numerator
-        {13, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_d_times_one
-    };
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, false, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {4, -1, 4, ELEMENT, true, true, NONE, 1},  // s
+        {5, -1, 4, ELEMENT, true, false, NONE, 2},  // p0
+        {14, 20, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_d_denom
+        {15, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_numerator
+        {13, -1, 4, WHOLE, true, false, NONE, 5},  // d_over_d0_times_d_times_one
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        const float *__restrict p_at = (const float *)at[0];             // float32 [n]  read
+        Weight weight(at[6], at + 7);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict s_at = (float *)at[2];                         // float32 [n]  read and written
-        const float *__restrict p0_at = (const float *)at[3];            // float32 [n]  read
-        float *__restrict tensor_sum_for_d_denom_at = (float *)at[4];    // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_numerator_at = (float *)at[5];  // float32 [tensor]  for tensor_sum
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        float *__restrict s_at = (float *)at[1];                         // float32 [n]  read and written
+        const float *__restrict p0_at = (const float *)at[2];            // float32 [n]  read
+        float *__restrict tensor_sum_for_d_denom_at = (float *)at[3];    // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_for_numerator_at = (float *)at[4];  // float32 [tensor]  for tensor_sum
         // float32 [model]  read
-        const float *__restrict d_over_d0_times_d_times_one_at = (const float *)at[6];
+        const float *__restrict d_over_d0_times_d_times_one_at = (const float *)at[5];
         const F grad_scale(known.scalars[5]);
         const F moves(known.scalars[4]);
         const F keep3(known.scalars[6]);
@@ -1293,7 +757,7 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_2 {
             const F g_2 = grad_scale * g;
             const F s = load(s_at + i);
             const F p0 = load(p0_at + i);
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             const F g_3 = where(0.0f < moves, g_2, F(0.0f));                 // 34  g = where(lr > 0, g, 0.0)
             // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
             const F s_2 = fma(d_over_d0_times_d_times_one, g_3, keep3 * s);
@@ -1304,118 +768,12 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_2 {
     }
 };
 
-// a sweep: d_denom (specs/prodigy.py:46), numerator (specs/prodigy.py:42)
-template <class Grad>
-struct prodigy_bfloat16_use_bias_correction_safeguard_warmup_2 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {4, -1, 4, ELEMENT, true, true, NONE, 2},  // s
-        {5, -1, 4, ELEMENT, true, false, NONE, 3},  // p0
-        {14, 20, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
-        {15, 21, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_numerator
-        {13, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_d_times_one
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const uint16_t *__restrict p_at = (const uint16_t *)at[0];       // bfloat16 [n]  read
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict s_at = (float *)at[2];                         // float32 [n]  read and written
-        const float *__restrict p0_at = (const float *)at[3];            // float32 [n]  read
-        float *__restrict tensor_sum_for_d_denom_at = (float *)at[4];    // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_numerator_at = (float *)at[5];  // float32 [tensor]  for tensor_sum
-        // float32 [model]  read
-        const float *__restrict d_over_d0_times_d_times_one_at = (const float *)at[6];
-        const F grad_scale(known.scalars[5]);
-        const F moves(known.scalars[4]);
-        const F keep3(known.scalars[6]);
-        const F own(known.scalars[2]);
-        const F d_over_d0_times_d_times_one = F(*d_over_d0_times_d_times_one_at);
-
-        // -- elements: decode, update  (specs/prodigy.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F s = load(s_at + i);
-            const F p0 = load(p0_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);                                   // bf16, nearest
-            const F g_2 = where(0.0f < moves, g, F(0.0f));                   // 34  g = where(lr > 0, g, 0.0)
-            // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
-            const F s_2 = fma(d_over_d0_times_d_times_one, g_2, keep3 * s);
-            store(s_at + i, s_2);
-            store(tensor_sum_for_d_denom_at + i, moves * abs(s_2));
-            store(tensor_sum_for_numerator_at + i, own * (g_2 * (p0 - p)));
-        }
-    }
-};
-
-// a sweep: d_denom (specs/prodigy.py:46), numerator (specs/prodigy.py:42)
-template <class Grad>
-struct prodigy_float16_use_bias_correction_safeguard_warmup_2 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {4, -1, 4, ELEMENT, true, true, NONE, 2},  // s
-        {5, -1, 4, ELEMENT, true, false, NONE, 3},  // p0
-        {14, 20, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
-        {15, 21, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_numerator
-        {13, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_d_times_one
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const uint16_t *__restrict p_at = (const uint16_t *)at[0];       // float16 [n]  read
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict s_at = (float *)at[2];                         // float32 [n]  read and written
-        const float *__restrict p0_at = (const float *)at[3];            // float32 [n]  read
-        float *__restrict tensor_sum_for_d_denom_at = (float *)at[4];    // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_numerator_at = (float *)at[5];  // float32 [tensor]  for tensor_sum
-        // float32 [model]  read
-        const float *__restrict d_over_d0_times_d_times_one_at = (const float *)at[6];
-        const F grad_scale(known.scalars[5]);
-        const F moves(known.scalars[4]);
-        const F keep3(known.scalars[6]);
-        const F own(known.scalars[2]);
-        const F d_over_d0_times_d_times_one = F(*d_over_d0_times_d_times_one_at);
-
-        // -- elements: decode, update  (specs/prodigy.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F s = load(s_at + i);
-            const F p0 = load(p0_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);                                // f16, nearest
-            const F g_2 = where(0.0f < moves, g, F(0.0f));                   // 34  g = where(lr > 0, g, 0.0)
-            // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
-            const F s_2 = fma(d_over_d0_times_d_times_one, g_2, keep3 * s);
-            store(s_at + i, s_2);
-            store(tensor_sum_for_d_denom_at + i, moves * abs(s_2));
-            store(tensor_sum_for_numerator_at + i, own * (g_2 * (p0 - p)));
-        }
-    }
-};
-
-template <class Grad>
-struct prodigy_float32 {
+template <class Weight, class Grad>
+struct prodigy_step {
     typedef void staged;
     static constexpr int SCALARS = 14, BLOCK = 1;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {4, ELEMENT},  // exp_avg
         {4, ELEMENT},  // exp_avg_sq
         {4, ELEMENT},  // s
@@ -1436,25 +794,60 @@ struct prodigy_float32 {
         {4, WHOLE},  // d_2_times_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
         {4, WHOLE + 8},  // partial results of tensor_sum_for_numerator
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<prodigy_float32_1<Grad>>(),
-        stage<prodigy_float32_2<Grad>>(),
-        stage<prodigy_float32_3<Grad>>(),
-        stage<prodigy_float32_4<Grad>>(),
-        stage<prodigy_float32_5<Grad>>(),
-        stage<prodigy_float32_6<Grad>>(),
+        stage<prodigy_kernel_1<Weight, Grad>>(),
+        stage<prodigy_kernel_2<Weight, Grad>>(),
+        stage<prodigy_kernel_3<Weight, Grad>>(),
+        stage<prodigy_kernel_4<Weight, Grad>>(),
+        stage<prodigy_kernel_5<Weight, Grad>>(),
+        stage<prodigy_kernel_6<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct prodigy_bfloat16 {
+template <class Weight, class Grad>
+struct prodigy_safeguard_warmup_step {
     typedef void staged;
     static constexpr int SCALARS = 14, BLOCK = 1;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
+        {4, ELEMENT},  // exp_avg
+        {4, ELEMENT},  // exp_avg_sq
+        {4, ELEMENT},  // s
+        {4, ELEMENT},  // p0
+        {4, WHOLE},  // d
+        {4, WHOLE},  // d_max
+        {4, WHOLE},  // d_numerator
+        {4, WHOLE},  // one_times_one_minus_beta1_times_d
+        {4, WHOLE},  // rate
+        {4, WHOLE},  // one_minus_rate_times_weight_decay
+        {4, WHOLE},  // d_over_d0
+        {4, WHOLE},  // d_over_d0_times_d_times_one
+        {4, WHOLE},  // tensor_sum_for_d_denom
+        {4, WHOLE},  // tensor_sum_for_numerator
+        {4, WHOLE},  // model_sum_for_numerator
+        {4, WHOLE},  // d_denom
+        {4, WHOLE},  // d_2
+        {4, WHOLE},  // d_2_times_eps
+        {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
+        {4, WHOLE + 8},  // partial results of tensor_sum_for_numerator
+    });
+    static constexpr Stage STAGES[] = {
+        stage<prodigy_safeguard_warmup_kernel_1<Weight, Grad>>(),
+        stage<prodigy_safeguard_warmup_kernel_2<Weight, Grad>>(),
+        stage<prodigy_kernel_3<Weight, Grad>>(),
+        stage<prodigy_kernel_4<Weight, Grad>>(),
+        stage<prodigy_safeguard_warmup_kernel_5<Weight, Grad>>(),
+        stage<prodigy_kernel_6<Weight, Grad>>(),
+    };
+};
+
+template <class Weight, class Grad>
+struct prodigy_use_bias_correction_step {
+    typedef void staged;
+    static constexpr int SCALARS = 14, BLOCK = 1;
+    // bytes per entry, what there is one of
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {4, ELEMENT},  // exp_avg
         {4, ELEMENT},  // exp_avg_sq
         {4, ELEMENT},  // s
@@ -1475,64 +868,23 @@ struct prodigy_bfloat16 {
         {4, WHOLE},  // d_2_times_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
         {4, WHOLE + 8},  // partial results of tensor_sum_for_numerator
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<prodigy_float32_1<Grad>>(),
-        stage<prodigy_bfloat16_2<Grad>>(),
-        stage<prodigy_float32_3<Grad>>(),
-        stage<prodigy_float32_4<Grad>>(),
-        stage<prodigy_bfloat16_5<Grad>>(),
-        stage<prodigy_float32_6<Grad>>(),
+        stage<prodigy_use_bias_correction_kernel_1<Weight, Grad>>(),
+        stage<prodigy_use_bias_correction_kernel_2<Weight, Grad>>(),
+        stage<prodigy_kernel_3<Weight, Grad>>(),
+        stage<prodigy_use_bias_correction_kernel_4<Weight, Grad>>(),
+        stage<prodigy_kernel_5<Weight, Grad>>(),
+        stage<prodigy_kernel_6<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct prodigy_float16 {
+template <class Weight, class Grad>
+struct prodigy_use_bias_correction_safeguard_warmup_step {
     typedef void staged;
     static constexpr int SCALARS = 14, BLOCK = 1;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, ELEMENT},  // exp_avg
-        {4, ELEMENT},  // exp_avg_sq
-        {4, ELEMENT},  // s
-        {4, ELEMENT},  // p0
-        {4, WHOLE},  // d
-        {4, WHOLE},  // d_max
-        {4, WHOLE},  // d_numerator
-        {4, WHOLE},  // one_times_one_minus_beta1_times_d
-        {4, WHOLE},  // rate
-        {4, WHOLE},  // one_minus_rate_times_weight_decay
-        {4, WHOLE},  // d_over_d0
-        {4, WHOLE},  // d_over_d0_times_rate
-        {4, WHOLE},  // tensor_sum_for_d_denom
-        {4, WHOLE},  // tensor_sum_for_numerator
-        {4, WHOLE},  // model_sum_for_numerator
-        {4, WHOLE},  // d_denom
-        {4, WHOLE},  // d_2
-        {4, WHOLE},  // d_2_times_eps
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_numerator
-    };
-    static constexpr Stage STAGES[] = {
-        stage<prodigy_float32_1<Grad>>(),
-        stage<prodigy_float16_2<Grad>>(),
-        stage<prodigy_float32_3<Grad>>(),
-        stage<prodigy_float32_4<Grad>>(),
-        stage<prodigy_float16_5<Grad>>(),
-        stage<prodigy_float32_6<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct prodigy_float32_safeguard_warmup {
-    typedef void staged;
-    static constexpr int SCALARS = 14, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {4, ELEMENT},  // exp_avg
         {4, ELEMENT},  // exp_avg_sq
         {4, ELEMENT},  // s
@@ -1553,328 +905,29 @@ struct prodigy_float32_safeguard_warmup {
         {4, WHOLE},  // d_2_times_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
         {4, WHOLE + 8},  // partial results of tensor_sum_for_numerator
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<prodigy_float32_safeguard_warmup_1<Grad>>(),
-        stage<prodigy_float32_safeguard_warmup_2<Grad>>(),
-        stage<prodigy_float32_3<Grad>>(),
-        stage<prodigy_float32_4<Grad>>(),
-        stage<prodigy_float32_safeguard_warmup_5<Grad>>(),
-        stage<prodigy_float32_6<Grad>>(),
+        stage<prodigy_use_bias_correction_safeguard_warmup_kernel_1<Weight, Grad>>(),
+        stage<prodigy_use_bias_correction_safeguard_warmup_kernel_2<Weight, Grad>>(),
+        stage<prodigy_kernel_3<Weight, Grad>>(),
+        stage<prodigy_use_bias_correction_kernel_4<Weight, Grad>>(),
+        stage<prodigy_safeguard_warmup_kernel_5<Weight, Grad>>(),
+        stage<prodigy_kernel_6<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct prodigy_bfloat16_safeguard_warmup {
-    typedef void staged;
-    static constexpr int SCALARS = 14, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, ELEMENT},  // exp_avg
-        {4, ELEMENT},  // exp_avg_sq
-        {4, ELEMENT},  // s
-        {4, ELEMENT},  // p0
-        {4, WHOLE},  // d
-        {4, WHOLE},  // d_max
-        {4, WHOLE},  // d_numerator
-        {4, WHOLE},  // one_times_one_minus_beta1_times_d
-        {4, WHOLE},  // rate
-        {4, WHOLE},  // one_minus_rate_times_weight_decay
-        {4, WHOLE},  // d_over_d0
-        {4, WHOLE},  // d_over_d0_times_d_times_one
-        {4, WHOLE},  // tensor_sum_for_d_denom
-        {4, WHOLE},  // tensor_sum_for_numerator
-        {4, WHOLE},  // model_sum_for_numerator
-        {4, WHOLE},  // d_denom
-        {4, WHOLE},  // d_2
-        {4, WHOLE},  // d_2_times_eps
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_numerator
-    };
-    static constexpr Stage STAGES[] = {
-        stage<prodigy_float32_safeguard_warmup_1<Grad>>(),
-        stage<prodigy_bfloat16_safeguard_warmup_2<Grad>>(),
-        stage<prodigy_float32_3<Grad>>(),
-        stage<prodigy_float32_4<Grad>>(),
-        stage<prodigy_bfloat16_safeguard_warmup_5<Grad>>(),
-        stage<prodigy_float32_6<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct prodigy_float16_safeguard_warmup {
-    typedef void staged;
-    static constexpr int SCALARS = 14, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, ELEMENT},  // exp_avg
-        {4, ELEMENT},  // exp_avg_sq
-        {4, ELEMENT},  // s
-        {4, ELEMENT},  // p0
-        {4, WHOLE},  // d
-        {4, WHOLE},  // d_max
-        {4, WHOLE},  // d_numerator
-        {4, WHOLE},  // one_times_one_minus_beta1_times_d
-        {4, WHOLE},  // rate
-        {4, WHOLE},  // one_minus_rate_times_weight_decay
-        {4, WHOLE},  // d_over_d0
-        {4, WHOLE},  // d_over_d0_times_d_times_one
-        {4, WHOLE},  // tensor_sum_for_d_denom
-        {4, WHOLE},  // tensor_sum_for_numerator
-        {4, WHOLE},  // model_sum_for_numerator
-        {4, WHOLE},  // d_denom
-        {4, WHOLE},  // d_2
-        {4, WHOLE},  // d_2_times_eps
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_numerator
-    };
-    static constexpr Stage STAGES[] = {
-        stage<prodigy_float32_safeguard_warmup_1<Grad>>(),
-        stage<prodigy_float16_safeguard_warmup_2<Grad>>(),
-        stage<prodigy_float32_3<Grad>>(),
-        stage<prodigy_float32_4<Grad>>(),
-        stage<prodigy_float16_safeguard_warmup_5<Grad>>(),
-        stage<prodigy_float32_6<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct prodigy_float32_use_bias_correction {
-    typedef void staged;
-    static constexpr int SCALARS = 14, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, ELEMENT},  // exp_avg
-        {4, ELEMENT},  // exp_avg_sq
-        {4, ELEMENT},  // s
-        {4, ELEMENT},  // p0
-        {4, WHOLE},  // d
-        {4, WHOLE},  // d_max
-        {4, WHOLE},  // d_numerator
-        {4, WHOLE},  // one_times_one_minus_beta1_times_d
-        {4, WHOLE},  // rate
-        {4, WHOLE},  // one_minus_rate_times_weight_decay
-        {4, WHOLE},  // d_over_d0
-        {4, WHOLE},  // d_over_d0_times_rate
-        {4, WHOLE},  // tensor_sum_for_d_denom
-        {4, WHOLE},  // tensor_sum_for_numerator
-        {4, WHOLE},  // model_sum_for_numerator
-        {4, WHOLE},  // d_denom
-        {4, WHOLE},  // d_2
-        {4, WHOLE},  // d_2_times_eps
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_numerator
-    };
-    static constexpr Stage STAGES[] = {
-        stage<prodigy_float32_use_bias_correction_1<Grad>>(),
-        stage<prodigy_float32_use_bias_correction_2<Grad>>(),
-        stage<prodigy_float32_3<Grad>>(),
-        stage<prodigy_float32_use_bias_correction_4<Grad>>(),
-        stage<prodigy_float32_5<Grad>>(),
-        stage<prodigy_float32_6<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct prodigy_bfloat16_use_bias_correction {
-    typedef void staged;
-    static constexpr int SCALARS = 14, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, ELEMENT},  // exp_avg
-        {4, ELEMENT},  // exp_avg_sq
-        {4, ELEMENT},  // s
-        {4, ELEMENT},  // p0
-        {4, WHOLE},  // d
-        {4, WHOLE},  // d_max
-        {4, WHOLE},  // d_numerator
-        {4, WHOLE},  // one_times_one_minus_beta1_times_d
-        {4, WHOLE},  // rate
-        {4, WHOLE},  // one_minus_rate_times_weight_decay
-        {4, WHOLE},  // d_over_d0
-        {4, WHOLE},  // d_over_d0_times_rate
-        {4, WHOLE},  // tensor_sum_for_d_denom
-        {4, WHOLE},  // tensor_sum_for_numerator
-        {4, WHOLE},  // model_sum_for_numerator
-        {4, WHOLE},  // d_denom
-        {4, WHOLE},  // d_2
-        {4, WHOLE},  // d_2_times_eps
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_numerator
-    };
-    static constexpr Stage STAGES[] = {
-        stage<prodigy_float32_use_bias_correction_1<Grad>>(),
-        stage<prodigy_bfloat16_use_bias_correction_2<Grad>>(),
-        stage<prodigy_float32_3<Grad>>(),
-        stage<prodigy_float32_use_bias_correction_4<Grad>>(),
-        stage<prodigy_bfloat16_5<Grad>>(),
-        stage<prodigy_float32_6<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct prodigy_float16_use_bias_correction {
-    typedef void staged;
-    static constexpr int SCALARS = 14, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, ELEMENT},  // exp_avg
-        {4, ELEMENT},  // exp_avg_sq
-        {4, ELEMENT},  // s
-        {4, ELEMENT},  // p0
-        {4, WHOLE},  // d
-        {4, WHOLE},  // d_max
-        {4, WHOLE},  // d_numerator
-        {4, WHOLE},  // one_times_one_minus_beta1_times_d
-        {4, WHOLE},  // rate
-        {4, WHOLE},  // one_minus_rate_times_weight_decay
-        {4, WHOLE},  // d_over_d0
-        {4, WHOLE},  // d_over_d0_times_rate
-        {4, WHOLE},  // tensor_sum_for_d_denom
-        {4, WHOLE},  // tensor_sum_for_numerator
-        {4, WHOLE},  // model_sum_for_numerator
-        {4, WHOLE},  // d_denom
-        {4, WHOLE},  // d_2
-        {4, WHOLE},  // d_2_times_eps
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_numerator
-    };
-    static constexpr Stage STAGES[] = {
-        stage<prodigy_float32_use_bias_correction_1<Grad>>(),
-        stage<prodigy_float16_use_bias_correction_2<Grad>>(),
-        stage<prodigy_float32_3<Grad>>(),
-        stage<prodigy_float32_use_bias_correction_4<Grad>>(),
-        stage<prodigy_float16_5<Grad>>(),
-        stage<prodigy_float32_6<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct prodigy_float32_use_bias_correction_safeguard_warmup {
-    typedef void staged;
-    static constexpr int SCALARS = 14, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, ELEMENT},  // exp_avg
-        {4, ELEMENT},  // exp_avg_sq
-        {4, ELEMENT},  // s
-        {4, ELEMENT},  // p0
-        {4, WHOLE},  // d
-        {4, WHOLE},  // d_max
-        {4, WHOLE},  // d_numerator
-        {4, WHOLE},  // one_times_one_minus_beta1_times_d
-        {4, WHOLE},  // rate
-        {4, WHOLE},  // one_minus_rate_times_weight_decay
-        {4, WHOLE},  // d_over_d0
-        {4, WHOLE},  // d_over_d0_times_d_times_one
-        {4, WHOLE},  // tensor_sum_for_d_denom
-        {4, WHOLE},  // tensor_sum_for_numerator
-        {4, WHOLE},  // model_sum_for_numerator
-        {4, WHOLE},  // d_denom
-        {4, WHOLE},  // d_2
-        {4, WHOLE},  // d_2_times_eps
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_numerator
-    };
-    static constexpr Stage STAGES[] = {
-        stage<prodigy_float32_use_bias_correction_safeguard_warmup_1<Grad>>(),
-        stage<prodigy_float32_use_bias_correction_safeguard_warmup_2<Grad>>(),
-        stage<prodigy_float32_3<Grad>>(),
-        stage<prodigy_float32_use_bias_correction_4<Grad>>(),
-        stage<prodigy_float32_safeguard_warmup_5<Grad>>(),
-        stage<prodigy_float32_6<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct prodigy_bfloat16_use_bias_correction_safeguard_warmup {
-    typedef void staged;
-    static constexpr int SCALARS = 14, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, ELEMENT},  // exp_avg
-        {4, ELEMENT},  // exp_avg_sq
-        {4, ELEMENT},  // s
-        {4, ELEMENT},  // p0
-        {4, WHOLE},  // d
-        {4, WHOLE},  // d_max
-        {4, WHOLE},  // d_numerator
-        {4, WHOLE},  // one_times_one_minus_beta1_times_d
-        {4, WHOLE},  // rate
-        {4, WHOLE},  // one_minus_rate_times_weight_decay
-        {4, WHOLE},  // d_over_d0
-        {4, WHOLE},  // d_over_d0_times_d_times_one
-        {4, WHOLE},  // tensor_sum_for_d_denom
-        {4, WHOLE},  // tensor_sum_for_numerator
-        {4, WHOLE},  // model_sum_for_numerator
-        {4, WHOLE},  // d_denom
-        {4, WHOLE},  // d_2
-        {4, WHOLE},  // d_2_times_eps
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_numerator
-    };
-    static constexpr Stage STAGES[] = {
-        stage<prodigy_float32_use_bias_correction_safeguard_warmup_1<Grad>>(),
-        stage<prodigy_bfloat16_use_bias_correction_safeguard_warmup_2<Grad>>(),
-        stage<prodigy_float32_3<Grad>>(),
-        stage<prodigy_float32_use_bias_correction_4<Grad>>(),
-        stage<prodigy_bfloat16_safeguard_warmup_5<Grad>>(),
-        stage<prodigy_float32_6<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct prodigy_float16_use_bias_correction_safeguard_warmup {
-    typedef void staged;
-    static constexpr int SCALARS = 14, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, ELEMENT},  // exp_avg
-        {4, ELEMENT},  // exp_avg_sq
-        {4, ELEMENT},  // s
-        {4, ELEMENT},  // p0
-        {4, WHOLE},  // d
-        {4, WHOLE},  // d_max
-        {4, WHOLE},  // d_numerator
-        {4, WHOLE},  // one_times_one_minus_beta1_times_d
-        {4, WHOLE},  // rate
-        {4, WHOLE},  // one_minus_rate_times_weight_decay
-        {4, WHOLE},  // d_over_d0
-        {4, WHOLE},  // d_over_d0_times_d_times_one
-        {4, WHOLE},  // tensor_sum_for_d_denom
-        {4, WHOLE},  // tensor_sum_for_numerator
-        {4, WHOLE},  // model_sum_for_numerator
-        {4, WHOLE},  // d_denom
-        {4, WHOLE},  // d_2
-        {4, WHOLE},  // d_2_times_eps
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_numerator
-    };
-    static constexpr Stage STAGES[] = {
-        stage<prodigy_float32_use_bias_correction_safeguard_warmup_1<Grad>>(),
-        stage<prodigy_float16_use_bias_correction_safeguard_warmup_2<Grad>>(),
-        stage<prodigy_float32_3<Grad>>(),
-        stage<prodigy_float32_use_bias_correction_4<Grad>>(),
-        stage<prodigy_float16_safeguard_warmup_5<Grad>>(),
-        stage<prodigy_float32_6<Grad>>(),
-    };
-};
+template <class Grad> using prodigy_float32 = prodigy_step<weight_float32, Grad>;
+template <class Grad> using prodigy_bfloat16 = prodigy_step<weight_bfloat16, Grad>;
+template <class Grad> using prodigy_float16 = prodigy_step<weight_float16, Grad>;
+template <class Grad> using prodigy_float32_safeguard_warmup = prodigy_safeguard_warmup_step<weight_float32, Grad>;
+template <class Grad> using prodigy_bfloat16_safeguard_warmup = prodigy_safeguard_warmup_step<weight_bfloat16, Grad>;
+template <class Grad> using prodigy_float16_safeguard_warmup = prodigy_safeguard_warmup_step<weight_float16, Grad>;
+template <class Grad> using prodigy_float32_use_bias_correction = prodigy_use_bias_correction_step<weight_float32, Grad>;
+template <class Grad> using prodigy_bfloat16_use_bias_correction = prodigy_use_bias_correction_step<weight_bfloat16, Grad>;
+template <class Grad> using prodigy_float16_use_bias_correction = prodigy_use_bias_correction_step<weight_float16, Grad>;
+template <class Grad> using prodigy_float32_use_bias_correction_safeguard_warmup = prodigy_use_bias_correction_safeguard_warmup_step<weight_float32, Grad>;
+template <class Grad> using prodigy_bfloat16_use_bias_correction_safeguard_warmup = prodigy_use_bias_correction_safeguard_warmup_step<weight_bfloat16, Grad>;
+template <class Grad> using prodigy_float16_use_bias_correction_safeguard_warmup = prodigy_use_bias_correction_safeguard_warmup_step<weight_float16, Grad>;
 
 }  // namespace
 

@@ -31,21 +31,80 @@
 
 namespace {
 
+// bf16 and 8 more bits, stochastic
+struct weight_bfloat16 {
+    static constexpr int NOISE = 8;
+    static constexpr Part PARTS[] = {{2, true}, {1, true}};  // code, low
+    uint16_t *__restrict code_at;
+    uint8_t *__restrict low_at;
+
+    weight_bfloat16(char *p, char *const *more) : code_at((uint16_t *)p), low_at((uint8_t *)more[0]) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        const U8 low_code = raw(low_at + i);
+        return as_float(joined(code_stored, low_code) - 32768);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        const I word = bits_or_nan(x) + (integer<P>(noise) | 0x8000);
+        store_half<2>(code_at + i, word);
+        store_byte<1>(low_at + i, word);
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); fetch<N>(low_at, b); }
+};
+
+// f16 and 8 more bits, stochastic
+struct weight_float16 {
+    static constexpr int NOISE = 8;
+    static constexpr Part PARTS[] = {{2, true}, {1, true}};  // code, low
+    uint16_t *__restrict code_at;
+    uint8_t *__restrict low_at;
+
+    weight_float16(char *p, char *const *more) : code_at((uint16_t *)p), low_at((uint8_t *)more[0]) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        const I high = extend16(extend16(to_int(code_stored)));
+        const U8 low_code = raw(low_at + i);
+        const I low = to_int(low_code);
+        const I offset = low - 128;
+        const I wide = ((high & 32767) << 8) + offset;
+        const I subnormal = bits(2.3283064365386963e-10f * to_float(wide));
+        const I normal = (wide << 5) + 0x38000000;
+        const I finite = where(wide < 0x40000, subnormal, normal);
+        return as_float(bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000))) | (high & 0x8000) << 16);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        const I x_bitcast = bits(x);
+        const I sign_ = x_bitcast >> 16 & 0x8000;
+        const I magnitude = x_bitcast & 0x7fffffff;
+        const F magnitude_bitcast = as_float(magnitude);
+        const M is_subnormal = magnitude_bitcast < 6.103515625e-05f;
+        const I subnormal = to_int(2199023255552.0f * magnitude_bitcast);
+        const I rebiased = min(I(0xf800000), magnitude - 0x38000000);
+        const I fixed = where(is_subnormal, subnormal, rebiased << 4);
+        const I wide = lshr(fixed + middle<P, 9>(noise), 9);
+        const I word = where(x == x, wide, I(0x7e0000)) + 128;
+        const I kept_ = word;
+        store(code_at + i, sign_ | word >> 8);
+        store(low_at + i, kept_);
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); fetch<N>(low_at, b); }
+};
+
 // model: values of the model
-template <class Grad>
-struct prodigy_float32_1 {
+template <class Weight, class Grad>
+struct prodigy_kernel_1 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {9, -1, 4, WHOLE, true, false, NONE, 0},  // d
         {12, -1, 4, WHOLE, false, true, NONE, 1},  // one_times_one_minus_beta1_times_d
         {13, -1, 4, WHOLE, false, true, NONE, 2},  // rate
         {14, -1, 4, WHOLE, false, true, NONE, 3},  // one_minus_rate_times_weight_decay
         {15, -1, 4, WHOLE, false, true, NONE, 4},  // d_over_d0
         {16, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0_times_rate
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -77,22 +136,24 @@ struct prodigy_float32_1 {
 };
 
 // a sweep: d_denom (specs/prodigy.py:46), numerator (specs/prodigy.py:42)
-template <class Grad>
-struct prodigy_float32_2 {
+template <class Weight, class Grad>
+struct prodigy_kernel_2 {
+    // random bits of exp_avg, exp_avg_sq, s, p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{12, false}, {12, false}, {12, false}, {Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({2}), KEPT = NOISE.mask({2});
     static constexpr int BLOCK = 64, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {6, -1, 1, ELEMENT, true, true, NONE, 2},  // s_codes
-        {7, -1, 2, BLOCK_OF, true, true, NONE, 3},  // s_scale
-        {8, -1, 4, ELEMENT, true, false, NONE, 4},  // p0
-        {17, 23, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_denom
-        {18, 24, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_numerator
-        {16, -1, 4, WHOLE, true, false, NONE, 7},  // d_over_d0_times_rate
-    };
+    static constexpr bool MATRICES = false, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, false, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {6, -1, 1, ELEMENT, true, true, NONE, 1},  // s_codes
+        {7, -1, 2, BLOCK_OF, true, true, NONE, 2},  // s_scale
+        {8, -1, 4, ELEMENT, true, false, NONE, 3},  // p0
+        {17, 23, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
+        {18, 24, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_numerator
+        {16, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_rate
+    });
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
                      int row_mask, const Known &known) {
@@ -102,15 +163,15 @@ struct prodigy_float32_2 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     int row_mask, const Known &known) {
-        const float *__restrict p_at = (const float *)at[0];                     // float32 [n]  read
+        Weight weight(at[7], at + 8);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict s_codes_at = (uint8_t *)at[2];                       // uint8 [n]  read and written
-        int16_t *__restrict s_scale_at = (int16_t *)at[3];                       // int16 [blocks of 64]  read and written
-        const float *__restrict p0_at = (const float *)at[4];                    // float32 [n]  read
-        float *__restrict tensor_sum_for_d_denom_at = (float *)at[5];            // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_numerator_at = (float *)at[6];          // float32 [tensor]  for tensor_sum
-        const float *__restrict d_over_d0_times_rate_at = (const float *)at[7];  // float32 [model]  read
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        uint8_t *__restrict s_codes_at = (uint8_t *)at[1];                       // uint8 [n]  read and written
+        int16_t *__restrict s_scale_at = (int16_t *)at[2];                       // int16 [blocks of 64]  read and written
+        const float *__restrict p0_at = (const float *)at[3];                    // float32 [n]  read
+        float *__restrict tensor_sum_for_d_denom_at = (float *)at[4];            // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_for_numerator_at = (float *)at[5];          // float32 [tensor]  for tensor_sum
+        const float *__restrict d_over_d0_times_rate_at = (const float *)at[6];  // float32 [model]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F lr(known.scalars[0]);
@@ -118,26 +179,11 @@ struct prodigy_float32_2 {
         const F moves(known.scalars[5]);
         const F keep3(known.scalars[6]);
         const F d_over_d0_times_rate = F(*d_over_d0_times_rate_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float s_kept[TILE];
-        alignas(64) int32_t noise_2_kept[TILE];
         alignas(64) float scale_mul_kept[TILE / BLOCK];
         alignas(64) float s_divisor_mul_kept[TILE / BLOCK];
         I s_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256 ^ 0x3c6ef372) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
+        Words<prodigy_kernel_2> words(BLOCK * blocks, first, stream_key, step_key);
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
@@ -152,31 +198,27 @@ struct prodigy_float32_2 {
         // -- elements: decode, update, encode  (specs/prodigy.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch_weight<BLOCK>(weight, b + TILE / BLOCK);
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const F scale_mul(scale_mul_kept[b]);
             I s_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
+                const auto noise = words.at(i);
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
                 const U8 s_code = raw(s_codes_at + i);
                 const F s_code_2 = counter(s_code) - 8388736.0f;
                 const F s_bend = abs(s_code_2);
                 const F p0 = load(p0_at + i);
-                const F p = load(p_at + i);
+                const F p = weight.decode(i);
                 const F g_3 = where(0.0f < moves, g_2, F(0.0f));  // 34  g = where(lr > 0, g, 0.0)
                 // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
                 const F s = fma(d_over_d0_times_rate, g_3, scale_mul * (s_code_2 / (254.0f - s_bend)));
                 const F s_abs = abs(s);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise_2 = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 s_top = larger<RAGGED>(s_top, bits(s_abs), i, end);
+                words.keep(noise, i);
                 store(s_kept + i, s);
-                store(noise_2_kept + i, noise_2);
                 store(tensor_sum_for_d_denom_at + i, moves * s_abs);
                 store(tensor_sum_for_numerator_at + i, lr * (g_3 * (p0 - p)));
             }
@@ -201,28 +243,28 @@ struct prodigy_float32_2 {
             const F s_divisor_mul(s_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
                 const F s = load(s_kept + i);
-                const I noise_2 = load(noise_2_kept + i);
                 const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
-                store(s_codes_at + i, s_pattern + lshr(noise_2, 20) >> 12);
+                store(s_codes_at + i, s_pattern + integer<2>(noise) >> 12);
             }
         }
     }
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct prodigy_float32_3 {
+template <class Weight, class Grad>
+struct prodigy_kernel_3 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {19, -1, 4, WHOLE, false, true, NONE, 0},  // model_sum_for_numerator
         {20, -1, 4, WHOLE, false, true, NONE, 1},  // d_denom
         {18, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_numerator
         {17, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_for_d_denom
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -244,13 +286,13 @@ struct prodigy_float32_3 {
 };
 
 // model: values of the model
-template <class Grad>
-struct prodigy_float32_4 {
+template <class Weight, class Grad>
+struct prodigy_kernel_4 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {9, -1, 4, WHOLE, true, false, NONE, 0},  // d
         {10, -1, 4, WHOLE, true, true, NONE, 1},  // d_max
         {11, -1, 4, WHOLE, true, true, NONE, 2},  // d_numerator
@@ -258,7 +300,7 @@ struct prodigy_float32_4 {
         {22, -1, 4, WHOLE, false, true, NONE, 4},  // d_2_times_eps
         {20, -1, 4, WHOLE, true, false, NONE, 5},  // d_denom
         {19, -1, 4, WHOLE, true, false, NONE, 6},  // model_sum_for_numerator
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -305,25 +347,27 @@ struct prodigy_float32_4 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct prodigy_float32_5 {
+template <class Weight, class Grad>
+struct prodigy_kernel_5 {
+    // random bits of exp_avg, exp_avg_sq, s, p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{12, false}, {12, false}, {12, false}, {Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P, 1, 0}), KEPT = NOISE.mask({P, 1, 0});
     static constexpr int BLOCK = 64, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // exp_avg_codes
-        {3, -1, 2, BLOCK_OF, true, true, NONE, 3},  // exp_avg_scale
-        {4, -1, 1, ELEMENT, true, true, NONE, 4},  // exp_avg_sq_codes
-        {5, -1, 2, BLOCK_OF, true, true, NONE, 5},  // exp_avg_sq_range
-        {9, -1, 4, WHOLE, true, false, NONE, 6},  // d
-        {14, -1, 4, WHOLE, true, false, NONE, 7},  // one_minus_rate_times_weight_decay
-        {13, -1, 4, WHOLE, true, false, NONE, 8},  // rate
-        {12, -1, 4, WHOLE, true, false, NONE, 9},  // one_times_one_minus_beta1_times_d
-        {22, -1, 4, WHOLE, true, false, NONE, 10},  // d_2_times_eps
-    };
+    static constexpr bool MATRICES = false, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {2, -1, 1, ELEMENT, true, true, NONE, 1},  // exp_avg_codes
+        {3, -1, 2, BLOCK_OF, true, true, NONE, 2},  // exp_avg_scale
+        {4, -1, 1, ELEMENT, true, true, NONE, 3},  // exp_avg_sq_codes
+        {5, -1, 2, BLOCK_OF, true, true, NONE, 4},  // exp_avg_sq_range
+        {9, -1, 4, WHOLE, true, false, NONE, 5},  // d
+        {14, -1, 4, WHOLE, true, false, NONE, 6},  // one_minus_rate_times_weight_decay
+        {13, -1, 4, WHOLE, true, false, NONE, 7},  // rate
+        {12, -1, 4, WHOLE, true, false, NONE, 8},  // one_times_one_minus_beta1_times_d
+        {22, -1, 4, WHOLE, true, false, NONE, 9},  // d_2_times_eps
+    });
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
                      int row_mask, const Known &known) {
@@ -333,20 +377,20 @@ struct prodigy_float32_5 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                           // float32 [n]  read and written
+        Weight weight(at[10], at + 11);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[2];           // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[3];           // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[4];        // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];        // int16 [blocks of 64]  read and written
-        const float *__restrict d_at = (const float *)at[6];               // float32 [model]  read
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[1];          // uint8 [n]  read and written
+        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[2];          // int16 [blocks of 64]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[3];       // uint8 [n]  read and written
+        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[4];       // int16 [blocks of 64]  read and written
+        const float *__restrict d_at = (const float *)at[5];              // float32 [model]  read
         // float32 [model]  read
-        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[7];
-        const float *__restrict rate_at = (const float *)at[8];            // float32 [model]  read
+        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[6];
+        const float *__restrict rate_at = (const float *)at[7];           // float32 [model]  read
         // float32 [model]  read
-        const float *__restrict one_times_one_minus_beta1_times_d_at = (const float *)at[9];
-        const float *__restrict d_2_times_eps_at = (const float *)at[10];  // float32 [model]  read
+        const float *__restrict one_times_one_minus_beta1_times_d_at = (const float *)at[8];
+        const float *__restrict d_2_times_eps_at = (const float *)at[9];  // float32 [model]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F grad_scale(known.scalars[4]);
@@ -359,11 +403,8 @@ struct prodigy_float32_5 {
         const F d = F(*d_at);
         const F d_2_times_eps = F(*d_2_times_eps_at);
         const F one_minus_rate_times_weight_decay = F(*one_minus_rate_times_weight_decay_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) float exp_avg_sq_sqrt_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
@@ -375,19 +416,7 @@ struct prodigy_float32_5 {
         I exp_avg_top_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000010;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
+        Words<prodigy_kernel_5> words(BLOCK * blocks, first, stream_key, step_key);
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
@@ -410,7 +439,7 @@ struct prodigy_float32_5 {
         // -- elements: decode, update, encode  (specs/prodigy.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
+            fetch_weight<BLOCK>(weight, b);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -419,8 +448,7 @@ struct prodigy_float32_5 {
             I smallest_of_block(INT32_MAX);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
+                const auto noise = words.at(i);
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
                 const U8 exp_avg_code = raw(exp_avg_codes_at + i);
@@ -438,16 +466,13 @@ struct prodigy_float32_5 {
                 const F exp_avg_sq_2 = fma(gain2 * d * g_3, d * g_3, keep2 * exp_avg_sq);
                 const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
                 const F exp_avg_abs = abs(exp_avg);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I exp_avg_sq_pattern = bits(exp_avg_sq_sqrt);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_abs), i, end);
                 largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
+                words.keep(noise, i);
                 store(exp_avg_kept + i, exp_avg);
                 store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
-                store(noise_kept + i, noise);
             }
             exp_avg_top_kept[b] = exp_avg_top;
             largest_of_block_kept[b] = largest_of_block;
@@ -490,13 +515,14 @@ struct prodigy_float32_5 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
-                const F p = load(p_at + i);
+                const F p = weight.decode(i);
                 const F p_2 = p * one_minus_rate_times_weight_decay;  // 52  p = policies.decoupled(p, rate, weight_decay)
                 // 53  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
                 const F p_3 = fma(-(rate * exp_avg), 1.0f / (exp_avg_sq_sqrt + d_2_times_eps), p_2);
-                store(p_at + i, p_3);
+                weight.encode(i, p_3, noise);
             }
         }
 
@@ -511,13 +537,13 @@ struct prodigy_float32_5 {
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
                 const F exp_avg = load(exp_avg_kept + i);
-                const I noise = load(noise_kept + i);
                 const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
-                const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add;
+                const I exp_avg_sq_offset = fraction<1, 24>(noise) + exp_avg_sq_half_add;
                 const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
-                store(exp_avg_codes_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + integer<0>(noise) >> 12);
                 store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
             }
         }
@@ -525,16 +551,16 @@ struct prodigy_float32_5 {
 };
 
 // model: values of the model
-template <class Grad>
-struct prodigy_float32_6 {
+template <class Weight, class Grad>
+struct prodigy_kernel_6 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {9, -1, 4, WHOLE, false, true, NONE, 0},  // d
         {21, -1, 4, WHOLE, true, false, NONE, 1},  // d_2
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -550,20 +576,20 @@ struct prodigy_float32_6 {
 };
 
 // model: values of the model
-template <class Grad>
-struct prodigy_float32_small_1 {
+template <class Weight, class Grad>
+struct prodigy_small_kernel_1 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {6, -1, 4, WHOLE, true, false, NONE, 0},  // d
         {9, -1, 4, WHOLE, false, true, NONE, 1},  // one_times_one_minus_beta1_times_d
         {10, -1, 4, WHOLE, false, true, NONE, 2},  // rate
         {11, -1, 4, WHOLE, false, true, NONE, 3},  // one_minus_rate_times_weight_decay
         {12, -1, 4, WHOLE, false, true, NONE, 4},  // d_over_d0
         {13, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0_times_rate
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -595,32 +621,31 @@ struct prodigy_float32_small_1 {
 };
 
 // a sweep: d_denom (specs/prodigy.py:46), numerator (specs/prodigy.py:42)
-template <class Grad>
-struct prodigy_float32_small_2 {
+template <class Weight, class Grad>
+struct prodigy_small_kernel_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {4, -1, 4, ELEMENT, true, true, NONE, 2},  // s
-        {5, -1, 4, ELEMENT, true, false, NONE, 3},  // p0
-        {14, 20, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
-        {15, 21, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_numerator
-        {13, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_rate
-    };
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, false, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {4, -1, 4, ELEMENT, true, true, NONE, 1},  // s
+        {5, -1, 4, ELEMENT, true, false, NONE, 2},  // p0
+        {14, 20, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_d_denom
+        {15, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_numerator
+        {13, -1, 4, WHOLE, true, false, NONE, 5},  // d_over_d0_times_rate
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        const float *__restrict p_at = (const float *)at[0];                     // float32 [n]  read
+        Weight weight(at[6], at + 7);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict s_at = (float *)at[2];                                 // float32 [n]  read and written
-        const float *__restrict p0_at = (const float *)at[3];                    // float32 [n]  read
-        float *__restrict tensor_sum_for_d_denom_at = (float *)at[4];            // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_numerator_at = (float *)at[5];          // float32 [tensor]  for tensor_sum
-        const float *__restrict d_over_d0_times_rate_at = (const float *)at[6];  // float32 [model]  read
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        float *__restrict s_at = (float *)at[1];                                 // float32 [n]  read and written
+        const float *__restrict p0_at = (const float *)at[2];                    // float32 [n]  read
+        float *__restrict tensor_sum_for_d_denom_at = (float *)at[3];            // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_for_numerator_at = (float *)at[4];          // float32 [tensor]  for tensor_sum
+        const float *__restrict d_over_d0_times_rate_at = (const float *)at[5];  // float32 [model]  read
         const F lr(known.scalars[0]);
         const F grad_scale(known.scalars[4]);
         const F moves(known.scalars[5]);
@@ -633,7 +658,7 @@ struct prodigy_float32_small_2 {
             const F g_2 = grad_scale * g;
             const F s = load(s_at + i);
             const F p0 = load(p0_at + i);
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             const F g_3 = where(0.0f < moves, g_2, F(0.0f));          // 34  g = where(lr > 0, g, 0.0)
             // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
             const F s_2 = fma(d_over_d0_times_rate, g_3, keep3 * s);
@@ -645,18 +670,18 @@ struct prodigy_float32_small_2 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct prodigy_float32_small_3 {
+template <class Weight, class Grad>
+struct prodigy_small_kernel_3 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {16, -1, 4, WHOLE, false, true, NONE, 0},  // model_sum_for_numerator
         {17, -1, 4, WHOLE, false, true, NONE, 1},  // d_denom
         {15, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_numerator
         {14, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_for_d_denom
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -678,13 +703,13 @@ struct prodigy_float32_small_3 {
 };
 
 // model: values of the model
-template <class Grad>
-struct prodigy_float32_small_4 {
+template <class Weight, class Grad>
+struct prodigy_small_kernel_4 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {6, -1, 4, WHOLE, true, false, NONE, 0},  // d
         {7, -1, 4, WHOLE, true, true, NONE, 1},  // d_max
         {8, -1, 4, WHOLE, true, true, NONE, 2},  // d_numerator
@@ -692,7 +717,7 @@ struct prodigy_float32_small_4 {
         {19, -1, 4, WHOLE, false, true, NONE, 4},  // d_2_times_eps
         {17, -1, 4, WHOLE, true, false, NONE, 5},  // d_denom
         {16, -1, 4, WHOLE, true, false, NONE, 6},  // model_sum_for_numerator
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -739,38 +764,42 @@ struct prodigy_float32_small_4 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct prodigy_float32_small_5 {
+template <class Weight, class Grad>
+struct prodigy_small_kernel_5 {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
-        {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
-        {6, -1, 4, WHOLE, true, false, NONE, 4},  // d
-        {11, -1, 4, WHOLE, true, false, NONE, 5},  // one_minus_rate_times_weight_decay
-        {10, -1, 4, WHOLE, true, false, NONE, 6},  // rate
-        {9, -1, 4, WHOLE, true, false, NONE, 7},  // one_times_one_minus_beta1_times_d
-        {19, -1, 4, WHOLE, true, false, NONE, 8},  // d_2_times_eps
-    };
+    static constexpr bool MATRICES = false, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {2, -1, 4, ELEMENT, true, true, NONE, 1},  // exp_avg
+        {3, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg_sq
+        {6, -1, 4, WHOLE, true, false, NONE, 3},  // d
+        {11, -1, 4, WHOLE, true, false, NONE, 4},  // one_minus_rate_times_weight_decay
+        {10, -1, 4, WHOLE, true, false, NONE, 5},  // rate
+        {9, -1, 4, WHOLE, true, false, NONE, 6},  // one_times_one_minus_beta1_times_d
+        {19, -1, 4, WHOLE, true, false, NONE, 7},  // d_2_times_eps
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                          // float32 [n]  read and written
+        Weight weight(at[8], at + 9);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];                    // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];                 // float32 [n]  read and written
-        const float *__restrict d_at = (const float *)at[4];              // float32 [model]  read
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        float *__restrict exp_avg_at = (float *)at[1];                    // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[2];                 // float32 [n]  read and written
+        const float *__restrict d_at = (const float *)at[3];              // float32 [model]  read
         // float32 [model]  read
-        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[5];
-        const float *__restrict rate_at = (const float *)at[6];           // float32 [model]  read
+        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[4];
+        const float *__restrict rate_at = (const float *)at[5];           // float32 [model]  read
         // float32 [model]  read
-        const float *__restrict one_times_one_minus_beta1_times_d_at = (const float *)at[7];
-        const float *__restrict d_2_times_eps_at = (const float *)at[8];  // float32 [model]  read
+        const float *__restrict one_times_one_minus_beta1_times_d_at = (const float *)at[6];
+        const float *__restrict d_2_times_eps_at = (const float *)at[7];  // float32 [model]  read
+        const int32_t step_key = known.step_key;
+        const int32_t stream_key = known.stream_key;
         const F grad_scale(known.scalars[4]);
         const F moves(known.scalars[5]);
         const F keep1(known.scalars[11]);
@@ -781,14 +810,16 @@ struct prodigy_float32_small_5 {
         const F d = F(*d_at);
         const F d_2_times_eps = F(*d_2_times_eps_at);
         const F one_minus_rate_times_weight_decay = F(*one_minus_rate_times_weight_decay_at);
+        Words<prodigy_small_kernel_5> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/prodigy.py)
         for (int i = 0; i < count; i += W) {
+            const auto noise = words.at(i);
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             const F g_3 = where(0.0f < moves, g_2, F(0.0f));      // 34  g = where(lr > 0, g, 0.0)
             // 43  exp_avg = keep1 * exp_avg + gain1 * d * g
             const F exp_avg_2 = fma(one_times_one_minus_beta1_times_d, g_3, keep1 * exp_avg);
@@ -797,7 +828,7 @@ struct prodigy_float32_small_5 {
             const F p_2 = p * one_minus_rate_times_weight_decay;  // 52  p = policies.decoupled(p, rate, weight_decay)
             // 53  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
             const F p_3 = fma(-(rate * exp_avg_2), 1.0f / (sqrt(exp_avg_sq_2) + d_2_times_eps), p_2);
-            store(p_at + i, p_3);
+            weight.encode(i, p_3, noise);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
         }
@@ -805,16 +836,16 @@ struct prodigy_float32_small_5 {
 };
 
 // model: values of the model
-template <class Grad>
-struct prodigy_float32_small_6 {
+template <class Weight, class Grad>
+struct prodigy_small_kernel_6 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {6, -1, 4, WHOLE, false, true, NONE, 0},  // d
         {18, -1, 4, WHOLE, true, false, NONE, 1},  // d_2
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -830,1446 +861,20 @@ struct prodigy_float32_small_6 {
 };
 
 // model: values of the model
-template <class Grad>
-struct prodigy_bfloat16_1 {
+template <class Weight, class Grad>
+struct prodigy_safeguard_warmup_kernel_1 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {10, -1, 4, WHOLE, true, false, NONE, 0},  // d
-        {13, -1, 4, WHOLE, false, true, NONE, 1},  // one_times_one_minus_beta1_times_d
-        {14, -1, 4, WHOLE, false, true, NONE, 2},  // rate
-        {15, -1, 4, WHOLE, false, true, NONE, 3},  // one_minus_rate_times_weight_decay
-        {16, -1, 4, WHOLE, false, true, NONE, 4},  // d_over_d0
-        {17, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0_times_rate
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const float *__restrict d_at = (const float *)at[0];         // float32 [model]  read
-        // float32 [model]  written
-        float *__restrict one_times_one_minus_beta1_times_d_at = (float *)at[1];
-        float *__restrict rate_at = (float *)at[2];                  // float32 [model]  written
-        // float32 [model]  written
-        float *__restrict one_minus_rate_times_weight_decay_at = (float *)at[3];
-        float *__restrict d_over_d0_at = (float *)at[4];             // float32 [model]  written
-        float *__restrict d_over_d0_times_rate_at = (float *)at[5];  // float32 [model]  written
-        const F lr(known.scalars[0]);
-        const F weight_decay(known.scalars[1]);
-        const F d0(known.scalars[2]);
-        const F gain1(known.scalars[3]);
-
-        // -- elements: decode, update, encode  (specs/prodigy.py)
-        for (int i = 0; i < count; i += W) {
-            const F d = load(d_at + i);
-            const F rate = d * lr;  // 41  rate = d * own
-            const F d_div = d / d0;
-            store(one_times_one_minus_beta1_times_d_at + i, gain1 * d);
-            store(rate_at + i, rate);
-            store(one_minus_rate_times_weight_decay_at + i, fma(-rate, weight_decay, 1.0f));
-            store(d_over_d0_at + i, d_div);
-            store(d_over_d0_times_rate_at + i, d_div * rate);
-        }
-    }
-};
-
-// a sweep: d_denom (specs/prodigy.py:46), numerator (specs/prodigy.py:42)
-template <class Grad>
-struct prodigy_bfloat16_2 {
-    static constexpr int BLOCK = 64, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
-        {7, -1, 1, ELEMENT, true, true, NONE, 3},  // s_codes
-        {8, -1, 2, BLOCK_OF, true, true, NONE, 4},  // s_scale
-        {9, -1, 4, ELEMENT, true, false, NONE, 5},  // p0
-        {18, 24, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_d_denom
-        {19, 25, 4, WHOLE, false, true, TOTAL, 7},  // tensor_sum_for_numerator
-        {17, -1, 4, WHOLE, true, false, NONE, 8},  // d_over_d0_times_rate
-    };
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
-        const uint16_t *__restrict p_at = (const uint16_t *)at[0];               // bfloat16 [n]  read
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];        // uint8 [n]  read
-        uint8_t *__restrict s_codes_at = (uint8_t *)at[3];                       // uint8 [n]  read and written
-        int16_t *__restrict s_scale_at = (int16_t *)at[4];                       // int16 [blocks of 64]  read and written
-        const float *__restrict p0_at = (const float *)at[5];                    // float32 [n]  read
-        float *__restrict tensor_sum_for_d_denom_at = (float *)at[6];            // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_numerator_at = (float *)at[7];          // float32 [tensor]  for tensor_sum
-        const float *__restrict d_over_d0_times_rate_at = (const float *)at[8];  // float32 [model]  read
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F lr(known.scalars[0]);
-        const F grad_scale(known.scalars[4]);
-        const F moves(known.scalars[5]);
-        const F keep3(known.scalars[6]);
-        const F d_over_d0_times_rate = F(*d_over_d0_times_rate_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) float s_kept[TILE];
-        alignas(64) int32_t noise_2_kept[TILE];
-        alignas(64) float scale_mul_kept[TILE / BLOCK];
-        alignas(64) float s_divisor_mul_kept[TILE / BLOCK];
-        I s_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256 ^ 0x3c6ef372) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 s_scale = raw(s_scale_at + b);
-            const I scale_bits = to_int(s_scale) << 15;
-            const I scale_bits_2 = scale_bits & 0x7fffffff;
-            const F scale = as_float(where(scale_bits_2 == 0x7f800000, I(0x7f7fffff), scale_bits_2));
-            const F scale_mul = keep3 * scale;
-            store(scale_mul_kept + b, scale_mul);
-        }
-
-        // -- elements: decode, update, encode  (specs/prodigy.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            const F scale_mul(scale_mul_kept[b]);
-            I s_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const F g = grad_scale * g_stored;
-                const U8 s_code = raw(s_codes_at + i);
-                const F s_code_2 = counter(s_code) - 8388736.0f;
-                const F s_bend = abs(s_code_2);
-                const F p0 = load(p0_at + i);
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-                const F g_2 = where(0.0f < moves, g, F(0.0f));                    // 34  g = where(lr > 0, g, 0.0)
-                // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
-                const F s = fma(d_over_d0_times_rate, g_2, scale_mul * (s_code_2 / (254.0f - s_bend)));
-                const F s_abs = abs(s);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise_2 = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                s_top = larger<RAGGED>(s_top, bits(s_abs), i, end);
-                store(s_kept + i, s);
-                store(noise_2_kept + i, noise_2);
-                store(tensor_sum_for_d_denom_at + i, moves * s_abs);
-                store(tensor_sum_for_numerator_at + i, lr * (g_2 * (p0 - p)));
-            }
-            s_top_kept[b] = s_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I s_top = largest(s_top_kept + b);
-            const I s_up = max(I(0x4800000), s_top) + 32767;
-            const I s_up_2 = where(s_top < 0x7f800000, s_up, I(0x7fc00000));
-            const I s_divisor = min(I(0x7f7fffff), s_up_2 & 0x7fff8000);
-            const F s_divisor_mul = as_float(s_divisor) * 0.003937007859349251f;
-            store(s_divisor_mul_kept + b, s_divisor_mul);
-            store(s_scale_at + b, s_up_2 >> 15);
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(s_codes_at, b + TILE / BLOCK);
-            fetch<BLOCK>(p0_at, b + TILE / BLOCK);
-            const F s_divisor_mul(s_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F s = load(s_kept + i);
-                const I noise_2 = load(noise_2_kept + i);
-                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
-                store(s_codes_at + i, s_pattern + lshr(noise_2, 20) >> 12);
-            }
-        }
-    }
-};
-
-// tensor: values of tensors
-template <class Grad>
-struct prodigy_bfloat16_3 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = WHOLE;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {20, -1, 4, WHOLE, false, true, NONE, 0},  // model_sum_for_numerator
-        {21, -1, 4, WHOLE, false, true, NONE, 1},  // d_denom
-        {19, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_numerator
-        {18, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_for_d_denom
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        float *__restrict model_sum_for_numerator_at = (float *)at[0];  // float32 [model]  for model_sum
-        float *__restrict d_denom_at = (float *)at[1];                  // float32 [model]  for model_sum
-        // float32 [tensor]  read
-        const float *__restrict tensor_sum_for_numerator_at = (const float *)at[2];
-        // float32 [tensor]  read
-        const float *__restrict tensor_sum_for_d_denom_at = (const float *)at[3];
-
-        // -- elements: decode
-        for (int i = 0; i < count; i += W) {
-            const F tensor_sum_for_numerator = load(tensor_sum_for_numerator_at + i);
-            const F tensor_sum_for_d_denom = load(tensor_sum_for_d_denom_at + i);
-            store(model_sum_for_numerator_at + i, tensor_sum_for_numerator);
-            store(d_denom_at + i, tensor_sum_for_d_denom);
-        }
-    }
-};
-
-// model: values of the model
-template <class Grad>
-struct prodigy_bfloat16_4 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = WHOLE;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {10, -1, 4, WHOLE, true, false, NONE, 0},  // d
-        {11, -1, 4, WHOLE, true, true, NONE, 1},  // d_max
-        {12, -1, 4, WHOLE, true, true, NONE, 2},  // d_numerator
-        {22, -1, 4, WHOLE, false, true, NONE, 3},  // d_2
-        {23, -1, 4, WHOLE, false, true, NONE, 4},  // d_2_times_eps
-        {21, -1, 4, WHOLE, true, false, NONE, 5},  // d_denom
-        {20, -1, 4, WHOLE, true, false, NONE, 6},  // model_sum_for_numerator
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const float *__restrict d_at = (const float *)at[0];        // float32 [model]  read
-        float *__restrict d_max_at = (float *)at[1];                // float32 [model]  read and written
-        float *__restrict d_numerator_at = (float *)at[2];          // float32 [model]  read and written
-        float *__restrict d_2_at = (float *)at[3];                  // float32 [model]  written
-        float *__restrict d_2_times_eps_at = (float *)at[4];        // float32 [model]  written
-        const float *__restrict d_denom_at = (const float *)at[5];  // float32 [model]  read
-        // float32 [model]  read
-        const float *__restrict model_sum_for_numerator_at = (const float *)at[6];
-        const F eps(known.scalars[7]);
-        const F d0(known.scalars[2]);
-        const F d_coef(known.scalars[8]);
-        const F growth_rate(known.scalars[9]);
-        const F beta3(known.scalars[10]);
-
-        // -- elements: decode, update  (specs/prodigy.py)
-        for (int i = 0; i < count; i += W) {
-            const F d_max = load(d_max_at + i);
-            const F d_denom = load(d_denom_at + i);
-            const F d = load(d_at + i);
-            const F model_sum_for_numerator = load(model_sum_for_numerator_at + i);
-            const F d_numerator = load(d_numerator_at + i);
-            const M d_denom_lt = 0.0f < d_denom;
-            // 42  numerator = beta3 * d_numerator + d / d0 * d * model_dot(own * g, p0 - p)
-            const F numerator = fma(d / d0 * d, model_sum_for_numerator, beta3 * d_numerator);
-            // 47  d_numerator = where(d_denom > 0, numerator, d_numerator)
-            const F d_numerator_2 = where(d_denom_lt, numerator, d_numerator);
-            // 48  d_hat = d_coef * d_numerator / maximum(d_denom, 1e-37)
-            const F d_hat = d_coef * d_numerator_2 / max(F(9.99999991097579e-38f), d_denom);
-            // 50  d_max = maximum(d_max, where(d_denom > 0, d_hat, 0.0))
-            const F d_max_2 = max(d_max, where(d_denom_lt, d_hat, F(0.0f)));
-            // 49  raised = where(equal(d, d0), maximum(d, d_hat), d)
-            const F raised = where(d == d0, max(d, d_hat), d);
-            // 51  d = where(d_denom > 0, minimum(d_max, raised * growth_rate), d)
-            const F d_2 = where(d_denom_lt, min(d_max_2, raised * growth_rate), d);
-            store(d_max_at + i, d_max_2);
-            store(d_numerator_at + i, d_numerator_2);
-            store(d_2_at + i, d_2);
-            store(d_2_times_eps_at + i, d_2 * eps);
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct prodigy_bfloat16_5 {
-    static constexpr int BLOCK = 64, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // exp_avg_codes
-        {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // exp_avg_scale
-        {5, -1, 1, ELEMENT, true, true, NONE, 5},  // exp_avg_sq_codes
-        {6, -1, 2, BLOCK_OF, true, true, NONE, 6},  // exp_avg_sq_range
-        {10, -1, 4, WHOLE, true, false, NONE, 7},  // d
-        {15, -1, 4, WHOLE, true, false, NONE, 8},  // one_minus_rate_times_weight_decay
-        {14, -1, 4, WHOLE, true, false, NONE, 9},  // rate
-        {13, -1, 4, WHOLE, true, false, NONE, 10},  // one_times_one_minus_beta1_times_d
-        {23, -1, 4, WHOLE, true, false, NONE, 11},  // d_2_times_eps
-    };
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                     // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];              // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[3];           // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];           // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[5];        // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];        // int16 [blocks of 64]  read and written
-        const float *__restrict d_at = (const float *)at[7];               // float32 [model]  read
-        // float32 [model]  read
-        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[8];
-        const float *__restrict rate_at = (const float *)at[9];            // float32 [model]  read
-        // float32 [model]  read
-        const float *__restrict one_times_one_minus_beta1_times_d_at = (const float *)at[10];
-        const float *__restrict d_2_times_eps_at = (const float *)at[11];  // float32 [model]  read
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F grad_scale(known.scalars[4]);
-        const F moves(known.scalars[5]);
-        const F keep1(known.scalars[11]);
-        const F gain2(known.scalars[12]);
-        const F keep2(known.scalars[13]);
-        const F rate = F(*rate_at);
-        const F one_times_one_minus_beta1_times_d = F(*one_times_one_minus_beta1_times_d_at);
-        const F d = F(*d_at);
-        const F d_2_times_eps = F(*d_2_times_eps_at);
-        const F one_minus_rate_times_weight_decay = F(*one_minus_rate_times_weight_decay_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) int32_t word_3_kept[TILE / 8];
-        alignas(64) int32_t word_4_kept[TILE / 8];
-        alignas(64) float exp_avg_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float exp_avg_sq_sqrt_kept[TILE];
-        alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_half_add_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_base_sub_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        I exp_avg_top_kept[TILE / BLOCK];
-        I largest_of_block_kept[TILE / BLOCK];
-        I smallest_of_block_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256;
-            const I word_mul = (word_xor ^ 0x3c6ef372) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor_2 = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor_2 ^ lshr(word_xor_2, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor_2 ^ (step_key & 255) * 0x1000001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            const I word_mul_5 = word_xor * 0x7feb352d;
-            const I word_mul_6 = (word_mul_5 ^ lshr(word_mul_5, 16)) * -2073254261;
-            const I word_xor_3 = word_mul_6 ^ lshr(word_mul_6, 15);
-            const I word_mul_7 = (word_xor_3 ^ lshr(word_xor_3, 16)) * -1640531535;
-            const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 0x7feb352d;
-            const I word_4 = word_xor_3 ^ (step_key & 255) * 0x1000010;
-            const I word_3 = word_mul_8 ^ lshr(word_mul_8, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-            store(word_3_kept + i, word_3);
-            store(word_4_kept + i, word_4);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
-            const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
-            const I exp_avg_sq_header = to_int(exp_avg_sq_range);
-            const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
-            const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
-            const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
-            const F exp_avg_scale_mul = keep1 * exp_avg_scale_2;
-            store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
-            store(exp_avg_sq_step_kept + b, exp_avg_sq_step);
-            store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
-        }
-
-        // -- elements: decode, update, encode  (specs/prodigy.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
-            const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
-            const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
-            I exp_avg_top(INT32_MIN);
-            I largest_of_block(INT32_MIN);
-            I smallest_of_block(INT32_MAX);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const I word_4 = spread(word_4_kept, i);
-                const I word_3 = spread(word_3_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const F g = grad_scale * g_stored;
-                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
-                const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
-                const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
-                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-                const F g_2 = where(0.0f < moves, g, F(0.0f));                    // 34  g = where(lr > 0, g, 0.0)
-                // 43  exp_avg = keep1 * exp_avg + gain1 * d * g
-                const F exp_avg = fma(one_times_one_minus_beta1_times_d, g_2, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
-                // 44  exp_avg_sq = keep2 * exp_avg_sq + gain2 * (d * g) ** 2
-                const F exp_avg_sq_2 = fma(gain2 * d * g_2, d * g_2, keep2 * exp_avg_sq);
-                const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
-                // 52  p = policies.decoupled(p, rate, weight_decay)
-                const F p_2 = p * one_minus_rate_times_weight_decay;
-                // 53  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
-                const F p_3 = fma(-(rate * exp_avg), 1.0f / (exp_avg_sq_sqrt + d_2_times_eps), p_2);
-                const I word_and = lane(i);
-                const I word_add = (word_and * (word_and + 1) >> 1) + 1;
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise_2 = word_2 ^ rotl(word, word_add);
-                const I p_word = bits_or_nan(p_3) + (noise_2 & 255 | 0x8000);
-                const F exp_avg_abs = abs(exp_avg);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_4 ^ rotl(word_3, word_add);
-                const I exp_avg_sq_pattern = bits(exp_avg_sq_sqrt);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_abs), i, end);
-                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
-                store(exp_avg_kept + i, exp_avg);
-                store(noise_kept + i, noise);
-                store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
-            }
-            exp_avg_top_kept[b] = exp_avg_top;
-            largest_of_block_kept[b] = largest_of_block;
-            smallest_of_block_kept[b] = smallest_of_block;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
-            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
-            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
-            const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
-            const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
-            const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
-            const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
-            const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_half = exp_avg_sq_units * 10240;
-            const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base;
-            const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
-            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000;
-            const I exp_avg_sq_header_2 = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells_2;
-            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
-            store(exp_avg_sq_half_add_kept + b, exp_avg_sq_half_add);
-            store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(exp_avg_sq_base_sub_kept + b, exp_avg_sq_base_sub);
-            store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
-            store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
-            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
-            const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
-            const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
-            const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const I noise = load(noise_kept + i);
-                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
-                const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add;
-                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
-                store(exp_avg_codes_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
-                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
-            }
-        }
-    }
-};
-
-// model: values of the model
-template <class Grad>
-struct prodigy_bfloat16_6 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = WHOLE;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {10, -1, 4, WHOLE, false, true, NONE, 0},  // d
-        {22, -1, 4, WHOLE, true, false, NONE, 1},  // d_2
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        float *__restrict d_at = (float *)at[0];                // float32 [model]  written
-        const float *__restrict d_2_at = (const float *)at[1];  // float32 [model]  read
-
-        // -- elements: decode
-        for (int i = 0; i < count; i += W) {
-            const F d_2 = load(d_2_at + i);
-            store(d_at + i, d_2);
-        }
-    }
-};
-
-// model: values of the model
-template <class Grad>
-struct prodigy_bfloat16_small_1 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = WHOLE;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {7, -1, 4, WHOLE, true, false, NONE, 0},  // d
-        {10, -1, 4, WHOLE, false, true, NONE, 1},  // one_times_one_minus_beta1_times_d
-        {11, -1, 4, WHOLE, false, true, NONE, 2},  // rate
-        {12, -1, 4, WHOLE, false, true, NONE, 3},  // one_minus_rate_times_weight_decay
-        {13, -1, 4, WHOLE, false, true, NONE, 4},  // d_over_d0
-        {14, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0_times_rate
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const float *__restrict d_at = (const float *)at[0];         // float32 [model]  read
-        // float32 [model]  written
-        float *__restrict one_times_one_minus_beta1_times_d_at = (float *)at[1];
-        float *__restrict rate_at = (float *)at[2];                  // float32 [model]  written
-        // float32 [model]  written
-        float *__restrict one_minus_rate_times_weight_decay_at = (float *)at[3];
-        float *__restrict d_over_d0_at = (float *)at[4];             // float32 [model]  written
-        float *__restrict d_over_d0_times_rate_at = (float *)at[5];  // float32 [model]  written
-        const F lr(known.scalars[0]);
-        const F weight_decay(known.scalars[1]);
-        const F d0(known.scalars[2]);
-        const F gain1(known.scalars[3]);
-
-        // -- elements: decode, update, encode  (specs/prodigy.py)
-        for (int i = 0; i < count; i += W) {
-            const F d = load(d_at + i);
-            const F rate = d * lr;  // 41  rate = d * own
-            const F d_div = d / d0;
-            store(one_times_one_minus_beta1_times_d_at + i, gain1 * d);
-            store(rate_at + i, rate);
-            store(one_minus_rate_times_weight_decay_at + i, fma(-rate, weight_decay, 1.0f));
-            store(d_over_d0_at + i, d_div);
-            store(d_over_d0_times_rate_at + i, d_div * rate);
-        }
-    }
-};
-
-// a sweep: d_denom (specs/prodigy.py:46), numerator (specs/prodigy.py:42)
-template <class Grad>
-struct prodigy_bfloat16_small_2 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
-        {5, -1, 4, ELEMENT, true, true, NONE, 3},  // s
-        {6, -1, 4, ELEMENT, true, false, NONE, 4},  // p0
-        {15, 21, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_denom
-        {16, 22, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_numerator
-        {14, -1, 4, WHOLE, true, false, NONE, 7},  // d_over_d0_times_rate
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const uint16_t *__restrict p_at = (const uint16_t *)at[0];               // bfloat16 [n]  read
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];        // uint8 [n]  read
-        float *__restrict s_at = (float *)at[3];                                 // float32 [n]  read and written
-        const float *__restrict p0_at = (const float *)at[4];                    // float32 [n]  read
-        float *__restrict tensor_sum_for_d_denom_at = (float *)at[5];            // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_numerator_at = (float *)at[6];          // float32 [tensor]  for tensor_sum
-        const float *__restrict d_over_d0_times_rate_at = (const float *)at[7];  // float32 [model]  read
-        const F lr(known.scalars[0]);
-        const F grad_scale(known.scalars[4]);
-        const F moves(known.scalars[5]);
-        const F keep3(known.scalars[6]);
-        const F d_over_d0_times_rate = F(*d_over_d0_times_rate_at);
-
-        // -- elements: decode, update  (specs/prodigy.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F s = load(s_at + i);
-            const F p0 = load(p0_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-            const F g_2 = where(0.0f < moves, g, F(0.0f));                    // 34  g = where(lr > 0, g, 0.0)
-            // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
-            const F s_2 = fma(d_over_d0_times_rate, g_2, keep3 * s);
-            store(s_at + i, s_2);
-            store(tensor_sum_for_d_denom_at + i, moves * abs(s_2));
-            store(tensor_sum_for_numerator_at + i, lr * (g_2 * (p0 - p)));
-        }
-    }
-};
-
-// tensor: values of tensors
-template <class Grad>
-struct prodigy_bfloat16_small_3 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = WHOLE;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {17, -1, 4, WHOLE, false, true, NONE, 0},  // model_sum_for_numerator
-        {18, -1, 4, WHOLE, false, true, NONE, 1},  // d_denom
-        {16, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_numerator
-        {15, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_for_d_denom
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        float *__restrict model_sum_for_numerator_at = (float *)at[0];  // float32 [model]  for model_sum
-        float *__restrict d_denom_at = (float *)at[1];                  // float32 [model]  for model_sum
-        // float32 [tensor]  read
-        const float *__restrict tensor_sum_for_numerator_at = (const float *)at[2];
-        // float32 [tensor]  read
-        const float *__restrict tensor_sum_for_d_denom_at = (const float *)at[3];
-
-        // -- elements: decode
-        for (int i = 0; i < count; i += W) {
-            const F tensor_sum_for_numerator = load(tensor_sum_for_numerator_at + i);
-            const F tensor_sum_for_d_denom = load(tensor_sum_for_d_denom_at + i);
-            store(model_sum_for_numerator_at + i, tensor_sum_for_numerator);
-            store(d_denom_at + i, tensor_sum_for_d_denom);
-        }
-    }
-};
-
-// model: values of the model
-template <class Grad>
-struct prodigy_bfloat16_small_4 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = WHOLE;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {7, -1, 4, WHOLE, true, false, NONE, 0},  // d
-        {8, -1, 4, WHOLE, true, true, NONE, 1},  // d_max
-        {9, -1, 4, WHOLE, true, true, NONE, 2},  // d_numerator
-        {19, -1, 4, WHOLE, false, true, NONE, 3},  // d_2
-        {20, -1, 4, WHOLE, false, true, NONE, 4},  // d_2_times_eps
-        {18, -1, 4, WHOLE, true, false, NONE, 5},  // d_denom
-        {17, -1, 4, WHOLE, true, false, NONE, 6},  // model_sum_for_numerator
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const float *__restrict d_at = (const float *)at[0];        // float32 [model]  read
-        float *__restrict d_max_at = (float *)at[1];                // float32 [model]  read and written
-        float *__restrict d_numerator_at = (float *)at[2];          // float32 [model]  read and written
-        float *__restrict d_2_at = (float *)at[3];                  // float32 [model]  written
-        float *__restrict d_2_times_eps_at = (float *)at[4];        // float32 [model]  written
-        const float *__restrict d_denom_at = (const float *)at[5];  // float32 [model]  read
-        // float32 [model]  read
-        const float *__restrict model_sum_for_numerator_at = (const float *)at[6];
-        const F eps(known.scalars[7]);
-        const F d0(known.scalars[2]);
-        const F d_coef(known.scalars[8]);
-        const F growth_rate(known.scalars[9]);
-        const F beta3(known.scalars[10]);
-
-        // -- elements: decode, update  (specs/prodigy.py)
-        for (int i = 0; i < count; i += W) {
-            const F d_max = load(d_max_at + i);
-            const F d_denom = load(d_denom_at + i);
-            const F d = load(d_at + i);
-            const F model_sum_for_numerator = load(model_sum_for_numerator_at + i);
-            const F d_numerator = load(d_numerator_at + i);
-            const M d_denom_lt = 0.0f < d_denom;
-            // 42  numerator = beta3 * d_numerator + d / d0 * d * model_dot(own * g, p0 - p)
-            const F numerator = fma(d / d0 * d, model_sum_for_numerator, beta3 * d_numerator);
-            // 47  d_numerator = where(d_denom > 0, numerator, d_numerator)
-            const F d_numerator_2 = where(d_denom_lt, numerator, d_numerator);
-            // 48  d_hat = d_coef * d_numerator / maximum(d_denom, 1e-37)
-            const F d_hat = d_coef * d_numerator_2 / max(F(9.99999991097579e-38f), d_denom);
-            // 50  d_max = maximum(d_max, where(d_denom > 0, d_hat, 0.0))
-            const F d_max_2 = max(d_max, where(d_denom_lt, d_hat, F(0.0f)));
-            // 49  raised = where(equal(d, d0), maximum(d, d_hat), d)
-            const F raised = where(d == d0, max(d, d_hat), d);
-            // 51  d = where(d_denom > 0, minimum(d_max, raised * growth_rate), d)
-            const F d_2 = where(d_denom_lt, min(d_max_2, raised * growth_rate), d);
-            store(d_max_at + i, d_max_2);
-            store(d_numerator_at + i, d_numerator_2);
-            store(d_2_at + i, d_2);
-            store(d_2_times_eps_at + i, d_2 * eps);
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct prodigy_bfloat16_small_5 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg
-        {4, -1, 4, ELEMENT, true, true, NONE, 4},  // exp_avg_sq
-        {7, -1, 4, WHOLE, true, false, NONE, 5},  // d
-        {12, -1, 4, WHOLE, true, false, NONE, 6},  // one_minus_rate_times_weight_decay
-        {11, -1, 4, WHOLE, true, false, NONE, 7},  // rate
-        {10, -1, 4, WHOLE, true, false, NONE, 8},  // one_times_one_minus_beta1_times_d
-        {20, -1, 4, WHOLE, true, false, NONE, 9},  // d_2_times_eps
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                    // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];             // uint8 [n]  read and written
-        float *__restrict exp_avg_at = (float *)at[3];                    // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[4];                 // float32 [n]  read and written
-        const float *__restrict d_at = (const float *)at[5];              // float32 [model]  read
-        // float32 [model]  read
-        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[6];
-        const float *__restrict rate_at = (const float *)at[7];           // float32 [model]  read
-        // float32 [model]  read
-        const float *__restrict one_times_one_minus_beta1_times_d_at = (const float *)at[8];
-        const float *__restrict d_2_times_eps_at = (const float *)at[9];  // float32 [model]  read
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F grad_scale(known.scalars[4]);
-        const F moves(known.scalars[5]);
-        const F keep1(known.scalars[11]);
-        const F gain2(known.scalars[12]);
-        const F keep2(known.scalars[13]);
-        const F rate = F(*rate_at);
-        const F one_times_one_minus_beta1_times_d = F(*one_times_one_minus_beta1_times_d_at);
-        const F d = F(*d_at);
-        const F d_2_times_eps = F(*d_2_times_eps_at);
-        const F one_minus_rate_times_weight_decay = F(*one_minus_rate_times_weight_decay_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/prodigy.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F exp_avg = load(exp_avg_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-            const F g_2 = where(0.0f < moves, g, F(0.0f));                    // 34  g = where(lr > 0, g, 0.0)
-            // 43  exp_avg = keep1 * exp_avg + gain1 * d * g
-            const F exp_avg_2 = fma(one_times_one_minus_beta1_times_d, g_2, keep1 * exp_avg);
-            // 44  exp_avg_sq = keep2 * exp_avg_sq + gain2 * (d * g) ** 2
-            const F exp_avg_sq_2 = fma(gain2 * d * g_2, d * g_2, keep2 * exp_avg_sq);
-            // 52  p = policies.decoupled(p, rate, weight_decay)
-            const F p_2 = p * one_minus_rate_times_weight_decay;
-            // 53  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
-            const F p_3 = fma(-(rate * exp_avg_2), 1.0f / (sqrt(exp_avg_sq_2) + d_2_times_eps), p_2);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 0x8000);
-            store_half<2>(p_at + i, p_word);
-            store_byte<1>(weight_low_at + i, p_word);
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-        }
-    }
-};
-
-// model: values of the model
-template <class Grad>
-struct prodigy_bfloat16_small_6 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = WHOLE;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {7, -1, 4, WHOLE, false, true, NONE, 0},  // d
-        {19, -1, 4, WHOLE, true, false, NONE, 1},  // d_2
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        float *__restrict d_at = (float *)at[0];                // float32 [model]  written
-        const float *__restrict d_2_at = (const float *)at[1];  // float32 [model]  read
-
-        // -- elements: decode
-        for (int i = 0; i < count; i += W) {
-            const F d_2 = load(d_2_at + i);
-            store(d_at + i, d_2);
-        }
-    }
-};
-
-// a sweep: d_denom (specs/prodigy.py:46), numerator (specs/prodigy.py:42)
-template <class Grad>
-struct prodigy_float16_2 {
-    static constexpr int BLOCK = 64, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
-        {7, -1, 1, ELEMENT, true, true, NONE, 3},  // s_codes
-        {8, -1, 2, BLOCK_OF, true, true, NONE, 4},  // s_scale
-        {9, -1, 4, ELEMENT, true, false, NONE, 5},  // p0
-        {18, 24, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_d_denom
-        {19, 25, 4, WHOLE, false, true, TOTAL, 7},  // tensor_sum_for_numerator
-        {17, -1, 4, WHOLE, true, false, NONE, 8},  // d_over_d0_times_rate
-    };
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
-        const uint16_t *__restrict p_at = (const uint16_t *)at[0];               // float16 [n]  read
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];        // uint8 [n]  read
-        uint8_t *__restrict s_codes_at = (uint8_t *)at[3];                       // uint8 [n]  read and written
-        int16_t *__restrict s_scale_at = (int16_t *)at[4];                       // int16 [blocks of 64]  read and written
-        const float *__restrict p0_at = (const float *)at[5];                    // float32 [n]  read
-        float *__restrict tensor_sum_for_d_denom_at = (float *)at[6];            // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_numerator_at = (float *)at[7];          // float32 [tensor]  for tensor_sum
-        const float *__restrict d_over_d0_times_rate_at = (const float *)at[8];  // float32 [model]  read
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F lr(known.scalars[0]);
-        const F grad_scale(known.scalars[4]);
-        const F moves(known.scalars[5]);
-        const F keep3(known.scalars[6]);
-        const F d_over_d0_times_rate = F(*d_over_d0_times_rate_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) float s_kept[TILE];
-        alignas(64) int32_t noise_2_kept[TILE];
-        alignas(64) float scale_mul_kept[TILE / BLOCK];
-        alignas(64) float s_divisor_mul_kept[TILE / BLOCK];
-        I s_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256 ^ 0x3c6ef372) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 s_scale = raw(s_scale_at + b);
-            const I scale_bits = to_int(s_scale) << 15;
-            const I scale_bits_2 = scale_bits & 0x7fffffff;
-            const F scale = as_float(where(scale_bits_2 == 0x7f800000, I(0x7f7fffff), scale_bits_2));
-            const F scale_mul = keep3 * scale;
-            store(scale_mul_kept + b, scale_mul);
-        }
-
-        // -- elements: decode, update, encode  (specs/prodigy.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            const F scale_mul(scale_mul_kept[b]);
-            I s_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const F g = grad_scale * g_stored;
-                const U8 s_code = raw(s_codes_at + i);
-                const F s_code_2 = counter(s_code) - 8388736.0f;
-                const F s_bend = abs(s_code_2);
-                const F p0 = load(p0_at + i);
-                const U16 p_stored = raw(p_at + i);
-                const I p_high = extend16(extend16(to_int(p_stored)));
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low - 128;
-                const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 0x38000000;
-                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-                // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-                const F g_2 = where(0.0f < moves, g, F(0.0f));  // 34  g = where(lr > 0, g, 0.0)
-                // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
-                const F s = fma(d_over_d0_times_rate, g_2, scale_mul * (s_code_2 / (254.0f - s_bend)));
-                const F s_abs = abs(s);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise_2 = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                s_top = larger<RAGGED>(s_top, bits(s_abs), i, end);
-                store(s_kept + i, s);
-                store(noise_2_kept + i, noise_2);
-                store(tensor_sum_for_d_denom_at + i, moves * s_abs);
-                store(tensor_sum_for_numerator_at + i, lr * (g_2 * (p0 - p)));
-            }
-            s_top_kept[b] = s_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I s_top = largest(s_top_kept + b);
-            const I s_up = max(I(0x4800000), s_top) + 32767;
-            const I s_up_2 = where(s_top < 0x7f800000, s_up, I(0x7fc00000));
-            const I s_divisor = min(I(0x7f7fffff), s_up_2 & 0x7fff8000);
-            const F s_divisor_mul = as_float(s_divisor) * 0.003937007859349251f;
-            store(s_divisor_mul_kept + b, s_divisor_mul);
-            store(s_scale_at + b, s_up_2 >> 15);
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(s_codes_at, b + TILE / BLOCK);
-            fetch<BLOCK>(p0_at, b + TILE / BLOCK);
-            const F s_divisor_mul(s_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F s = load(s_kept + i);
-                const I noise_2 = load(noise_2_kept + i);
-                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
-                store(s_codes_at + i, s_pattern + lshr(noise_2, 20) >> 12);
-            }
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct prodigy_float16_5 {
-    static constexpr int BLOCK = 64, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // exp_avg_codes
-        {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // exp_avg_scale
-        {5, -1, 1, ELEMENT, true, true, NONE, 5},  // exp_avg_sq_codes
-        {6, -1, 2, BLOCK_OF, true, true, NONE, 6},  // exp_avg_sq_range
-        {10, -1, 4, WHOLE, true, false, NONE, 7},  // d
-        {15, -1, 4, WHOLE, true, false, NONE, 8},  // one_minus_rate_times_weight_decay
-        {14, -1, 4, WHOLE, true, false, NONE, 9},  // rate
-        {13, -1, 4, WHOLE, true, false, NONE, 10},  // one_times_one_minus_beta1_times_d
-        {23, -1, 4, WHOLE, true, false, NONE, 11},  // d_2_times_eps
-    };
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                     // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];              // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[3];           // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];           // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[5];        // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];        // int16 [blocks of 64]  read and written
-        const float *__restrict d_at = (const float *)at[7];               // float32 [model]  read
-        // float32 [model]  read
-        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[8];
-        const float *__restrict rate_at = (const float *)at[9];            // float32 [model]  read
-        // float32 [model]  read
-        const float *__restrict one_times_one_minus_beta1_times_d_at = (const float *)at[10];
-        const float *__restrict d_2_times_eps_at = (const float *)at[11];  // float32 [model]  read
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F grad_scale(known.scalars[4]);
-        const F moves(known.scalars[5]);
-        const F keep1(known.scalars[11]);
-        const F gain2(known.scalars[12]);
-        const F keep2(known.scalars[13]);
-        const F rate = F(*rate_at);
-        const F one_times_one_minus_beta1_times_d = F(*one_times_one_minus_beta1_times_d_at);
-        const F d = F(*d_at);
-        const F d_2_times_eps = F(*d_2_times_eps_at);
-        const F one_minus_rate_times_weight_decay = F(*one_minus_rate_times_weight_decay_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) int32_t word_3_kept[TILE / 8];
-        alignas(64) int32_t word_4_kept[TILE / 8];
-        alignas(64) float exp_avg_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float exp_avg_sq_sqrt_kept[TILE];
-        alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_half_add_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_base_sub_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        I exp_avg_top_kept[TILE / BLOCK];
-        I largest_of_block_kept[TILE / BLOCK];
-        I smallest_of_block_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256;
-            const I word_mul = (word_xor ^ 0x3c6ef372) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor_2 = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor_2 ^ lshr(word_xor_2, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor_2 ^ (step_key & 255) * 0x1000001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            const I word_mul_5 = word_xor * 0x7feb352d;
-            const I word_mul_6 = (word_mul_5 ^ lshr(word_mul_5, 16)) * -2073254261;
-            const I word_xor_3 = word_mul_6 ^ lshr(word_mul_6, 15);
-            const I word_mul_7 = (word_xor_3 ^ lshr(word_xor_3, 16)) * -1640531535;
-            const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 0x7feb352d;
-            const I word_4 = word_xor_3 ^ (step_key & 255) * 0x1000010;
-            const I word_3 = word_mul_8 ^ lshr(word_mul_8, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-            store(word_3_kept + i, word_3);
-            store(word_4_kept + i, word_4);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
-            const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
-            const I exp_avg_sq_header = to_int(exp_avg_sq_range);
-            const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
-            const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
-            const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
-            const F exp_avg_scale_mul = keep1 * exp_avg_scale_2;
-            store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
-            store(exp_avg_sq_step_kept + b, exp_avg_sq_step);
-            store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
-        }
-
-        // -- elements: decode, update, encode  (specs/prodigy.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
-            const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
-            const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
-            I exp_avg_top(INT32_MIN);
-            I largest_of_block(INT32_MIN);
-            I smallest_of_block(INT32_MAX);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const I word_4 = spread(word_4_kept, i);
-                const I word_3 = spread(word_3_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const F g = grad_scale * g_stored;
-                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
-                const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
-                const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
-                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                const U16 p_stored = raw(p_at + i);
-                const I p_high = extend16(extend16(to_int(p_stored)));
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low - 128;
-                const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 0x38000000;
-                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-                // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-                const F g_2 = where(0.0f < moves, g, F(0.0f));             // 34  g = where(lr > 0, g, 0.0)
-                // 43  exp_avg = keep1 * exp_avg + gain1 * d * g
-                const F exp_avg = fma(one_times_one_minus_beta1_times_d, g_2, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
-                // 44  exp_avg_sq = keep2 * exp_avg_sq + gain2 * (d * g) ** 2
-                const F exp_avg_sq_2 = fma(gain2 * d * g_2, d * g_2, keep2 * exp_avg_sq);
-                const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
-                const F p_2 = p * one_minus_rate_times_weight_decay;       // 52  p = policies.decoupled(p, rate, weight_decay)
-                // 53  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
-                const F p_3 = fma(-(rate * exp_avg), 1.0f / (exp_avg_sq_sqrt + d_2_times_eps), p_2);
-                const I p_bitcast = bits(p_3);
-                const I p_sign = p_bitcast >> 16 & 0x8000;
-                const I p_magnitude = p_bitcast & 0x7fffffff;
-                const F p_magnitude_bitcast = as_float(p_magnitude);
-                const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-                const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-                const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-                const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-                const I word_and = lane(i);
-                const I word_add = (word_and * (word_and + 1) >> 1) + 1;
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise_2 = word_2 ^ rotl(word, word_add);
-                const I p_wide_2 = lshr(p_fixed + ((noise_2 & 255) << 1 | 1), 9);
-                const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
-                const I p_kept_ = p_word;
-                const F exp_avg_abs = abs(exp_avg);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_4 ^ rotl(word_3, word_add);
-                const I exp_avg_sq_pattern = bits(exp_avg_sq_sqrt);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_abs), i, end);
-                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
-                store(exp_avg_kept + i, exp_avg);
-                store(noise_kept + i, noise);
-                store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
-                store(p_at + i, p_sign | p_word >> 8);
-                store(weight_low_at + i, p_kept_);
-            }
-            exp_avg_top_kept[b] = exp_avg_top;
-            largest_of_block_kept[b] = largest_of_block;
-            smallest_of_block_kept[b] = smallest_of_block;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
-            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
-            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
-            const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
-            const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
-            const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
-            const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
-            const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_half = exp_avg_sq_units * 10240;
-            const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base;
-            const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
-            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000;
-            const I exp_avg_sq_header_2 = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells_2;
-            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
-            store(exp_avg_sq_half_add_kept + b, exp_avg_sq_half_add);
-            store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(exp_avg_sq_base_sub_kept + b, exp_avg_sq_base_sub);
-            store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
-            store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
-            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
-            const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
-            const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
-            const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const I noise = load(noise_kept + i);
-                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
-                const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add;
-                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
-                store(exp_avg_codes_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
-                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
-            }
-        }
-    }
-};
-
-// a sweep: d_denom (specs/prodigy.py:46), numerator (specs/prodigy.py:42)
-template <class Grad>
-struct prodigy_float16_small_2 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
-        {5, -1, 4, ELEMENT, true, true, NONE, 3},  // s
-        {6, -1, 4, ELEMENT, true, false, NONE, 4},  // p0
-        {15, 21, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_denom
-        {16, 22, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_numerator
-        {14, -1, 4, WHOLE, true, false, NONE, 7},  // d_over_d0_times_rate
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const uint16_t *__restrict p_at = (const uint16_t *)at[0];               // float16 [n]  read
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];        // uint8 [n]  read
-        float *__restrict s_at = (float *)at[3];                                 // float32 [n]  read and written
-        const float *__restrict p0_at = (const float *)at[4];                    // float32 [n]  read
-        float *__restrict tensor_sum_for_d_denom_at = (float *)at[5];            // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_numerator_at = (float *)at[6];          // float32 [tensor]  for tensor_sum
-        const float *__restrict d_over_d0_times_rate_at = (const float *)at[7];  // float32 [model]  read
-        const F lr(known.scalars[0]);
-        const F grad_scale(known.scalars[4]);
-        const F moves(known.scalars[5]);
-        const F keep3(known.scalars[6]);
-        const F d_over_d0_times_rate = F(*d_over_d0_times_rate_at);
-
-        // -- elements: decode, update  (specs/prodigy.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F s = load(s_at + i);
-            const F p0 = load(p0_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const I p_high = extend16(extend16(to_int(p_stored)));
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low - 128;
-            const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 0x38000000;
-            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-            // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-            const F g_2 = where(0.0f < moves, g, F(0.0f));            // 34  g = where(lr > 0, g, 0.0)
-            // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
-            const F s_2 = fma(d_over_d0_times_rate, g_2, keep3 * s);
-            store(s_at + i, s_2);
-            store(tensor_sum_for_d_denom_at + i, moves * abs(s_2));
-            store(tensor_sum_for_numerator_at + i, lr * (g_2 * (p0 - p)));
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct prodigy_float16_small_5 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg
-        {4, -1, 4, ELEMENT, true, true, NONE, 4},  // exp_avg_sq
-        {7, -1, 4, WHOLE, true, false, NONE, 5},  // d
-        {12, -1, 4, WHOLE, true, false, NONE, 6},  // one_minus_rate_times_weight_decay
-        {11, -1, 4, WHOLE, true, false, NONE, 7},  // rate
-        {10, -1, 4, WHOLE, true, false, NONE, 8},  // one_times_one_minus_beta1_times_d
-        {20, -1, 4, WHOLE, true, false, NONE, 9},  // d_2_times_eps
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                    // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];             // uint8 [n]  read and written
-        float *__restrict exp_avg_at = (float *)at[3];                    // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[4];                 // float32 [n]  read and written
-        const float *__restrict d_at = (const float *)at[5];              // float32 [model]  read
-        // float32 [model]  read
-        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[6];
-        const float *__restrict rate_at = (const float *)at[7];           // float32 [model]  read
-        // float32 [model]  read
-        const float *__restrict one_times_one_minus_beta1_times_d_at = (const float *)at[8];
-        const float *__restrict d_2_times_eps_at = (const float *)at[9];  // float32 [model]  read
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F grad_scale(known.scalars[4]);
-        const F moves(known.scalars[5]);
-        const F keep1(known.scalars[11]);
-        const F gain2(known.scalars[12]);
-        const F keep2(known.scalars[13]);
-        const F rate = F(*rate_at);
-        const F one_times_one_minus_beta1_times_d = F(*one_times_one_minus_beta1_times_d_at);
-        const F d = F(*d_at);
-        const F d_2_times_eps = F(*d_2_times_eps_at);
-        const F one_minus_rate_times_weight_decay = F(*one_minus_rate_times_weight_decay_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/prodigy.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F exp_avg = load(exp_avg_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const I p_high = extend16(extend16(to_int(p_stored)));
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low - 128;
-            const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 0x38000000;
-            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-            // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-            const F g_2 = where(0.0f < moves, g, F(0.0f));        // 34  g = where(lr > 0, g, 0.0)
-            // 43  exp_avg = keep1 * exp_avg + gain1 * d * g
-            const F exp_avg_2 = fma(one_times_one_minus_beta1_times_d, g_2, keep1 * exp_avg);
-            // 44  exp_avg_sq = keep2 * exp_avg_sq + gain2 * (d * g) ** 2
-            const F exp_avg_sq_2 = fma(gain2 * d * g_2, d * g_2, keep2 * exp_avg_sq);
-            const F p_2 = p * one_minus_rate_times_weight_decay;  // 52  p = policies.decoupled(p, rate, weight_decay)
-            // 53  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
-            const F p_3 = fma(-(rate * exp_avg_2), 1.0f / (sqrt(exp_avg_sq_2) + d_2_times_eps), p_2);
-            const I p_bitcast = bits(p_3);
-            const I p_sign = p_bitcast >> 16 & 0x8000;
-            const I p_magnitude = p_bitcast & 0x7fffffff;
-            const F p_magnitude_bitcast = as_float(p_magnitude);
-            const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-            const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-            const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-            const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_wide_2 = lshr(p_fixed + (lshr(noise, 23) | 1), 9);
-            const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
-            const I p_kept_ = p_word;
-            store(p_at + i, p_sign | p_word >> 8);
-            store(weight_low_at + i, p_kept_);
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-        }
-    }
-};
-
-// model: values of the model
-template <class Grad>
-struct prodigy_float32_safeguard_warmup_1 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = WHOLE;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {9, -1, 4, WHOLE, true, false, NONE, 0},  // d
         {12, -1, 4, WHOLE, false, true, NONE, 1},  // one_times_one_minus_beta1_times_d
         {13, -1, 4, WHOLE, false, true, NONE, 2},  // rate
         {14, -1, 4, WHOLE, false, true, NONE, 3},  // one_minus_rate_times_weight_decay
         {15, -1, 4, WHOLE, false, true, NONE, 4},  // d_over_d0
         {16, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0_times_d_times_one
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -2302,22 +907,24 @@ struct prodigy_float32_safeguard_warmup_1 {
 };
 
 // a sweep: d_denom (specs/prodigy.py:46), numerator (specs/prodigy.py:42)
-template <class Grad>
-struct prodigy_float32_safeguard_warmup_2 {
+template <class Weight, class Grad>
+struct prodigy_safeguard_warmup_kernel_2 {
+    // random bits of exp_avg, exp_avg_sq, s, p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{12, false}, {12, false}, {12, false}, {Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({2}), KEPT = NOISE.mask({2});
     static constexpr int BLOCK = 64, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {6, -1, 1, ELEMENT, true, true, NONE, 2},  // s_codes
-        {7, -1, 2, BLOCK_OF, true, true, NONE, 3},  // s_scale
-        {8, -1, 4, ELEMENT, true, false, NONE, 4},  // p0
-        {17, 23, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_denom
-        {18, 24, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_numerator
-        {16, -1, 4, WHOLE, true, false, NONE, 7},  // d_over_d0_times_d_times_one
-    };
+    static constexpr bool MATRICES = false, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, false, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {6, -1, 1, ELEMENT, true, true, NONE, 1},  // s_codes
+        {7, -1, 2, BLOCK_OF, true, true, NONE, 2},  // s_scale
+        {8, -1, 4, ELEMENT, true, false, NONE, 3},  // p0
+        {17, 23, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
+        {18, 24, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_numerator
+        {16, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_d_times_one
+    });
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
                      int row_mask, const Known &known) {
@@ -2327,16 +934,16 @@ struct prodigy_float32_safeguard_warmup_2 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     int row_mask, const Known &known) {
-        const float *__restrict p_at = (const float *)at[0];             // float32 [n]  read
+        Weight weight(at[7], at + 8);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict s_codes_at = (uint8_t *)at[2];               // uint8 [n]  read and written
-        int16_t *__restrict s_scale_at = (int16_t *)at[3];               // int16 [blocks of 64]  read and written
-        const float *__restrict p0_at = (const float *)at[4];            // float32 [n]  read
-        float *__restrict tensor_sum_for_d_denom_at = (float *)at[5];    // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_numerator_at = (float *)at[6];  // float32 [tensor]  for tensor_sum
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        uint8_t *__restrict s_codes_at = (uint8_t *)at[1];               // uint8 [n]  read and written
+        int16_t *__restrict s_scale_at = (int16_t *)at[2];               // int16 [blocks of 64]  read and written
+        const float *__restrict p0_at = (const float *)at[3];            // float32 [n]  read
+        float *__restrict tensor_sum_for_d_denom_at = (float *)at[4];    // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_for_numerator_at = (float *)at[5];  // float32 [tensor]  for tensor_sum
         // float32 [model]  read
-        const float *__restrict d_over_d0_times_d_times_one_at = (const float *)at[7];
+        const float *__restrict d_over_d0_times_d_times_one_at = (const float *)at[6];
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F lr(known.scalars[0]);
@@ -2344,26 +951,11 @@ struct prodigy_float32_safeguard_warmup_2 {
         const F moves(known.scalars[4]);
         const F keep3(known.scalars[6]);
         const F d_over_d0_times_d_times_one = F(*d_over_d0_times_d_times_one_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float s_kept[TILE];
-        alignas(64) int32_t noise_2_kept[TILE];
         alignas(64) float scale_mul_kept[TILE / BLOCK];
         alignas(64) float s_divisor_mul_kept[TILE / BLOCK];
         I s_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256 ^ 0x3c6ef372) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
+        Words<prodigy_safeguard_warmup_kernel_2> words(BLOCK * blocks, first, stream_key, step_key);
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
@@ -2378,31 +970,27 @@ struct prodigy_float32_safeguard_warmup_2 {
         // -- elements: decode, update, encode  (specs/prodigy.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch_weight<BLOCK>(weight, b + TILE / BLOCK);
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const F scale_mul(scale_mul_kept[b]);
             I s_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
+                const auto noise = words.at(i);
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
                 const U8 s_code = raw(s_codes_at + i);
                 const F s_code_2 = counter(s_code) - 8388736.0f;
                 const F s_bend = abs(s_code_2);
                 const F p0 = load(p0_at + i);
-                const F p = load(p_at + i);
+                const F p = weight.decode(i);
                 const F g_3 = where(0.0f < moves, g_2, F(0.0f));  // 34  g = where(lr > 0, g, 0.0)
                 // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
                 const F s = fma(d_over_d0_times_d_times_one, g_3, scale_mul * (s_code_2 / (254.0f - s_bend)));
                 const F s_abs = abs(s);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise_2 = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 s_top = larger<RAGGED>(s_top, bits(s_abs), i, end);
+                words.keep(noise, i);
                 store(s_kept + i, s);
-                store(noise_2_kept + i, noise_2);
                 store(tensor_sum_for_d_denom_at + i, moves * s_abs);
                 store(tensor_sum_for_numerator_at + i, lr * (g_3 * (p0 - p)));
             }
@@ -2427,35 +1015,37 @@ struct prodigy_float32_safeguard_warmup_2 {
             const F s_divisor_mul(s_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
                 const F s = load(s_kept + i);
-                const I noise_2 = load(noise_2_kept + i);
                 const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
-                store(s_codes_at + i, s_pattern + lshr(noise_2, 20) >> 12);
+                store(s_codes_at + i, s_pattern + integer<2>(noise) >> 12);
             }
         }
     }
 };
 
 // a sweep: the update
-template <class Grad>
-struct prodigy_float32_safeguard_warmup_5 {
+template <class Weight, class Grad>
+struct prodigy_safeguard_warmup_kernel_5 {
+    // random bits of exp_avg, exp_avg_sq, s, p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{12, false}, {12, false}, {12, false}, {Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P, 1, 0}), KEPT = NOISE.mask({P, 1, 0});
     static constexpr int BLOCK = 64, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // exp_avg_codes
-        {3, -1, 2, BLOCK_OF, true, true, NONE, 3},  // exp_avg_scale
-        {4, -1, 1, ELEMENT, true, true, NONE, 4},  // exp_avg_sq_codes
-        {5, -1, 2, BLOCK_OF, true, true, NONE, 5},  // exp_avg_sq_range
-        {9, -1, 4, WHOLE, true, false, NONE, 6},  // d
-        {14, -1, 4, WHOLE, true, false, NONE, 7},  // one_minus_rate_times_weight_decay
-        {13, -1, 4, WHOLE, true, false, NONE, 8},  // rate
-        {12, -1, 4, WHOLE, true, false, NONE, 9},  // one_times_one_minus_beta1_times_d
-        {22, -1, 4, WHOLE, true, false, NONE, 10},  // d_2_times_eps
-    };
+    static constexpr bool MATRICES = false, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {2, -1, 1, ELEMENT, true, true, NONE, 1},  // exp_avg_codes
+        {3, -1, 2, BLOCK_OF, true, true, NONE, 2},  // exp_avg_scale
+        {4, -1, 1, ELEMENT, true, true, NONE, 3},  // exp_avg_sq_codes
+        {5, -1, 2, BLOCK_OF, true, true, NONE, 4},  // exp_avg_sq_range
+        {9, -1, 4, WHOLE, true, false, NONE, 5},  // d
+        {14, -1, 4, WHOLE, true, false, NONE, 6},  // one_minus_rate_times_weight_decay
+        {13, -1, 4, WHOLE, true, false, NONE, 7},  // rate
+        {12, -1, 4, WHOLE, true, false, NONE, 8},  // one_times_one_minus_beta1_times_d
+        {22, -1, 4, WHOLE, true, false, NONE, 9},  // d_2_times_eps
+    });
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
                      int row_mask, const Known &known) {
@@ -2465,20 +1055,20 @@ struct prodigy_float32_safeguard_warmup_5 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                           // float32 [n]  read and written
+        Weight weight(at[10], at + 11);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[2];           // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[3];           // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[4];        // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];        // int16 [blocks of 64]  read and written
-        const float *__restrict d_at = (const float *)at[6];               // float32 [model]  read
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[1];          // uint8 [n]  read and written
+        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[2];          // int16 [blocks of 64]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[3];       // uint8 [n]  read and written
+        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[4];       // int16 [blocks of 64]  read and written
+        const float *__restrict d_at = (const float *)at[5];              // float32 [model]  read
         // float32 [model]  read
-        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[7];
-        const float *__restrict rate_at = (const float *)at[8];            // float32 [model]  read
+        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[6];
+        const float *__restrict rate_at = (const float *)at[7];           // float32 [model]  read
         // float32 [model]  read
-        const float *__restrict one_times_one_minus_beta1_times_d_at = (const float *)at[9];
-        const float *__restrict d_2_times_eps_at = (const float *)at[10];  // float32 [model]  read
+        const float *__restrict one_times_one_minus_beta1_times_d_at = (const float *)at[8];
+        const float *__restrict d_2_times_eps_at = (const float *)at[9];  // float32 [model]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F grad_scale(known.scalars[5]);
@@ -2491,11 +1081,8 @@ struct prodigy_float32_safeguard_warmup_5 {
         const F d = F(*d_at);
         const F d_2_times_eps = F(*d_2_times_eps_at);
         const F one_minus_rate_times_weight_decay = F(*one_minus_rate_times_weight_decay_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) float exp_avg_sq_sqrt_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
@@ -2507,19 +1094,7 @@ struct prodigy_float32_safeguard_warmup_5 {
         I exp_avg_top_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000010;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
+        Words<prodigy_safeguard_warmup_kernel_5> words(BLOCK * blocks, first, stream_key, step_key);
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
@@ -2542,7 +1117,7 @@ struct prodigy_float32_safeguard_warmup_5 {
         // -- elements: decode, update, encode  (specs/prodigy.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
+            fetch_weight<BLOCK>(weight, b);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -2551,8 +1126,7 @@ struct prodigy_float32_safeguard_warmup_5 {
             I smallest_of_block(INT32_MAX);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
+                const auto noise = words.at(i);
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
                 const U8 exp_avg_code = raw(exp_avg_codes_at + i);
@@ -2570,16 +1144,13 @@ struct prodigy_float32_safeguard_warmup_5 {
                 const F exp_avg_sq_2 = fma(gain2 * d * g_3, d * g_3, keep2 * exp_avg_sq);
                 const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
                 const F exp_avg_abs = abs(exp_avg);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I exp_avg_sq_pattern = bits(exp_avg_sq_sqrt);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_abs), i, end);
                 largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
+                words.keep(noise, i);
                 store(exp_avg_kept + i, exp_avg);
                 store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
-                store(noise_kept + i, noise);
             }
             exp_avg_top_kept[b] = exp_avg_top;
             largest_of_block_kept[b] = largest_of_block;
@@ -2622,13 +1193,14 @@ struct prodigy_float32_safeguard_warmup_5 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
-                const F p = load(p_at + i);
+                const F p = weight.decode(i);
                 const F p_2 = p * one_minus_rate_times_weight_decay;  // 52  p = policies.decoupled(p, rate, weight_decay)
                 // 53  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
                 const F p_3 = fma(-(rate * exp_avg), 1.0f / (exp_avg_sq_sqrt + d_2_times_eps), p_2);
-                store(p_at + i, p_3);
+                weight.encode(i, p_3, noise);
             }
         }
 
@@ -2643,13 +1215,13 @@ struct prodigy_float32_safeguard_warmup_5 {
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
                 const F exp_avg = load(exp_avg_kept + i);
-                const I noise = load(noise_kept + i);
                 const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
-                const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add;
+                const I exp_avg_sq_offset = fraction<1, 24>(noise) + exp_avg_sq_half_add;
                 const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
-                store(exp_avg_codes_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + integer<0>(noise) >> 12);
                 store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
             }
         }
@@ -2657,20 +1229,20 @@ struct prodigy_float32_safeguard_warmup_5 {
 };
 
 // model: values of the model
-template <class Grad>
-struct prodigy_float32_safeguard_warmup_small_1 {
+template <class Weight, class Grad>
+struct prodigy_safeguard_warmup_small_kernel_1 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {6, -1, 4, WHOLE, true, false, NONE, 0},  // d
         {9, -1, 4, WHOLE, false, true, NONE, 1},  // one_times_one_minus_beta1_times_d
         {10, -1, 4, WHOLE, false, true, NONE, 2},  // rate
         {11, -1, 4, WHOLE, false, true, NONE, 3},  // one_minus_rate_times_weight_decay
         {12, -1, 4, WHOLE, false, true, NONE, 4},  // d_over_d0
         {13, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0_times_d_times_one
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -2703,33 +1275,32 @@ struct prodigy_float32_safeguard_warmup_small_1 {
 };
 
 // a sweep: d_denom (specs/prodigy.py:46), numerator (specs/prodigy.py:42)
-template <class Grad>
-struct prodigy_float32_safeguard_warmup_small_2 {
+template <class Weight, class Grad>
+struct prodigy_safeguard_warmup_small_kernel_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {4, -1, 4, ELEMENT, true, true, NONE, 2},  // s
-        {5, -1, 4, ELEMENT, true, false, NONE, 3},  // p0
-        {14, 20, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
-        {15, 21, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_numerator
-        {13, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_d_times_one
-    };
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, false, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {4, -1, 4, ELEMENT, true, true, NONE, 1},  // s
+        {5, -1, 4, ELEMENT, true, false, NONE, 2},  // p0
+        {14, 20, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_d_denom
+        {15, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_numerator
+        {13, -1, 4, WHOLE, true, false, NONE, 5},  // d_over_d0_times_d_times_one
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        const float *__restrict p_at = (const float *)at[0];             // float32 [n]  read
+        Weight weight(at[6], at + 7);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict s_at = (float *)at[2];                         // float32 [n]  read and written
-        const float *__restrict p0_at = (const float *)at[3];            // float32 [n]  read
-        float *__restrict tensor_sum_for_d_denom_at = (float *)at[4];    // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_numerator_at = (float *)at[5];  // float32 [tensor]  for tensor_sum
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        float *__restrict s_at = (float *)at[1];                         // float32 [n]  read and written
+        const float *__restrict p0_at = (const float *)at[2];            // float32 [n]  read
+        float *__restrict tensor_sum_for_d_denom_at = (float *)at[3];    // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_for_numerator_at = (float *)at[4];  // float32 [tensor]  for tensor_sum
         // float32 [model]  read
-        const float *__restrict d_over_d0_times_d_times_one_at = (const float *)at[6];
+        const float *__restrict d_over_d0_times_d_times_one_at = (const float *)at[5];
         const F lr(known.scalars[0]);
         const F grad_scale(known.scalars[5]);
         const F moves(known.scalars[4]);
@@ -2742,7 +1313,7 @@ struct prodigy_float32_safeguard_warmup_small_2 {
             const F g_2 = grad_scale * g;
             const F s = load(s_at + i);
             const F p0 = load(p0_at + i);
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             const F g_3 = where(0.0f < moves, g_2, F(0.0f));                 // 34  g = where(lr > 0, g, 0.0)
             // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
             const F s_2 = fma(d_over_d0_times_d_times_one, g_3, keep3 * s);
@@ -2754,38 +1325,42 @@ struct prodigy_float32_safeguard_warmup_small_2 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct prodigy_float32_safeguard_warmup_small_5 {
+template <class Weight, class Grad>
+struct prodigy_safeguard_warmup_small_kernel_5 {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
-        {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
-        {6, -1, 4, WHOLE, true, false, NONE, 4},  // d
-        {11, -1, 4, WHOLE, true, false, NONE, 5},  // one_minus_rate_times_weight_decay
-        {10, -1, 4, WHOLE, true, false, NONE, 6},  // rate
-        {9, -1, 4, WHOLE, true, false, NONE, 7},  // one_times_one_minus_beta1_times_d
-        {19, -1, 4, WHOLE, true, false, NONE, 8},  // d_2_times_eps
-    };
+    static constexpr bool MATRICES = false, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {2, -1, 4, ELEMENT, true, true, NONE, 1},  // exp_avg
+        {3, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg_sq
+        {6, -1, 4, WHOLE, true, false, NONE, 3},  // d
+        {11, -1, 4, WHOLE, true, false, NONE, 4},  // one_minus_rate_times_weight_decay
+        {10, -1, 4, WHOLE, true, false, NONE, 5},  // rate
+        {9, -1, 4, WHOLE, true, false, NONE, 6},  // one_times_one_minus_beta1_times_d
+        {19, -1, 4, WHOLE, true, false, NONE, 7},  // d_2_times_eps
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                          // float32 [n]  read and written
+        Weight weight(at[8], at + 9);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];                    // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];                 // float32 [n]  read and written
-        const float *__restrict d_at = (const float *)at[4];              // float32 [model]  read
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        float *__restrict exp_avg_at = (float *)at[1];                    // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[2];                 // float32 [n]  read and written
+        const float *__restrict d_at = (const float *)at[3];              // float32 [model]  read
         // float32 [model]  read
-        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[5];
-        const float *__restrict rate_at = (const float *)at[6];           // float32 [model]  read
+        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[4];
+        const float *__restrict rate_at = (const float *)at[5];           // float32 [model]  read
         // float32 [model]  read
-        const float *__restrict one_times_one_minus_beta1_times_d_at = (const float *)at[7];
-        const float *__restrict d_2_times_eps_at = (const float *)at[8];  // float32 [model]  read
+        const float *__restrict one_times_one_minus_beta1_times_d_at = (const float *)at[6];
+        const float *__restrict d_2_times_eps_at = (const float *)at[7];  // float32 [model]  read
+        const int32_t step_key = known.step_key;
+        const int32_t stream_key = known.stream_key;
         const F grad_scale(known.scalars[5]);
         const F moves(known.scalars[4]);
         const F keep1(known.scalars[11]);
@@ -2796,14 +1371,16 @@ struct prodigy_float32_safeguard_warmup_small_5 {
         const F d = F(*d_at);
         const F d_2_times_eps = F(*d_2_times_eps_at);
         const F one_minus_rate_times_weight_decay = F(*one_minus_rate_times_weight_decay_at);
+        Words<prodigy_safeguard_warmup_small_kernel_5> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/prodigy.py)
         for (int i = 0; i < count; i += W) {
+            const auto noise = words.at(i);
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             const F g_3 = where(0.0f < moves, g_2, F(0.0f));      // 34  g = where(lr > 0, g, 0.0)
             // 43  exp_avg = keep1 * exp_avg + gain1 * d * g
             const F exp_avg_2 = fma(one_times_one_minus_beta1_times_d, g_3, keep1 * exp_avg);
@@ -2812,7 +1389,7 @@ struct prodigy_float32_safeguard_warmup_small_5 {
             const F p_2 = p * one_minus_rate_times_weight_decay;  // 52  p = policies.decoupled(p, rate, weight_decay)
             // 53  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
             const F p_3 = fma(-(rate * exp_avg_2), 1.0f / (sqrt(exp_avg_sq_2) + d_2_times_eps), p_2);
-            store(p_at + i, p_3);
+            weight.encode(i, p_3, noise);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
         }
@@ -2820,1214 +1397,20 @@ struct prodigy_float32_safeguard_warmup_small_5 {
 };
 
 // model: values of the model
-template <class Grad>
-struct prodigy_bfloat16_safeguard_warmup_1 {
+template <class Weight, class Grad>
+struct prodigy_use_bias_correction_kernel_1 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {10, -1, 4, WHOLE, true, false, NONE, 0},  // d
-        {13, -1, 4, WHOLE, false, true, NONE, 1},  // one_times_one_minus_beta1_times_d
-        {14, -1, 4, WHOLE, false, true, NONE, 2},  // rate
-        {15, -1, 4, WHOLE, false, true, NONE, 3},  // one_minus_rate_times_weight_decay
-        {16, -1, 4, WHOLE, false, true, NONE, 4},  // d_over_d0
-        {17, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0_times_d_times_one
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const float *__restrict d_at = (const float *)at[0];                // float32 [model]  read
-        // float32 [model]  written
-        float *__restrict one_times_one_minus_beta1_times_d_at = (float *)at[1];
-        float *__restrict rate_at = (float *)at[2];                         // float32 [model]  written
-        // float32 [model]  written
-        float *__restrict one_minus_rate_times_weight_decay_at = (float *)at[3];
-        float *__restrict d_over_d0_at = (float *)at[4];                    // float32 [model]  written
-        float *__restrict d_over_d0_times_d_times_one_at = (float *)at[5];  // float32 [model]  written
-        const F lr(known.scalars[0]);
-        const F weight_decay(known.scalars[1]);
-        const F d0(known.scalars[2]);
-        const F gain1(known.scalars[3]);
-        const F moves(known.scalars[4]);
-
-        // -- elements: decode, update, encode  (specs/prodigy.py)
-        for (int i = 0; i < count; i += W) {
-            const F d = load(d_at + i);
-            const F rate = d * lr;  // 41  rate = d * own
-            const F d_div = d / d0;
-            store(one_times_one_minus_beta1_times_d_at + i, gain1 * d);
-            store(rate_at + i, rate);
-            store(one_minus_rate_times_weight_decay_at + i, fma(-rate, weight_decay, 1.0f));
-            store(d_over_d0_at + i, d_div);
-            store(d_over_d0_times_d_times_one_at + i, d_div * (d * moves));
-        }
-    }
-};
-
-// a sweep: d_denom (specs/prodigy.py:46), numerator (specs/prodigy.py:42)
-template <class Grad>
-struct prodigy_bfloat16_safeguard_warmup_2 {
-    static constexpr int BLOCK = 64, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
-        {7, -1, 1, ELEMENT, true, true, NONE, 3},  // s_codes
-        {8, -1, 2, BLOCK_OF, true, true, NONE, 4},  // s_scale
-        {9, -1, 4, ELEMENT, true, false, NONE, 5},  // p0
-        {18, 24, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_d_denom
-        {19, 25, 4, WHOLE, false, true, TOTAL, 7},  // tensor_sum_for_numerator
-        {17, -1, 4, WHOLE, true, false, NONE, 8},  // d_over_d0_times_d_times_one
-    };
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
-        const uint16_t *__restrict p_at = (const uint16_t *)at[0];         // bfloat16 [n]  read
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];  // uint8 [n]  read
-        uint8_t *__restrict s_codes_at = (uint8_t *)at[3];                 // uint8 [n]  read and written
-        int16_t *__restrict s_scale_at = (int16_t *)at[4];                 // int16 [blocks of 64]  read and written
-        const float *__restrict p0_at = (const float *)at[5];              // float32 [n]  read
-        float *__restrict tensor_sum_for_d_denom_at = (float *)at[6];      // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_numerator_at = (float *)at[7];    // float32 [tensor]  for tensor_sum
-        // float32 [model]  read
-        const float *__restrict d_over_d0_times_d_times_one_at = (const float *)at[8];
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F lr(known.scalars[0]);
-        const F grad_scale(known.scalars[5]);
-        const F moves(known.scalars[4]);
-        const F keep3(known.scalars[6]);
-        const F d_over_d0_times_d_times_one = F(*d_over_d0_times_d_times_one_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) float s_kept[TILE];
-        alignas(64) int32_t noise_2_kept[TILE];
-        alignas(64) float scale_mul_kept[TILE / BLOCK];
-        alignas(64) float s_divisor_mul_kept[TILE / BLOCK];
-        I s_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256 ^ 0x3c6ef372) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 s_scale = raw(s_scale_at + b);
-            const I scale_bits = to_int(s_scale) << 15;
-            const I scale_bits_2 = scale_bits & 0x7fffffff;
-            const F scale = as_float(where(scale_bits_2 == 0x7f800000, I(0x7f7fffff), scale_bits_2));
-            const F scale_mul = keep3 * scale;
-            store(scale_mul_kept + b, scale_mul);
-        }
-
-        // -- elements: decode, update, encode  (specs/prodigy.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            const F scale_mul(scale_mul_kept[b]);
-            I s_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const F g = grad_scale * g_stored;
-                const U8 s_code = raw(s_codes_at + i);
-                const F s_code_2 = counter(s_code) - 8388736.0f;
-                const F s_bend = abs(s_code_2);
-                const F p0 = load(p0_at + i);
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-                const F g_2 = where(0.0f < moves, g, F(0.0f));                    // 34  g = where(lr > 0, g, 0.0)
-                // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
-                const F s = fma(d_over_d0_times_d_times_one, g_2, scale_mul * (s_code_2 / (254.0f - s_bend)));
-                const F s_abs = abs(s);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise_2 = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                s_top = larger<RAGGED>(s_top, bits(s_abs), i, end);
-                store(s_kept + i, s);
-                store(noise_2_kept + i, noise_2);
-                store(tensor_sum_for_d_denom_at + i, moves * s_abs);
-                store(tensor_sum_for_numerator_at + i, lr * (g_2 * (p0 - p)));
-            }
-            s_top_kept[b] = s_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I s_top = largest(s_top_kept + b);
-            const I s_up = max(I(0x4800000), s_top) + 32767;
-            const I s_up_2 = where(s_top < 0x7f800000, s_up, I(0x7fc00000));
-            const I s_divisor = min(I(0x7f7fffff), s_up_2 & 0x7fff8000);
-            const F s_divisor_mul = as_float(s_divisor) * 0.003937007859349251f;
-            store(s_divisor_mul_kept + b, s_divisor_mul);
-            store(s_scale_at + b, s_up_2 >> 15);
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(s_codes_at, b + TILE / BLOCK);
-            fetch<BLOCK>(p0_at, b + TILE / BLOCK);
-            const F s_divisor_mul(s_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F s = load(s_kept + i);
-                const I noise_2 = load(noise_2_kept + i);
-                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
-                store(s_codes_at + i, s_pattern + lshr(noise_2, 20) >> 12);
-            }
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct prodigy_bfloat16_safeguard_warmup_5 {
-    static constexpr int BLOCK = 64, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // exp_avg_codes
-        {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // exp_avg_scale
-        {5, -1, 1, ELEMENT, true, true, NONE, 5},  // exp_avg_sq_codes
-        {6, -1, 2, BLOCK_OF, true, true, NONE, 6},  // exp_avg_sq_range
-        {10, -1, 4, WHOLE, true, false, NONE, 7},  // d
-        {15, -1, 4, WHOLE, true, false, NONE, 8},  // one_minus_rate_times_weight_decay
-        {14, -1, 4, WHOLE, true, false, NONE, 9},  // rate
-        {13, -1, 4, WHOLE, true, false, NONE, 10},  // one_times_one_minus_beta1_times_d
-        {23, -1, 4, WHOLE, true, false, NONE, 11},  // d_2_times_eps
-    };
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                     // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];              // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[3];           // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];           // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[5];        // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];        // int16 [blocks of 64]  read and written
-        const float *__restrict d_at = (const float *)at[7];               // float32 [model]  read
-        // float32 [model]  read
-        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[8];
-        const float *__restrict rate_at = (const float *)at[9];            // float32 [model]  read
-        // float32 [model]  read
-        const float *__restrict one_times_one_minus_beta1_times_d_at = (const float *)at[10];
-        const float *__restrict d_2_times_eps_at = (const float *)at[11];  // float32 [model]  read
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F grad_scale(known.scalars[5]);
-        const F moves(known.scalars[4]);
-        const F keep1(known.scalars[11]);
-        const F gain2(known.scalars[12]);
-        const F keep2(known.scalars[13]);
-        const F rate = F(*rate_at);
-        const F one_times_one_minus_beta1_times_d = F(*one_times_one_minus_beta1_times_d_at);
-        const F d = F(*d_at);
-        const F d_2_times_eps = F(*d_2_times_eps_at);
-        const F one_minus_rate_times_weight_decay = F(*one_minus_rate_times_weight_decay_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) int32_t word_3_kept[TILE / 8];
-        alignas(64) int32_t word_4_kept[TILE / 8];
-        alignas(64) float exp_avg_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float exp_avg_sq_sqrt_kept[TILE];
-        alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_half_add_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_base_sub_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        I exp_avg_top_kept[TILE / BLOCK];
-        I largest_of_block_kept[TILE / BLOCK];
-        I smallest_of_block_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256;
-            const I word_mul = (word_xor ^ 0x3c6ef372) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor_2 = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor_2 ^ lshr(word_xor_2, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor_2 ^ (step_key & 255) * 0x1000001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            const I word_mul_5 = word_xor * 0x7feb352d;
-            const I word_mul_6 = (word_mul_5 ^ lshr(word_mul_5, 16)) * -2073254261;
-            const I word_xor_3 = word_mul_6 ^ lshr(word_mul_6, 15);
-            const I word_mul_7 = (word_xor_3 ^ lshr(word_xor_3, 16)) * -1640531535;
-            const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 0x7feb352d;
-            const I word_4 = word_xor_3 ^ (step_key & 255) * 0x1000010;
-            const I word_3 = word_mul_8 ^ lshr(word_mul_8, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-            store(word_3_kept + i, word_3);
-            store(word_4_kept + i, word_4);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
-            const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
-            const I exp_avg_sq_header = to_int(exp_avg_sq_range);
-            const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
-            const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
-            const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
-            const F exp_avg_scale_mul = keep1 * exp_avg_scale_2;
-            store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
-            store(exp_avg_sq_step_kept + b, exp_avg_sq_step);
-            store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
-        }
-
-        // -- elements: decode, update, encode  (specs/prodigy.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
-            const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
-            const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
-            I exp_avg_top(INT32_MIN);
-            I largest_of_block(INT32_MIN);
-            I smallest_of_block(INT32_MAX);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const I word_4 = spread(word_4_kept, i);
-                const I word_3 = spread(word_3_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const F g = grad_scale * g_stored;
-                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
-                const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
-                const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
-                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-                const F g_2 = where(0.0f < moves, g, F(0.0f));                    // 34  g = where(lr > 0, g, 0.0)
-                // 43  exp_avg = keep1 * exp_avg + gain1 * d * g
-                const F exp_avg = fma(one_times_one_minus_beta1_times_d, g_2, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
-                // 44  exp_avg_sq = keep2 * exp_avg_sq + gain2 * (d * g) ** 2
-                const F exp_avg_sq_2 = fma(gain2 * d * g_2, d * g_2, keep2 * exp_avg_sq);
-                const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
-                // 52  p = policies.decoupled(p, rate, weight_decay)
-                const F p_2 = p * one_minus_rate_times_weight_decay;
-                // 53  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
-                const F p_3 = fma(-(rate * exp_avg), 1.0f / (exp_avg_sq_sqrt + d_2_times_eps), p_2);
-                const I word_and = lane(i);
-                const I word_add = (word_and * (word_and + 1) >> 1) + 1;
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise_2 = word_2 ^ rotl(word, word_add);
-                const I p_word = bits_or_nan(p_3) + (noise_2 & 255 | 0x8000);
-                const F exp_avg_abs = abs(exp_avg);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_4 ^ rotl(word_3, word_add);
-                const I exp_avg_sq_pattern = bits(exp_avg_sq_sqrt);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_abs), i, end);
-                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
-                store(exp_avg_kept + i, exp_avg);
-                store(noise_kept + i, noise);
-                store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
-            }
-            exp_avg_top_kept[b] = exp_avg_top;
-            largest_of_block_kept[b] = largest_of_block;
-            smallest_of_block_kept[b] = smallest_of_block;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
-            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
-            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
-            const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
-            const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
-            const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
-            const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
-            const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_half = exp_avg_sq_units * 10240;
-            const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base;
-            const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
-            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000;
-            const I exp_avg_sq_header_2 = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells_2;
-            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
-            store(exp_avg_sq_half_add_kept + b, exp_avg_sq_half_add);
-            store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(exp_avg_sq_base_sub_kept + b, exp_avg_sq_base_sub);
-            store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
-            store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
-            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
-            const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
-            const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
-            const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const I noise = load(noise_kept + i);
-                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
-                const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add;
-                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
-                store(exp_avg_codes_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
-                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
-            }
-        }
-    }
-};
-
-// model: values of the model
-template <class Grad>
-struct prodigy_bfloat16_safeguard_warmup_small_1 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = WHOLE;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {7, -1, 4, WHOLE, true, false, NONE, 0},  // d
-        {10, -1, 4, WHOLE, false, true, NONE, 1},  // one_times_one_minus_beta1_times_d
-        {11, -1, 4, WHOLE, false, true, NONE, 2},  // rate
-        {12, -1, 4, WHOLE, false, true, NONE, 3},  // one_minus_rate_times_weight_decay
-        {13, -1, 4, WHOLE, false, true, NONE, 4},  // d_over_d0
-        {14, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0_times_d_times_one
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const float *__restrict d_at = (const float *)at[0];                // float32 [model]  read
-        // float32 [model]  written
-        float *__restrict one_times_one_minus_beta1_times_d_at = (float *)at[1];
-        float *__restrict rate_at = (float *)at[2];                         // float32 [model]  written
-        // float32 [model]  written
-        float *__restrict one_minus_rate_times_weight_decay_at = (float *)at[3];
-        float *__restrict d_over_d0_at = (float *)at[4];                    // float32 [model]  written
-        float *__restrict d_over_d0_times_d_times_one_at = (float *)at[5];  // float32 [model]  written
-        const F lr(known.scalars[0]);
-        const F weight_decay(known.scalars[1]);
-        const F d0(known.scalars[2]);
-        const F gain1(known.scalars[3]);
-        const F moves(known.scalars[4]);
-
-        // -- elements: decode, update, encode  (specs/prodigy.py)
-        for (int i = 0; i < count; i += W) {
-            const F d = load(d_at + i);
-            const F rate = d * lr;  // 41  rate = d * own
-            const F d_div = d / d0;
-            store(one_times_one_minus_beta1_times_d_at + i, gain1 * d);
-            store(rate_at + i, rate);
-            store(one_minus_rate_times_weight_decay_at + i, fma(-rate, weight_decay, 1.0f));
-            store(d_over_d0_at + i, d_div);
-            store(d_over_d0_times_d_times_one_at + i, d_div * (d * moves));
-        }
-    }
-};
-
-// a sweep: d_denom (specs/prodigy.py:46), numerator (specs/prodigy.py:42)
-template <class Grad>
-struct prodigy_bfloat16_safeguard_warmup_small_2 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
-        {5, -1, 4, ELEMENT, true, true, NONE, 3},  // s
-        {6, -1, 4, ELEMENT, true, false, NONE, 4},  // p0
-        {15, 21, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_denom
-        {16, 22, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_numerator
-        {14, -1, 4, WHOLE, true, false, NONE, 7},  // d_over_d0_times_d_times_one
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const uint16_t *__restrict p_at = (const uint16_t *)at[0];         // bfloat16 [n]  read
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];  // uint8 [n]  read
-        float *__restrict s_at = (float *)at[3];                           // float32 [n]  read and written
-        const float *__restrict p0_at = (const float *)at[4];              // float32 [n]  read
-        float *__restrict tensor_sum_for_d_denom_at = (float *)at[5];      // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_numerator_at = (float *)at[6];    // float32 [tensor]  for tensor_sum
-        // float32 [model]  read
-        const float *__restrict d_over_d0_times_d_times_one_at = (const float *)at[7];
-        const F lr(known.scalars[0]);
-        const F grad_scale(known.scalars[5]);
-        const F moves(known.scalars[4]);
-        const F keep3(known.scalars[6]);
-        const F d_over_d0_times_d_times_one = F(*d_over_d0_times_d_times_one_at);
-
-        // -- elements: decode, update  (specs/prodigy.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F s = load(s_at + i);
-            const F p0 = load(p0_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-            const F g_2 = where(0.0f < moves, g, F(0.0f));                    // 34  g = where(lr > 0, g, 0.0)
-            // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
-            const F s_2 = fma(d_over_d0_times_d_times_one, g_2, keep3 * s);
-            store(s_at + i, s_2);
-            store(tensor_sum_for_d_denom_at + i, moves * abs(s_2));
-            store(tensor_sum_for_numerator_at + i, lr * (g_2 * (p0 - p)));
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct prodigy_bfloat16_safeguard_warmup_small_5 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg
-        {4, -1, 4, ELEMENT, true, true, NONE, 4},  // exp_avg_sq
-        {7, -1, 4, WHOLE, true, false, NONE, 5},  // d
-        {12, -1, 4, WHOLE, true, false, NONE, 6},  // one_minus_rate_times_weight_decay
-        {11, -1, 4, WHOLE, true, false, NONE, 7},  // rate
-        {10, -1, 4, WHOLE, true, false, NONE, 8},  // one_times_one_minus_beta1_times_d
-        {20, -1, 4, WHOLE, true, false, NONE, 9},  // d_2_times_eps
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                    // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];             // uint8 [n]  read and written
-        float *__restrict exp_avg_at = (float *)at[3];                    // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[4];                 // float32 [n]  read and written
-        const float *__restrict d_at = (const float *)at[5];              // float32 [model]  read
-        // float32 [model]  read
-        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[6];
-        const float *__restrict rate_at = (const float *)at[7];           // float32 [model]  read
-        // float32 [model]  read
-        const float *__restrict one_times_one_minus_beta1_times_d_at = (const float *)at[8];
-        const float *__restrict d_2_times_eps_at = (const float *)at[9];  // float32 [model]  read
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F grad_scale(known.scalars[5]);
-        const F moves(known.scalars[4]);
-        const F keep1(known.scalars[11]);
-        const F gain2(known.scalars[12]);
-        const F keep2(known.scalars[13]);
-        const F rate = F(*rate_at);
-        const F one_times_one_minus_beta1_times_d = F(*one_times_one_minus_beta1_times_d_at);
-        const F d = F(*d_at);
-        const F d_2_times_eps = F(*d_2_times_eps_at);
-        const F one_minus_rate_times_weight_decay = F(*one_minus_rate_times_weight_decay_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/prodigy.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F exp_avg = load(exp_avg_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-            const F g_2 = where(0.0f < moves, g, F(0.0f));                    // 34  g = where(lr > 0, g, 0.0)
-            // 43  exp_avg = keep1 * exp_avg + gain1 * d * g
-            const F exp_avg_2 = fma(one_times_one_minus_beta1_times_d, g_2, keep1 * exp_avg);
-            // 44  exp_avg_sq = keep2 * exp_avg_sq + gain2 * (d * g) ** 2
-            const F exp_avg_sq_2 = fma(gain2 * d * g_2, d * g_2, keep2 * exp_avg_sq);
-            // 52  p = policies.decoupled(p, rate, weight_decay)
-            const F p_2 = p * one_minus_rate_times_weight_decay;
-            // 53  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
-            const F p_3 = fma(-(rate * exp_avg_2), 1.0f / (sqrt(exp_avg_sq_2) + d_2_times_eps), p_2);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 0x8000);
-            store_half<2>(p_at + i, p_word);
-            store_byte<1>(weight_low_at + i, p_word);
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-        }
-    }
-};
-
-// a sweep: d_denom (specs/prodigy.py:46), numerator (specs/prodigy.py:42)
-template <class Grad>
-struct prodigy_float16_safeguard_warmup_2 {
-    static constexpr int BLOCK = 64, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
-        {7, -1, 1, ELEMENT, true, true, NONE, 3},  // s_codes
-        {8, -1, 2, BLOCK_OF, true, true, NONE, 4},  // s_scale
-        {9, -1, 4, ELEMENT, true, false, NONE, 5},  // p0
-        {18, 24, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_d_denom
-        {19, 25, 4, WHOLE, false, true, TOTAL, 7},  // tensor_sum_for_numerator
-        {17, -1, 4, WHOLE, true, false, NONE, 8},  // d_over_d0_times_d_times_one
-    };
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
-        const uint16_t *__restrict p_at = (const uint16_t *)at[0];         // float16 [n]  read
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];  // uint8 [n]  read
-        uint8_t *__restrict s_codes_at = (uint8_t *)at[3];                 // uint8 [n]  read and written
-        int16_t *__restrict s_scale_at = (int16_t *)at[4];                 // int16 [blocks of 64]  read and written
-        const float *__restrict p0_at = (const float *)at[5];              // float32 [n]  read
-        float *__restrict tensor_sum_for_d_denom_at = (float *)at[6];      // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_numerator_at = (float *)at[7];    // float32 [tensor]  for tensor_sum
-        // float32 [model]  read
-        const float *__restrict d_over_d0_times_d_times_one_at = (const float *)at[8];
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F lr(known.scalars[0]);
-        const F grad_scale(known.scalars[5]);
-        const F moves(known.scalars[4]);
-        const F keep3(known.scalars[6]);
-        const F d_over_d0_times_d_times_one = F(*d_over_d0_times_d_times_one_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) float s_kept[TILE];
-        alignas(64) int32_t noise_2_kept[TILE];
-        alignas(64) float scale_mul_kept[TILE / BLOCK];
-        alignas(64) float s_divisor_mul_kept[TILE / BLOCK];
-        I s_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256 ^ 0x3c6ef372) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 s_scale = raw(s_scale_at + b);
-            const I scale_bits = to_int(s_scale) << 15;
-            const I scale_bits_2 = scale_bits & 0x7fffffff;
-            const F scale = as_float(where(scale_bits_2 == 0x7f800000, I(0x7f7fffff), scale_bits_2));
-            const F scale_mul = keep3 * scale;
-            store(scale_mul_kept + b, scale_mul);
-        }
-
-        // -- elements: decode, update, encode  (specs/prodigy.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            const F scale_mul(scale_mul_kept[b]);
-            I s_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const F g = grad_scale * g_stored;
-                const U8 s_code = raw(s_codes_at + i);
-                const F s_code_2 = counter(s_code) - 8388736.0f;
-                const F s_bend = abs(s_code_2);
-                const F p0 = load(p0_at + i);
-                const U16 p_stored = raw(p_at + i);
-                const I p_high = extend16(extend16(to_int(p_stored)));
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low - 128;
-                const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 0x38000000;
-                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-                // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-                const F g_2 = where(0.0f < moves, g, F(0.0f));  // 34  g = where(lr > 0, g, 0.0)
-                // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
-                const F s = fma(d_over_d0_times_d_times_one, g_2, scale_mul * (s_code_2 / (254.0f - s_bend)));
-                const F s_abs = abs(s);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise_2 = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                s_top = larger<RAGGED>(s_top, bits(s_abs), i, end);
-                store(s_kept + i, s);
-                store(noise_2_kept + i, noise_2);
-                store(tensor_sum_for_d_denom_at + i, moves * s_abs);
-                store(tensor_sum_for_numerator_at + i, lr * (g_2 * (p0 - p)));
-            }
-            s_top_kept[b] = s_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I s_top = largest(s_top_kept + b);
-            const I s_up = max(I(0x4800000), s_top) + 32767;
-            const I s_up_2 = where(s_top < 0x7f800000, s_up, I(0x7fc00000));
-            const I s_divisor = min(I(0x7f7fffff), s_up_2 & 0x7fff8000);
-            const F s_divisor_mul = as_float(s_divisor) * 0.003937007859349251f;
-            store(s_divisor_mul_kept + b, s_divisor_mul);
-            store(s_scale_at + b, s_up_2 >> 15);
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(s_codes_at, b + TILE / BLOCK);
-            fetch<BLOCK>(p0_at, b + TILE / BLOCK);
-            const F s_divisor_mul(s_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F s = load(s_kept + i);
-                const I noise_2 = load(noise_2_kept + i);
-                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
-                store(s_codes_at + i, s_pattern + lshr(noise_2, 20) >> 12);
-            }
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct prodigy_float16_safeguard_warmup_5 {
-    static constexpr int BLOCK = 64, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // exp_avg_codes
-        {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // exp_avg_scale
-        {5, -1, 1, ELEMENT, true, true, NONE, 5},  // exp_avg_sq_codes
-        {6, -1, 2, BLOCK_OF, true, true, NONE, 6},  // exp_avg_sq_range
-        {10, -1, 4, WHOLE, true, false, NONE, 7},  // d
-        {15, -1, 4, WHOLE, true, false, NONE, 8},  // one_minus_rate_times_weight_decay
-        {14, -1, 4, WHOLE, true, false, NONE, 9},  // rate
-        {13, -1, 4, WHOLE, true, false, NONE, 10},  // one_times_one_minus_beta1_times_d
-        {23, -1, 4, WHOLE, true, false, NONE, 11},  // d_2_times_eps
-    };
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                     // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];              // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[3];           // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];           // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[5];        // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];        // int16 [blocks of 64]  read and written
-        const float *__restrict d_at = (const float *)at[7];               // float32 [model]  read
-        // float32 [model]  read
-        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[8];
-        const float *__restrict rate_at = (const float *)at[9];            // float32 [model]  read
-        // float32 [model]  read
-        const float *__restrict one_times_one_minus_beta1_times_d_at = (const float *)at[10];
-        const float *__restrict d_2_times_eps_at = (const float *)at[11];  // float32 [model]  read
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F grad_scale(known.scalars[5]);
-        const F moves(known.scalars[4]);
-        const F keep1(known.scalars[11]);
-        const F gain2(known.scalars[12]);
-        const F keep2(known.scalars[13]);
-        const F rate = F(*rate_at);
-        const F one_times_one_minus_beta1_times_d = F(*one_times_one_minus_beta1_times_d_at);
-        const F d = F(*d_at);
-        const F d_2_times_eps = F(*d_2_times_eps_at);
-        const F one_minus_rate_times_weight_decay = F(*one_minus_rate_times_weight_decay_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) int32_t word_3_kept[TILE / 8];
-        alignas(64) int32_t word_4_kept[TILE / 8];
-        alignas(64) float exp_avg_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float exp_avg_sq_sqrt_kept[TILE];
-        alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_half_add_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_base_sub_kept[TILE / BLOCK];
-        alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        I exp_avg_top_kept[TILE / BLOCK];
-        I largest_of_block_kept[TILE / BLOCK];
-        I smallest_of_block_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256;
-            const I word_mul = (word_xor ^ 0x3c6ef372) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor_2 = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor_2 ^ lshr(word_xor_2, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor_2 ^ (step_key & 255) * 0x1000001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            const I word_mul_5 = word_xor * 0x7feb352d;
-            const I word_mul_6 = (word_mul_5 ^ lshr(word_mul_5, 16)) * -2073254261;
-            const I word_xor_3 = word_mul_6 ^ lshr(word_mul_6, 15);
-            const I word_mul_7 = (word_xor_3 ^ lshr(word_xor_3, 16)) * -1640531535;
-            const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 0x7feb352d;
-            const I word_4 = word_xor_3 ^ (step_key & 255) * 0x1000010;
-            const I word_3 = word_mul_8 ^ lshr(word_mul_8, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-            store(word_3_kept + i, word_3);
-            store(word_4_kept + i, word_4);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
-            const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
-            const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
-            const I exp_avg_sq_header = to_int(exp_avg_sq_range);
-            const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
-            const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
-            const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
-            const F exp_avg_scale_mul = keep1 * exp_avg_scale_2;
-            store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
-            store(exp_avg_sq_step_kept + b, exp_avg_sq_step);
-            store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
-        }
-
-        // -- elements: decode, update, encode  (specs/prodigy.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
-            const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
-            const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
-            I exp_avg_top(INT32_MIN);
-            I largest_of_block(INT32_MIN);
-            I smallest_of_block(INT32_MAX);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const I word_4 = spread(word_4_kept, i);
-                const I word_3 = spread(word_3_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const F g = grad_scale * g_stored;
-                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
-                const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
-                const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
-                const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
-                const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                const U16 p_stored = raw(p_at + i);
-                const I p_high = extend16(extend16(to_int(p_stored)));
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low - 128;
-                const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 0x38000000;
-                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-                // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-                const F g_2 = where(0.0f < moves, g, F(0.0f));             // 34  g = where(lr > 0, g, 0.0)
-                // 43  exp_avg = keep1 * exp_avg + gain1 * d * g
-                const F exp_avg = fma(one_times_one_minus_beta1_times_d, g_2, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
-                // 44  exp_avg_sq = keep2 * exp_avg_sq + gain2 * (d * g) ** 2
-                const F exp_avg_sq_2 = fma(gain2 * d * g_2, d * g_2, keep2 * exp_avg_sq);
-                const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
-                const F p_2 = p * one_minus_rate_times_weight_decay;       // 52  p = policies.decoupled(p, rate, weight_decay)
-                // 53  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
-                const F p_3 = fma(-(rate * exp_avg), 1.0f / (exp_avg_sq_sqrt + d_2_times_eps), p_2);
-                const I p_bitcast = bits(p_3);
-                const I p_sign = p_bitcast >> 16 & 0x8000;
-                const I p_magnitude = p_bitcast & 0x7fffffff;
-                const F p_magnitude_bitcast = as_float(p_magnitude);
-                const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-                const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-                const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-                const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-                const I word_and = lane(i);
-                const I word_add = (word_and * (word_and + 1) >> 1) + 1;
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise_2 = word_2 ^ rotl(word, word_add);
-                const I p_wide_2 = lshr(p_fixed + ((noise_2 & 255) << 1 | 1), 9);
-                const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
-                const I p_kept_ = p_word;
-                const F exp_avg_abs = abs(exp_avg);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_4 ^ rotl(word_3, word_add);
-                const I exp_avg_sq_pattern = bits(exp_avg_sq_sqrt);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_abs), i, end);
-                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
-                store(exp_avg_kept + i, exp_avg);
-                store(noise_kept + i, noise);
-                store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
-                store(p_at + i, p_sign | p_word >> 8);
-                store(weight_low_at + i, p_kept_);
-            }
-            exp_avg_top_kept[b] = exp_avg_top;
-            largest_of_block_kept[b] = largest_of_block;
-            smallest_of_block_kept[b] = smallest_of_block;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
-            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
-            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
-            const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
-            const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
-            const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
-            const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
-            const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_half = exp_avg_sq_units * 10240;
-            const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base;
-            const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
-            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000;
-            const I exp_avg_sq_header_2 = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells_2;
-            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
-            store(exp_avg_sq_half_add_kept + b, exp_avg_sq_half_add);
-            store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(exp_avg_sq_base_sub_kept + b, exp_avg_sq_base_sub);
-            store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
-            store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
-            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
-            const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
-            const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
-            const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const I noise = load(noise_kept + i);
-                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
-                const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add;
-                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
-                store(exp_avg_codes_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
-                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
-            }
-        }
-    }
-};
-
-// a sweep: d_denom (specs/prodigy.py:46), numerator (specs/prodigy.py:42)
-template <class Grad>
-struct prodigy_float16_safeguard_warmup_small_2 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
-        {5, -1, 4, ELEMENT, true, true, NONE, 3},  // s
-        {6, -1, 4, ELEMENT, true, false, NONE, 4},  // p0
-        {15, 21, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_denom
-        {16, 22, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_numerator
-        {14, -1, 4, WHOLE, true, false, NONE, 7},  // d_over_d0_times_d_times_one
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const uint16_t *__restrict p_at = (const uint16_t *)at[0];         // float16 [n]  read
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];  // uint8 [n]  read
-        float *__restrict s_at = (float *)at[3];                           // float32 [n]  read and written
-        const float *__restrict p0_at = (const float *)at[4];              // float32 [n]  read
-        float *__restrict tensor_sum_for_d_denom_at = (float *)at[5];      // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_numerator_at = (float *)at[6];    // float32 [tensor]  for tensor_sum
-        // float32 [model]  read
-        const float *__restrict d_over_d0_times_d_times_one_at = (const float *)at[7];
-        const F lr(known.scalars[0]);
-        const F grad_scale(known.scalars[5]);
-        const F moves(known.scalars[4]);
-        const F keep3(known.scalars[6]);
-        const F d_over_d0_times_d_times_one = F(*d_over_d0_times_d_times_one_at);
-
-        // -- elements: decode, update  (specs/prodigy.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F s = load(s_at + i);
-            const F p0 = load(p0_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const I p_high = extend16(extend16(to_int(p_stored)));
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low - 128;
-            const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 0x38000000;
-            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-            // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-            const F g_2 = where(0.0f < moves, g, F(0.0f));                   // 34  g = where(lr > 0, g, 0.0)
-            // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
-            const F s_2 = fma(d_over_d0_times_d_times_one, g_2, keep3 * s);
-            store(s_at + i, s_2);
-            store(tensor_sum_for_d_denom_at + i, moves * abs(s_2));
-            store(tensor_sum_for_numerator_at + i, lr * (g_2 * (p0 - p)));
-        }
-    }
-};
-
-// a sweep: the update
-template <class Grad>
-struct prodigy_float16_safeguard_warmup_small_5 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg
-        {4, -1, 4, ELEMENT, true, true, NONE, 4},  // exp_avg_sq
-        {7, -1, 4, WHOLE, true, false, NONE, 5},  // d
-        {12, -1, 4, WHOLE, true, false, NONE, 6},  // one_minus_rate_times_weight_decay
-        {11, -1, 4, WHOLE, true, false, NONE, 7},  // rate
-        {10, -1, 4, WHOLE, true, false, NONE, 8},  // one_times_one_minus_beta1_times_d
-        {20, -1, 4, WHOLE, true, false, NONE, 9},  // d_2_times_eps
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                    // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];             // uint8 [n]  read and written
-        float *__restrict exp_avg_at = (float *)at[3];                    // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[4];                 // float32 [n]  read and written
-        const float *__restrict d_at = (const float *)at[5];              // float32 [model]  read
-        // float32 [model]  read
-        const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[6];
-        const float *__restrict rate_at = (const float *)at[7];           // float32 [model]  read
-        // float32 [model]  read
-        const float *__restrict one_times_one_minus_beta1_times_d_at = (const float *)at[8];
-        const float *__restrict d_2_times_eps_at = (const float *)at[9];  // float32 [model]  read
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F grad_scale(known.scalars[5]);
-        const F moves(known.scalars[4]);
-        const F keep1(known.scalars[11]);
-        const F gain2(known.scalars[12]);
-        const F keep2(known.scalars[13]);
-        const F rate = F(*rate_at);
-        const F one_times_one_minus_beta1_times_d = F(*one_times_one_minus_beta1_times_d_at);
-        const F d = F(*d_at);
-        const F d_2_times_eps = F(*d_2_times_eps_at);
-        const F one_minus_rate_times_weight_decay = F(*one_minus_rate_times_weight_decay_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/prodigy.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F exp_avg = load(exp_avg_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const I p_high = extend16(extend16(to_int(p_stored)));
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low - 128;
-            const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 0x38000000;
-            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-            // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-            const F g_2 = where(0.0f < moves, g, F(0.0f));        // 34  g = where(lr > 0, g, 0.0)
-            // 43  exp_avg = keep1 * exp_avg + gain1 * d * g
-            const F exp_avg_2 = fma(one_times_one_minus_beta1_times_d, g_2, keep1 * exp_avg);
-            // 44  exp_avg_sq = keep2 * exp_avg_sq + gain2 * (d * g) ** 2
-            const F exp_avg_sq_2 = fma(gain2 * d * g_2, d * g_2, keep2 * exp_avg_sq);
-            const F p_2 = p * one_minus_rate_times_weight_decay;  // 52  p = policies.decoupled(p, rate, weight_decay)
-            // 53  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
-            const F p_3 = fma(-(rate * exp_avg_2), 1.0f / (sqrt(exp_avg_sq_2) + d_2_times_eps), p_2);
-            const I p_bitcast = bits(p_3);
-            const I p_sign = p_bitcast >> 16 & 0x8000;
-            const I p_magnitude = p_bitcast & 0x7fffffff;
-            const F p_magnitude_bitcast = as_float(p_magnitude);
-            const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-            const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-            const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-            const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_wide_2 = lshr(p_fixed + (lshr(noise, 23) | 1), 9);
-            const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
-            const I p_kept_ = p_word;
-            store(p_at + i, p_sign | p_word >> 8);
-            store(weight_low_at + i, p_kept_);
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-        }
-    }
-};
-
-// model: values of the model
-template <class Grad>
-struct prodigy_float32_use_bias_correction_1 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = WHOLE;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {9, -1, 4, WHOLE, true, false, NONE, 0},  // d
         {12, -1, 4, WHOLE, false, true, NONE, 1},  // one_times_one_minus_beta1_times_d
         {13, -1, 4, WHOLE, false, true, NONE, 2},  // rate
         {14, -1, 4, WHOLE, false, true, NONE, 3},  // one_minus_rate_times_weight_decay
         {15, -1, 4, WHOLE, false, true, NONE, 4},  // d_over_d0
         {16, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0_times_rate
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -4059,22 +1442,24 @@ struct prodigy_float32_use_bias_correction_1 {
 };
 
 // a sweep: d_denom (specs/prodigy.py:46), numerator (specs/prodigy.py:42)
-template <class Grad>
-struct prodigy_float32_use_bias_correction_2 {
+template <class Weight, class Grad>
+struct prodigy_use_bias_correction_kernel_2 {
+    // random bits of exp_avg, exp_avg_sq, s, p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{12, false}, {12, false}, {12, false}, {Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({2}), KEPT = NOISE.mask({2});
     static constexpr int BLOCK = 64, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {6, -1, 1, ELEMENT, true, true, NONE, 2},  // s_codes
-        {7, -1, 2, BLOCK_OF, true, true, NONE, 3},  // s_scale
-        {8, -1, 4, ELEMENT, true, false, NONE, 4},  // p0
-        {17, 23, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_denom
-        {18, 24, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_numerator
-        {16, -1, 4, WHOLE, true, false, NONE, 7},  // d_over_d0_times_rate
-    };
+    static constexpr bool MATRICES = false, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, false, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {6, -1, 1, ELEMENT, true, true, NONE, 1},  // s_codes
+        {7, -1, 2, BLOCK_OF, true, true, NONE, 2},  // s_scale
+        {8, -1, 4, ELEMENT, true, false, NONE, 3},  // p0
+        {17, 23, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
+        {18, 24, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_numerator
+        {16, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_rate
+    });
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
                      int row_mask, const Known &known) {
@@ -4084,15 +1469,15 @@ struct prodigy_float32_use_bias_correction_2 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     int row_mask, const Known &known) {
-        const float *__restrict p_at = (const float *)at[0];                     // float32 [n]  read
+        Weight weight(at[7], at + 8);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict s_codes_at = (uint8_t *)at[2];                       // uint8 [n]  read and written
-        int16_t *__restrict s_scale_at = (int16_t *)at[3];                       // int16 [blocks of 64]  read and written
-        const float *__restrict p0_at = (const float *)at[4];                    // float32 [n]  read
-        float *__restrict tensor_sum_for_d_denom_at = (float *)at[5];            // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_numerator_at = (float *)at[6];          // float32 [tensor]  for tensor_sum
-        const float *__restrict d_over_d0_times_rate_at = (const float *)at[7];  // float32 [model]  read
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        uint8_t *__restrict s_codes_at = (uint8_t *)at[1];                       // uint8 [n]  read and written
+        int16_t *__restrict s_scale_at = (int16_t *)at[2];                       // int16 [blocks of 64]  read and written
+        const float *__restrict p0_at = (const float *)at[3];                    // float32 [n]  read
+        float *__restrict tensor_sum_for_d_denom_at = (float *)at[4];            // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_for_numerator_at = (float *)at[5];          // float32 [tensor]  for tensor_sum
+        const float *__restrict d_over_d0_times_rate_at = (const float *)at[6];  // float32 [model]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F grad_scale(known.scalars[4]);
@@ -4100,26 +1485,11 @@ struct prodigy_float32_use_bias_correction_2 {
         const F keep3(known.scalars[6]);
         const F own(known.scalars[2]);
         const F d_over_d0_times_rate = F(*d_over_d0_times_rate_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float s_kept[TILE];
-        alignas(64) int32_t noise_2_kept[TILE];
         alignas(64) float scale_mul_kept[TILE / BLOCK];
         alignas(64) float s_divisor_mul_kept[TILE / BLOCK];
         I s_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256 ^ 0x3c6ef372) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
+        Words<prodigy_use_bias_correction_kernel_2> words(BLOCK * blocks, first, stream_key, step_key);
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
@@ -4134,31 +1504,27 @@ struct prodigy_float32_use_bias_correction_2 {
         // -- elements: decode, update, encode  (specs/prodigy.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch_weight<BLOCK>(weight, b + TILE / BLOCK);
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const F scale_mul(scale_mul_kept[b]);
             I s_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
+                const auto noise = words.at(i);
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
                 const U8 s_code = raw(s_codes_at + i);
                 const F s_code_2 = counter(s_code) - 8388736.0f;
                 const F s_bend = abs(s_code_2);
                 const F p0 = load(p0_at + i);
-                const F p = load(p_at + i);
+                const F p = weight.decode(i);
                 const F g_3 = where(0.0f < moves, g_2, F(0.0f));  // 34  g = where(lr > 0, g, 0.0)
                 // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
                 const F s = fma(d_over_d0_times_rate, g_3, scale_mul * (s_code_2 / (254.0f - s_bend)));
                 const F s_abs = abs(s);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise_2 = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 s_top = larger<RAGGED>(s_top, bits(s_abs), i, end);
+                words.keep(noise, i);
                 store(s_kept + i, s);
-                store(noise_2_kept + i, noise_2);
                 store(tensor_sum_for_d_denom_at + i, moves * s_abs);
                 store(tensor_sum_for_numerator_at + i, own * (g_3 * (p0 - p)));
             }
@@ -4183,23 +1549,23 @@ struct prodigy_float32_use_bias_correction_2 {
             const F s_divisor_mul(s_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
                 const F s = load(s_kept + i);
-                const I noise_2 = load(noise_2_kept + i);
                 const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
-                store(s_codes_at + i, s_pattern + lshr(noise_2, 20) >> 12);
+                store(s_codes_at + i, s_pattern + integer<2>(noise) >> 12);
             }
         }
     }
 };
 
 // model: values of the model
-template <class Grad>
-struct prodigy_float32_use_bias_correction_4 {
+template <class Weight, class Grad>
+struct prodigy_use_bias_correction_kernel_4 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {9, -1, 4, WHOLE, true, false, NONE, 0},  // d
         {10, -1, 4, WHOLE, true, true, NONE, 1},  // d_max
         {11, -1, 4, WHOLE, true, true, NONE, 2},  // d_numerator
@@ -4207,7 +1573,7 @@ struct prodigy_float32_use_bias_correction_4 {
         {22, -1, 4, WHOLE, false, true, NONE, 4},  // d_2_times_eps
         {20, -1, 4, WHOLE, true, false, NONE, 5},  // d_denom
         {19, -1, 4, WHOLE, true, false, NONE, 6},  // model_sum_for_numerator
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -4254,20 +1620,20 @@ struct prodigy_float32_use_bias_correction_4 {
 };
 
 // model: values of the model
-template <class Grad>
-struct prodigy_float32_use_bias_correction_small_1 {
+template <class Weight, class Grad>
+struct prodigy_use_bias_correction_small_kernel_1 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {6, -1, 4, WHOLE, true, false, NONE, 0},  // d
         {9, -1, 4, WHOLE, false, true, NONE, 1},  // one_times_one_minus_beta1_times_d
         {10, -1, 4, WHOLE, false, true, NONE, 2},  // rate
         {11, -1, 4, WHOLE, false, true, NONE, 3},  // one_minus_rate_times_weight_decay
         {12, -1, 4, WHOLE, false, true, NONE, 4},  // d_over_d0
         {13, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0_times_rate
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -4299,32 +1665,31 @@ struct prodigy_float32_use_bias_correction_small_1 {
 };
 
 // a sweep: d_denom (specs/prodigy.py:46), numerator (specs/prodigy.py:42)
-template <class Grad>
-struct prodigy_float32_use_bias_correction_small_2 {
+template <class Weight, class Grad>
+struct prodigy_use_bias_correction_small_kernel_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {4, -1, 4, ELEMENT, true, true, NONE, 2},  // s
-        {5, -1, 4, ELEMENT, true, false, NONE, 3},  // p0
-        {14, 20, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
-        {15, 21, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_numerator
-        {13, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_rate
-    };
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, false, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {4, -1, 4, ELEMENT, true, true, NONE, 1},  // s
+        {5, -1, 4, ELEMENT, true, false, NONE, 2},  // p0
+        {14, 20, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_d_denom
+        {15, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_numerator
+        {13, -1, 4, WHOLE, true, false, NONE, 5},  // d_over_d0_times_rate
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        const float *__restrict p_at = (const float *)at[0];                     // float32 [n]  read
+        Weight weight(at[6], at + 7);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict s_at = (float *)at[2];                                 // float32 [n]  read and written
-        const float *__restrict p0_at = (const float *)at[3];                    // float32 [n]  read
-        float *__restrict tensor_sum_for_d_denom_at = (float *)at[4];            // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_numerator_at = (float *)at[5];          // float32 [tensor]  for tensor_sum
-        const float *__restrict d_over_d0_times_rate_at = (const float *)at[6];  // float32 [model]  read
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        float *__restrict s_at = (float *)at[1];                                 // float32 [n]  read and written
+        const float *__restrict p0_at = (const float *)at[2];                    // float32 [n]  read
+        float *__restrict tensor_sum_for_d_denom_at = (float *)at[3];            // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_for_numerator_at = (float *)at[4];          // float32 [tensor]  for tensor_sum
+        const float *__restrict d_over_d0_times_rate_at = (const float *)at[5];  // float32 [model]  read
         const F grad_scale(known.scalars[4]);
         const F moves(known.scalars[5]);
         const F keep3(known.scalars[6]);
@@ -4337,7 +1702,7 @@ struct prodigy_float32_use_bias_correction_small_2 {
             const F g_2 = grad_scale * g;
             const F s = load(s_at + i);
             const F p0 = load(p0_at + i);
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             const F g_3 = where(0.0f < moves, g_2, F(0.0f));          // 34  g = where(lr > 0, g, 0.0)
             // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
             const F s_2 = fma(d_over_d0_times_rate, g_3, keep3 * s);
@@ -4349,13 +1714,13 @@ struct prodigy_float32_use_bias_correction_small_2 {
 };
 
 // model: values of the model
-template <class Grad>
-struct prodigy_float32_use_bias_correction_small_4 {
+template <class Weight, class Grad>
+struct prodigy_use_bias_correction_small_kernel_4 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {6, -1, 4, WHOLE, true, false, NONE, 0},  // d
         {7, -1, 4, WHOLE, true, true, NONE, 1},  // d_max
         {8, -1, 4, WHOLE, true, true, NONE, 2},  // d_numerator
@@ -4363,7 +1728,7 @@ struct prodigy_float32_use_bias_correction_small_4 {
         {19, -1, 4, WHOLE, false, true, NONE, 4},  // d_2_times_eps
         {17, -1, 4, WHOLE, true, false, NONE, 5},  // d_denom
         {16, -1, 4, WHOLE, true, false, NONE, 6},  // model_sum_for_numerator
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -4410,634 +1775,20 @@ struct prodigy_float32_use_bias_correction_small_4 {
 };
 
 // model: values of the model
-template <class Grad>
-struct prodigy_bfloat16_use_bias_correction_1 {
+template <class Weight, class Grad>
+struct prodigy_use_bias_correction_safeguard_warmup_kernel_1 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {10, -1, 4, WHOLE, true, false, NONE, 0},  // d
-        {13, -1, 4, WHOLE, false, true, NONE, 1},  // one_times_one_minus_beta1_times_d
-        {14, -1, 4, WHOLE, false, true, NONE, 2},  // rate
-        {15, -1, 4, WHOLE, false, true, NONE, 3},  // one_minus_rate_times_weight_decay
-        {16, -1, 4, WHOLE, false, true, NONE, 4},  // d_over_d0
-        {17, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0_times_rate
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const float *__restrict d_at = (const float *)at[0];         // float32 [model]  read
-        // float32 [model]  written
-        float *__restrict one_times_one_minus_beta1_times_d_at = (float *)at[1];
-        float *__restrict rate_at = (float *)at[2];                  // float32 [model]  written
-        // float32 [model]  written
-        float *__restrict one_minus_rate_times_weight_decay_at = (float *)at[3];
-        float *__restrict d_over_d0_at = (float *)at[4];             // float32 [model]  written
-        float *__restrict d_over_d0_times_rate_at = (float *)at[5];  // float32 [model]  written
-        const F weight_decay(known.scalars[0]);
-        const F d0(known.scalars[1]);
-        const F own(known.scalars[2]);
-        const F gain1(known.scalars[3]);
-
-        // -- elements: decode, update, encode  (specs/prodigy.py)
-        for (int i = 0; i < count; i += W) {
-            const F d = load(d_at + i);
-            const F rate = d * own;  // 41  rate = d * own
-            const F d_div = d / d0;
-            store(one_times_one_minus_beta1_times_d_at + i, gain1 * d);
-            store(rate_at + i, rate);
-            store(one_minus_rate_times_weight_decay_at + i, fma(-rate, weight_decay, 1.0f));
-            store(d_over_d0_at + i, d_div);
-            store(d_over_d0_times_rate_at + i, d_div * rate);
-        }
-    }
-};
-
-// a sweep: d_denom (specs/prodigy.py:46), numerator (specs/prodigy.py:42)
-template <class Grad>
-struct prodigy_bfloat16_use_bias_correction_2 {
-    static constexpr int BLOCK = 64, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
-        {7, -1, 1, ELEMENT, true, true, NONE, 3},  // s_codes
-        {8, -1, 2, BLOCK_OF, true, true, NONE, 4},  // s_scale
-        {9, -1, 4, ELEMENT, true, false, NONE, 5},  // p0
-        {18, 24, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_d_denom
-        {19, 25, 4, WHOLE, false, true, TOTAL, 7},  // tensor_sum_for_numerator
-        {17, -1, 4, WHOLE, true, false, NONE, 8},  // d_over_d0_times_rate
-    };
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
-        const uint16_t *__restrict p_at = (const uint16_t *)at[0];               // bfloat16 [n]  read
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];        // uint8 [n]  read
-        uint8_t *__restrict s_codes_at = (uint8_t *)at[3];                       // uint8 [n]  read and written
-        int16_t *__restrict s_scale_at = (int16_t *)at[4];                       // int16 [blocks of 64]  read and written
-        const float *__restrict p0_at = (const float *)at[5];                    // float32 [n]  read
-        float *__restrict tensor_sum_for_d_denom_at = (float *)at[6];            // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_numerator_at = (float *)at[7];          // float32 [tensor]  for tensor_sum
-        const float *__restrict d_over_d0_times_rate_at = (const float *)at[8];  // float32 [model]  read
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F grad_scale(known.scalars[4]);
-        const F moves(known.scalars[5]);
-        const F keep3(known.scalars[6]);
-        const F own(known.scalars[2]);
-        const F d_over_d0_times_rate = F(*d_over_d0_times_rate_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) float s_kept[TILE];
-        alignas(64) int32_t noise_2_kept[TILE];
-        alignas(64) float scale_mul_kept[TILE / BLOCK];
-        alignas(64) float s_divisor_mul_kept[TILE / BLOCK];
-        I s_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256 ^ 0x3c6ef372) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 s_scale = raw(s_scale_at + b);
-            const I scale_bits = to_int(s_scale) << 15;
-            const I scale_bits_2 = scale_bits & 0x7fffffff;
-            const F scale = as_float(where(scale_bits_2 == 0x7f800000, I(0x7f7fffff), scale_bits_2));
-            const F scale_mul = keep3 * scale;
-            store(scale_mul_kept + b, scale_mul);
-        }
-
-        // -- elements: decode, update, encode  (specs/prodigy.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            const F scale_mul(scale_mul_kept[b]);
-            I s_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const F g = grad_scale * g_stored;
-                const U8 s_code = raw(s_codes_at + i);
-                const F s_code_2 = counter(s_code) - 8388736.0f;
-                const F s_bend = abs(s_code_2);
-                const F p0 = load(p0_at + i);
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-                const F g_2 = where(0.0f < moves, g, F(0.0f));                    // 34  g = where(lr > 0, g, 0.0)
-                // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
-                const F s = fma(d_over_d0_times_rate, g_2, scale_mul * (s_code_2 / (254.0f - s_bend)));
-                const F s_abs = abs(s);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise_2 = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                s_top = larger<RAGGED>(s_top, bits(s_abs), i, end);
-                store(s_kept + i, s);
-                store(noise_2_kept + i, noise_2);
-                store(tensor_sum_for_d_denom_at + i, moves * s_abs);
-                store(tensor_sum_for_numerator_at + i, own * (g_2 * (p0 - p)));
-            }
-            s_top_kept[b] = s_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I s_top = largest(s_top_kept + b);
-            const I s_up = max(I(0x4800000), s_top) + 32767;
-            const I s_up_2 = where(s_top < 0x7f800000, s_up, I(0x7fc00000));
-            const I s_divisor = min(I(0x7f7fffff), s_up_2 & 0x7fff8000);
-            const F s_divisor_mul = as_float(s_divisor) * 0.003937007859349251f;
-            store(s_divisor_mul_kept + b, s_divisor_mul);
-            store(s_scale_at + b, s_up_2 >> 15);
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(s_codes_at, b + TILE / BLOCK);
-            fetch<BLOCK>(p0_at, b + TILE / BLOCK);
-            const F s_divisor_mul(s_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F s = load(s_kept + i);
-                const I noise_2 = load(noise_2_kept + i);
-                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
-                store(s_codes_at + i, s_pattern + lshr(noise_2, 20) >> 12);
-            }
-        }
-    }
-};
-
-// model: values of the model
-template <class Grad>
-struct prodigy_bfloat16_use_bias_correction_4 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = WHOLE;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {10, -1, 4, WHOLE, true, false, NONE, 0},  // d
-        {11, -1, 4, WHOLE, true, true, NONE, 1},  // d_max
-        {12, -1, 4, WHOLE, true, true, NONE, 2},  // d_numerator
-        {22, -1, 4, WHOLE, false, true, NONE, 3},  // d_2
-        {23, -1, 4, WHOLE, false, true, NONE, 4},  // d_2_times_eps
-        {21, -1, 4, WHOLE, true, false, NONE, 5},  // d_denom
-        {20, -1, 4, WHOLE, true, false, NONE, 6},  // model_sum_for_numerator
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const float *__restrict d_at = (const float *)at[0];        // float32 [model]  read
-        float *__restrict d_max_at = (float *)at[1];                // float32 [model]  read and written
-        float *__restrict d_numerator_at = (float *)at[2];          // float32 [model]  read and written
-        float *__restrict d_2_at = (float *)at[3];                  // float32 [model]  written
-        float *__restrict d_2_times_eps_at = (float *)at[4];        // float32 [model]  written
-        const float *__restrict d_denom_at = (const float *)at[5];  // float32 [model]  read
-        // float32 [model]  read
-        const float *__restrict model_sum_for_numerator_at = (const float *)at[6];
-        const F eps(known.scalars[7]);
-        const F d0(known.scalars[1]);
-        const F d_coef(known.scalars[8]);
-        const F growth_rate(known.scalars[9]);
-        const F beta3(known.scalars[10]);
-
-        // -- elements: decode, update  (specs/prodigy.py)
-        for (int i = 0; i < count; i += W) {
-            const F d_max = load(d_max_at + i);
-            const F d_denom = load(d_denom_at + i);
-            const F d = load(d_at + i);
-            const F model_sum_for_numerator = load(model_sum_for_numerator_at + i);
-            const F d_numerator = load(d_numerator_at + i);
-            const M d_denom_lt = 0.0f < d_denom;
-            // 42  numerator = beta3 * d_numerator + d / d0 * d * model_dot(own * g, p0 - p)
-            const F numerator = fma(d / d0 * d, model_sum_for_numerator, beta3 * d_numerator);
-            // 47  d_numerator = where(d_denom > 0, numerator, d_numerator)
-            const F d_numerator_2 = where(d_denom_lt, numerator, d_numerator);
-            // 48  d_hat = d_coef * d_numerator / maximum(d_denom, 1e-37)
-            const F d_hat = d_coef * d_numerator_2 / max(F(9.99999991097579e-38f), d_denom);
-            // 50  d_max = maximum(d_max, where(d_denom > 0, d_hat, 0.0))
-            const F d_max_2 = max(d_max, where(d_denom_lt, d_hat, F(0.0f)));
-            // 49  raised = where(equal(d, d0), maximum(d, d_hat), d)
-            const F raised = where(d == d0, max(d, d_hat), d);
-            // 51  d = where(d_denom > 0, minimum(d_max, raised * growth_rate), d)
-            const F d_2 = where(d_denom_lt, min(d_max_2, raised * growth_rate), d);
-            store(d_max_at + i, d_max_2);
-            store(d_numerator_at + i, d_numerator_2);
-            store(d_2_at + i, d_2);
-            store(d_2_times_eps_at + i, d_2 * eps);
-        }
-    }
-};
-
-// model: values of the model
-template <class Grad>
-struct prodigy_bfloat16_use_bias_correction_small_1 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = WHOLE;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {7, -1, 4, WHOLE, true, false, NONE, 0},  // d
-        {10, -1, 4, WHOLE, false, true, NONE, 1},  // one_times_one_minus_beta1_times_d
-        {11, -1, 4, WHOLE, false, true, NONE, 2},  // rate
-        {12, -1, 4, WHOLE, false, true, NONE, 3},  // one_minus_rate_times_weight_decay
-        {13, -1, 4, WHOLE, false, true, NONE, 4},  // d_over_d0
-        {14, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0_times_rate
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const float *__restrict d_at = (const float *)at[0];         // float32 [model]  read
-        // float32 [model]  written
-        float *__restrict one_times_one_minus_beta1_times_d_at = (float *)at[1];
-        float *__restrict rate_at = (float *)at[2];                  // float32 [model]  written
-        // float32 [model]  written
-        float *__restrict one_minus_rate_times_weight_decay_at = (float *)at[3];
-        float *__restrict d_over_d0_at = (float *)at[4];             // float32 [model]  written
-        float *__restrict d_over_d0_times_rate_at = (float *)at[5];  // float32 [model]  written
-        const F weight_decay(known.scalars[0]);
-        const F d0(known.scalars[1]);
-        const F own(known.scalars[2]);
-        const F gain1(known.scalars[3]);
-
-        // -- elements: decode, update, encode  (specs/prodigy.py)
-        for (int i = 0; i < count; i += W) {
-            const F d = load(d_at + i);
-            const F rate = d * own;  // 41  rate = d * own
-            const F d_div = d / d0;
-            store(one_times_one_minus_beta1_times_d_at + i, gain1 * d);
-            store(rate_at + i, rate);
-            store(one_minus_rate_times_weight_decay_at + i, fma(-rate, weight_decay, 1.0f));
-            store(d_over_d0_at + i, d_div);
-            store(d_over_d0_times_rate_at + i, d_div * rate);
-        }
-    }
-};
-
-// a sweep: d_denom (specs/prodigy.py:46), numerator (specs/prodigy.py:42)
-template <class Grad>
-struct prodigy_bfloat16_use_bias_correction_small_2 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
-        {5, -1, 4, ELEMENT, true, true, NONE, 3},  // s
-        {6, -1, 4, ELEMENT, true, false, NONE, 4},  // p0
-        {15, 21, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_denom
-        {16, 22, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_numerator
-        {14, -1, 4, WHOLE, true, false, NONE, 7},  // d_over_d0_times_rate
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const uint16_t *__restrict p_at = (const uint16_t *)at[0];               // bfloat16 [n]  read
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];        // uint8 [n]  read
-        float *__restrict s_at = (float *)at[3];                                 // float32 [n]  read and written
-        const float *__restrict p0_at = (const float *)at[4];                    // float32 [n]  read
-        float *__restrict tensor_sum_for_d_denom_at = (float *)at[5];            // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_numerator_at = (float *)at[6];          // float32 [tensor]  for tensor_sum
-        const float *__restrict d_over_d0_times_rate_at = (const float *)at[7];  // float32 [model]  read
-        const F grad_scale(known.scalars[4]);
-        const F moves(known.scalars[5]);
-        const F keep3(known.scalars[6]);
-        const F own(known.scalars[2]);
-        const F d_over_d0_times_rate = F(*d_over_d0_times_rate_at);
-
-        // -- elements: decode, update  (specs/prodigy.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F s = load(s_at + i);
-            const F p0 = load(p0_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-            const F g_2 = where(0.0f < moves, g, F(0.0f));                    // 34  g = where(lr > 0, g, 0.0)
-            // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
-            const F s_2 = fma(d_over_d0_times_rate, g_2, keep3 * s);
-            store(s_at + i, s_2);
-            store(tensor_sum_for_d_denom_at + i, moves * abs(s_2));
-            store(tensor_sum_for_numerator_at + i, own * (g_2 * (p0 - p)));
-        }
-    }
-};
-
-// model: values of the model
-template <class Grad>
-struct prodigy_bfloat16_use_bias_correction_small_4 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = WHOLE;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {7, -1, 4, WHOLE, true, false, NONE, 0},  // d
-        {8, -1, 4, WHOLE, true, true, NONE, 1},  // d_max
-        {9, -1, 4, WHOLE, true, true, NONE, 2},  // d_numerator
-        {19, -1, 4, WHOLE, false, true, NONE, 3},  // d_2
-        {20, -1, 4, WHOLE, false, true, NONE, 4},  // d_2_times_eps
-        {18, -1, 4, WHOLE, true, false, NONE, 5},  // d_denom
-        {17, -1, 4, WHOLE, true, false, NONE, 6},  // model_sum_for_numerator
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const float *__restrict d_at = (const float *)at[0];        // float32 [model]  read
-        float *__restrict d_max_at = (float *)at[1];                // float32 [model]  read and written
-        float *__restrict d_numerator_at = (float *)at[2];          // float32 [model]  read and written
-        float *__restrict d_2_at = (float *)at[3];                  // float32 [model]  written
-        float *__restrict d_2_times_eps_at = (float *)at[4];        // float32 [model]  written
-        const float *__restrict d_denom_at = (const float *)at[5];  // float32 [model]  read
-        // float32 [model]  read
-        const float *__restrict model_sum_for_numerator_at = (const float *)at[6];
-        const F eps(known.scalars[7]);
-        const F d0(known.scalars[1]);
-        const F d_coef(known.scalars[8]);
-        const F growth_rate(known.scalars[9]);
-        const F beta3(known.scalars[10]);
-
-        // -- elements: decode, update  (specs/prodigy.py)
-        for (int i = 0; i < count; i += W) {
-            const F d_max = load(d_max_at + i);
-            const F d_denom = load(d_denom_at + i);
-            const F d = load(d_at + i);
-            const F model_sum_for_numerator = load(model_sum_for_numerator_at + i);
-            const F d_numerator = load(d_numerator_at + i);
-            const M d_denom_lt = 0.0f < d_denom;
-            // 42  numerator = beta3 * d_numerator + d / d0 * d * model_dot(own * g, p0 - p)
-            const F numerator = fma(d / d0 * d, model_sum_for_numerator, beta3 * d_numerator);
-            // 47  d_numerator = where(d_denom > 0, numerator, d_numerator)
-            const F d_numerator_2 = where(d_denom_lt, numerator, d_numerator);
-            // 48  d_hat = d_coef * d_numerator / maximum(d_denom, 1e-37)
-            const F d_hat = d_coef * d_numerator_2 / max(F(9.99999991097579e-38f), d_denom);
-            // 50  d_max = maximum(d_max, where(d_denom > 0, d_hat, 0.0))
-            const F d_max_2 = max(d_max, where(d_denom_lt, d_hat, F(0.0f)));
-            // 49  raised = where(equal(d, d0), maximum(d, d_hat), d)
-            const F raised = where(d == d0, max(d, d_hat), d);
-            // 51  d = where(d_denom > 0, minimum(d_max, raised * growth_rate), d)
-            const F d_2 = where(d_denom_lt, min(d_max_2, raised * growth_rate), d);
-            store(d_max_at + i, d_max_2);
-            store(d_numerator_at + i, d_numerator_2);
-            store(d_2_at + i, d_2);
-            store(d_2_times_eps_at + i, d_2 * eps);
-        }
-    }
-};
-
-// a sweep: d_denom (specs/prodigy.py:46), numerator (specs/prodigy.py:42)
-template <class Grad>
-struct prodigy_float16_use_bias_correction_2 {
-    static constexpr int BLOCK = 64, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
-        {7, -1, 1, ELEMENT, true, true, NONE, 3},  // s_codes
-        {8, -1, 2, BLOCK_OF, true, true, NONE, 4},  // s_scale
-        {9, -1, 4, ELEMENT, true, false, NONE, 5},  // p0
-        {18, 24, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_d_denom
-        {19, 25, 4, WHOLE, false, true, TOTAL, 7},  // tensor_sum_for_numerator
-        {17, -1, 4, WHOLE, true, false, NONE, 8},  // d_over_d0_times_rate
-    };
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
-        const uint16_t *__restrict p_at = (const uint16_t *)at[0];               // float16 [n]  read
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];        // uint8 [n]  read
-        uint8_t *__restrict s_codes_at = (uint8_t *)at[3];                       // uint8 [n]  read and written
-        int16_t *__restrict s_scale_at = (int16_t *)at[4];                       // int16 [blocks of 64]  read and written
-        const float *__restrict p0_at = (const float *)at[5];                    // float32 [n]  read
-        float *__restrict tensor_sum_for_d_denom_at = (float *)at[6];            // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_numerator_at = (float *)at[7];          // float32 [tensor]  for tensor_sum
-        const float *__restrict d_over_d0_times_rate_at = (const float *)at[8];  // float32 [model]  read
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F grad_scale(known.scalars[4]);
-        const F moves(known.scalars[5]);
-        const F keep3(known.scalars[6]);
-        const F own(known.scalars[2]);
-        const F d_over_d0_times_rate = F(*d_over_d0_times_rate_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) float s_kept[TILE];
-        alignas(64) int32_t noise_2_kept[TILE];
-        alignas(64) float scale_mul_kept[TILE / BLOCK];
-        alignas(64) float s_divisor_mul_kept[TILE / BLOCK];
-        I s_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256 ^ 0x3c6ef372) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 s_scale = raw(s_scale_at + b);
-            const I scale_bits = to_int(s_scale) << 15;
-            const I scale_bits_2 = scale_bits & 0x7fffffff;
-            const F scale = as_float(where(scale_bits_2 == 0x7f800000, I(0x7f7fffff), scale_bits_2));
-            const F scale_mul = keep3 * scale;
-            store(scale_mul_kept + b, scale_mul);
-        }
-
-        // -- elements: decode, update, encode  (specs/prodigy.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            const F scale_mul(scale_mul_kept[b]);
-            I s_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const F g = grad_scale * g_stored;
-                const U8 s_code = raw(s_codes_at + i);
-                const F s_code_2 = counter(s_code) - 8388736.0f;
-                const F s_bend = abs(s_code_2);
-                const F p0 = load(p0_at + i);
-                const U16 p_stored = raw(p_at + i);
-                const I p_high = extend16(extend16(to_int(p_stored)));
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low - 128;
-                const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 0x38000000;
-                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-                // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-                const F g_2 = where(0.0f < moves, g, F(0.0f));  // 34  g = where(lr > 0, g, 0.0)
-                // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
-                const F s = fma(d_over_d0_times_rate, g_2, scale_mul * (s_code_2 / (254.0f - s_bend)));
-                const F s_abs = abs(s);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise_2 = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                s_top = larger<RAGGED>(s_top, bits(s_abs), i, end);
-                store(s_kept + i, s);
-                store(noise_2_kept + i, noise_2);
-                store(tensor_sum_for_d_denom_at + i, moves * s_abs);
-                store(tensor_sum_for_numerator_at + i, own * (g_2 * (p0 - p)));
-            }
-            s_top_kept[b] = s_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I s_top = largest(s_top_kept + b);
-            const I s_up = max(I(0x4800000), s_top) + 32767;
-            const I s_up_2 = where(s_top < 0x7f800000, s_up, I(0x7fc00000));
-            const I s_divisor = min(I(0x7f7fffff), s_up_2 & 0x7fff8000);
-            const F s_divisor_mul = as_float(s_divisor) * 0.003937007859349251f;
-            store(s_divisor_mul_kept + b, s_divisor_mul);
-            store(s_scale_at + b, s_up_2 >> 15);
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(s_codes_at, b + TILE / BLOCK);
-            fetch<BLOCK>(p0_at, b + TILE / BLOCK);
-            const F s_divisor_mul(s_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F s = load(s_kept + i);
-                const I noise_2 = load(noise_2_kept + i);
-                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
-                store(s_codes_at + i, s_pattern + lshr(noise_2, 20) >> 12);
-            }
-        }
-    }
-};
-
-// a sweep: d_denom (specs/prodigy.py:46), numerator (specs/prodigy.py:42)
-template <class Grad>
-struct prodigy_float16_use_bias_correction_small_2 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
-        {5, -1, 4, ELEMENT, true, true, NONE, 3},  // s
-        {6, -1, 4, ELEMENT, true, false, NONE, 4},  // p0
-        {15, 21, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_denom
-        {16, 22, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_numerator
-        {14, -1, 4, WHOLE, true, false, NONE, 7},  // d_over_d0_times_rate
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const uint16_t *__restrict p_at = (const uint16_t *)at[0];               // float16 [n]  read
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];        // uint8 [n]  read
-        float *__restrict s_at = (float *)at[3];                                 // float32 [n]  read and written
-        const float *__restrict p0_at = (const float *)at[4];                    // float32 [n]  read
-        float *__restrict tensor_sum_for_d_denom_at = (float *)at[5];            // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_numerator_at = (float *)at[6];          // float32 [tensor]  for tensor_sum
-        const float *__restrict d_over_d0_times_rate_at = (const float *)at[7];  // float32 [model]  read
-        const F grad_scale(known.scalars[4]);
-        const F moves(known.scalars[5]);
-        const F keep3(known.scalars[6]);
-        const F own(known.scalars[2]);
-        const F d_over_d0_times_rate = F(*d_over_d0_times_rate_at);
-
-        // -- elements: decode, update  (specs/prodigy.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F s = load(s_at + i);
-            const F p0 = load(p0_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const I p_high = extend16(extend16(to_int(p_stored)));
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low - 128;
-            const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 0x38000000;
-            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-            // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-            const F g_2 = where(0.0f < moves, g, F(0.0f));            // 34  g = where(lr > 0, g, 0.0)
-            // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
-            const F s_2 = fma(d_over_d0_times_rate, g_2, keep3 * s);
-            store(s_at + i, s_2);
-            store(tensor_sum_for_d_denom_at + i, moves * abs(s_2));
-            store(tensor_sum_for_numerator_at + i, own * (g_2 * (p0 - p)));
-        }
-    }
-};
-
-// model: values of the model
-template <class Grad>
-struct prodigy_float32_use_bias_correction_safeguard_warmup_1 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = WHOLE;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {9, -1, 4, WHOLE, true, false, NONE, 0},  // d
         {12, -1, 4, WHOLE, false, true, NONE, 1},  // one_times_one_minus_beta1_times_d
         {13, -1, 4, WHOLE, false, true, NONE, 2},  // rate
         {14, -1, 4, WHOLE, false, true, NONE, 3},  // one_minus_rate_times_weight_decay
         {15, -1, 4, WHOLE, false, true, NONE, 4},  // d_over_d0
         {16, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0_times_d_times_one
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -5070,22 +1821,24 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_1 {
 };
 
 // a sweep: d_denom (specs/prodigy.py:46), numerator (specs/prodigy.py:42)
-template <class Grad>
-struct prodigy_float32_use_bias_correction_safeguard_warmup_2 {
+template <class Weight, class Grad>
+struct prodigy_use_bias_correction_safeguard_warmup_kernel_2 {
+    // random bits of exp_avg, exp_avg_sq, s, p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{12, false}, {12, false}, {12, false}, {Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({2}), KEPT = NOISE.mask({2});
     static constexpr int BLOCK = 64, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {6, -1, 1, ELEMENT, true, true, NONE, 2},  // s_codes
-        {7, -1, 2, BLOCK_OF, true, true, NONE, 3},  // s_scale
-        {8, -1, 4, ELEMENT, true, false, NONE, 4},  // p0
-        {17, 23, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_denom
-        {18, 24, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_numerator
-        {16, -1, 4, WHOLE, true, false, NONE, 7},  // d_over_d0_times_d_times_one
-    };
+    static constexpr bool MATRICES = false, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, false, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {6, -1, 1, ELEMENT, true, true, NONE, 1},  // s_codes
+        {7, -1, 2, BLOCK_OF, true, true, NONE, 2},  // s_scale
+        {8, -1, 4, ELEMENT, true, false, NONE, 3},  // p0
+        {17, 23, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
+        {18, 24, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_numerator
+        {16, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_d_times_one
+    });
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
                      int row_mask, const Known &known) {
@@ -5095,16 +1848,16 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_2 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     int row_mask, const Known &known) {
-        const float *__restrict p_at = (const float *)at[0];             // float32 [n]  read
+        Weight weight(at[7], at + 8);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict s_codes_at = (uint8_t *)at[2];               // uint8 [n]  read and written
-        int16_t *__restrict s_scale_at = (int16_t *)at[3];               // int16 [blocks of 64]  read and written
-        const float *__restrict p0_at = (const float *)at[4];            // float32 [n]  read
-        float *__restrict tensor_sum_for_d_denom_at = (float *)at[5];    // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_numerator_at = (float *)at[6];  // float32 [tensor]  for tensor_sum
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        uint8_t *__restrict s_codes_at = (uint8_t *)at[1];               // uint8 [n]  read and written
+        int16_t *__restrict s_scale_at = (int16_t *)at[2];               // int16 [blocks of 64]  read and written
+        const float *__restrict p0_at = (const float *)at[3];            // float32 [n]  read
+        float *__restrict tensor_sum_for_d_denom_at = (float *)at[4];    // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_for_numerator_at = (float *)at[5];  // float32 [tensor]  for tensor_sum
         // float32 [model]  read
-        const float *__restrict d_over_d0_times_d_times_one_at = (const float *)at[7];
+        const float *__restrict d_over_d0_times_d_times_one_at = (const float *)at[6];
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F grad_scale(known.scalars[5]);
@@ -5112,26 +1865,11 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_2 {
         const F keep3(known.scalars[6]);
         const F own(known.scalars[2]);
         const F d_over_d0_times_d_times_one = F(*d_over_d0_times_d_times_one_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float s_kept[TILE];
-        alignas(64) int32_t noise_2_kept[TILE];
         alignas(64) float scale_mul_kept[TILE / BLOCK];
         alignas(64) float s_divisor_mul_kept[TILE / BLOCK];
         I s_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256 ^ 0x3c6ef372) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
+        Words<prodigy_use_bias_correction_safeguard_warmup_kernel_2> words(BLOCK * blocks, first, stream_key, step_key);
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
@@ -5146,31 +1884,27 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_2 {
         // -- elements: decode, update, encode  (specs/prodigy.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch_weight<BLOCK>(weight, b + TILE / BLOCK);
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const F scale_mul(scale_mul_kept[b]);
             I s_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
+                const auto noise = words.at(i);
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
                 const U8 s_code = raw(s_codes_at + i);
                 const F s_code_2 = counter(s_code) - 8388736.0f;
                 const F s_bend = abs(s_code_2);
                 const F p0 = load(p0_at + i);
-                const F p = load(p_at + i);
+                const F p = weight.decode(i);
                 const F g_3 = where(0.0f < moves, g_2, F(0.0f));  // 34  g = where(lr > 0, g, 0.0)
                 // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
                 const F s = fma(d_over_d0_times_d_times_one, g_3, scale_mul * (s_code_2 / (254.0f - s_bend)));
                 const F s_abs = abs(s);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise_2 = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 s_top = larger<RAGGED>(s_top, bits(s_abs), i, end);
+                words.keep(noise, i);
                 store(s_kept + i, s);
-                store(noise_2_kept + i, noise_2);
                 store(tensor_sum_for_d_denom_at + i, moves * s_abs);
                 store(tensor_sum_for_numerator_at + i, own * (g_3 * (p0 - p)));
             }
@@ -5195,30 +1929,30 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_2 {
             const F s_divisor_mul(s_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
                 const F s = load(s_kept + i);
-                const I noise_2 = load(noise_2_kept + i);
                 const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
-                store(s_codes_at + i, s_pattern + lshr(noise_2, 20) >> 12);
+                store(s_codes_at + i, s_pattern + integer<2>(noise) >> 12);
             }
         }
     }
 };
 
 // model: values of the model
-template <class Grad>
-struct prodigy_float32_use_bias_correction_safeguard_warmup_small_1 {
+template <class Weight, class Grad>
+struct prodigy_use_bias_correction_safeguard_warmup_small_kernel_1 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {6, -1, 4, WHOLE, true, false, NONE, 0},  // d
         {9, -1, 4, WHOLE, false, true, NONE, 1},  // one_times_one_minus_beta1_times_d
         {10, -1, 4, WHOLE, false, true, NONE, 2},  // rate
         {11, -1, 4, WHOLE, false, true, NONE, 3},  // one_minus_rate_times_weight_decay
         {12, -1, 4, WHOLE, false, true, NONE, 4},  // d_over_d0
         {13, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0_times_d_times_one
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -5251,33 +1985,32 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_small_1 {
 };
 
 // a sweep: d_denom (specs/prodigy.py:46), numerator (specs/prodigy.py:42)
-template <class Grad>
-struct prodigy_float32_use_bias_correction_safeguard_warmup_small_2 {
+template <class Weight, class Grad>
+struct prodigy_use_bias_correction_safeguard_warmup_small_kernel_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {4, -1, 4, ELEMENT, true, true, NONE, 2},  // s
-        {5, -1, 4, ELEMENT, true, false, NONE, 3},  // p0
-        {14, 20, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
-        {15, 21, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_numerator
-        {13, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_d_times_one
-    };
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, false, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {4, -1, 4, ELEMENT, true, true, NONE, 1},  // s
+        {5, -1, 4, ELEMENT, true, false, NONE, 2},  // p0
+        {14, 20, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_d_denom
+        {15, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_numerator
+        {13, -1, 4, WHOLE, true, false, NONE, 5},  // d_over_d0_times_d_times_one
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        const float *__restrict p_at = (const float *)at[0];             // float32 [n]  read
+        Weight weight(at[6], at + 7);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict s_at = (float *)at[2];                         // float32 [n]  read and written
-        const float *__restrict p0_at = (const float *)at[3];            // float32 [n]  read
-        float *__restrict tensor_sum_for_d_denom_at = (float *)at[4];    // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_numerator_at = (float *)at[5];  // float32 [tensor]  for tensor_sum
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        float *__restrict s_at = (float *)at[1];                         // float32 [n]  read and written
+        const float *__restrict p0_at = (const float *)at[2];            // float32 [n]  read
+        float *__restrict tensor_sum_for_d_denom_at = (float *)at[3];    // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_for_numerator_at = (float *)at[4];  // float32 [tensor]  for tensor_sum
         // float32 [model]  read
-        const float *__restrict d_over_d0_times_d_times_one_at = (const float *)at[6];
+        const float *__restrict d_over_d0_times_d_times_one_at = (const float *)at[5];
         const F grad_scale(known.scalars[5]);
         const F moves(known.scalars[4]);
         const F keep3(known.scalars[6]);
@@ -5290,7 +2023,7 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_small_2 {
             const F g_2 = grad_scale * g;
             const F s = load(s_at + i);
             const F p0 = load(p0_at + i);
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             const F g_3 = where(0.0f < moves, g_2, F(0.0f));                 // 34  g = where(lr > 0, g, 0.0)
             // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
             const F s_2 = fma(d_over_d0_times_d_times_one, g_3, keep3 * s);
@@ -5301,512 +2034,12 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_small_2 {
     }
 };
 
-// model: values of the model
-template <class Grad>
-struct prodigy_bfloat16_use_bias_correction_safeguard_warmup_1 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = WHOLE;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {10, -1, 4, WHOLE, true, false, NONE, 0},  // d
-        {13, -1, 4, WHOLE, false, true, NONE, 1},  // one_times_one_minus_beta1_times_d
-        {14, -1, 4, WHOLE, false, true, NONE, 2},  // rate
-        {15, -1, 4, WHOLE, false, true, NONE, 3},  // one_minus_rate_times_weight_decay
-        {16, -1, 4, WHOLE, false, true, NONE, 4},  // d_over_d0
-        {17, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0_times_d_times_one
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const float *__restrict d_at = (const float *)at[0];                // float32 [model]  read
-        // float32 [model]  written
-        float *__restrict one_times_one_minus_beta1_times_d_at = (float *)at[1];
-        float *__restrict rate_at = (float *)at[2];                         // float32 [model]  written
-        // float32 [model]  written
-        float *__restrict one_minus_rate_times_weight_decay_at = (float *)at[3];
-        float *__restrict d_over_d0_at = (float *)at[4];                    // float32 [model]  written
-        float *__restrict d_over_d0_times_d_times_one_at = (float *)at[5];  // float32 [model]  written
-        const F weight_decay(known.scalars[0]);
-        const F d0(known.scalars[1]);
-        const F own(known.scalars[2]);
-        const F gain1(known.scalars[3]);
-        const F moves(known.scalars[4]);
-
-        // -- elements: decode, update, encode  (specs/prodigy.py)
-        for (int i = 0; i < count; i += W) {
-            const F d = load(d_at + i);
-            const F rate = d * own;  // 41  rate = d * own
-            const F d_div = d / d0;
-            store(one_times_one_minus_beta1_times_d_at + i, gain1 * d);
-            store(rate_at + i, rate);
-            store(one_minus_rate_times_weight_decay_at + i, fma(-rate, weight_decay, 1.0f));
-            store(d_over_d0_at + i, d_div);
-            store(d_over_d0_times_d_times_one_at + i, d_div * (d * moves));
-        }
-    }
-};
-
-// a sweep: d_denom (specs/prodigy.py:46), numerator (specs/prodigy.py:42)
-template <class Grad>
-struct prodigy_bfloat16_use_bias_correction_safeguard_warmup_2 {
-    static constexpr int BLOCK = 64, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
-        {7, -1, 1, ELEMENT, true, true, NONE, 3},  // s_codes
-        {8, -1, 2, BLOCK_OF, true, true, NONE, 4},  // s_scale
-        {9, -1, 4, ELEMENT, true, false, NONE, 5},  // p0
-        {18, 24, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_d_denom
-        {19, 25, 4, WHOLE, false, true, TOTAL, 7},  // tensor_sum_for_numerator
-        {17, -1, 4, WHOLE, true, false, NONE, 8},  // d_over_d0_times_d_times_one
-    };
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
-        const uint16_t *__restrict p_at = (const uint16_t *)at[0];         // bfloat16 [n]  read
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];  // uint8 [n]  read
-        uint8_t *__restrict s_codes_at = (uint8_t *)at[3];                 // uint8 [n]  read and written
-        int16_t *__restrict s_scale_at = (int16_t *)at[4];                 // int16 [blocks of 64]  read and written
-        const float *__restrict p0_at = (const float *)at[5];              // float32 [n]  read
-        float *__restrict tensor_sum_for_d_denom_at = (float *)at[6];      // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_numerator_at = (float *)at[7];    // float32 [tensor]  for tensor_sum
-        // float32 [model]  read
-        const float *__restrict d_over_d0_times_d_times_one_at = (const float *)at[8];
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F grad_scale(known.scalars[5]);
-        const F moves(known.scalars[4]);
-        const F keep3(known.scalars[6]);
-        const F own(known.scalars[2]);
-        const F d_over_d0_times_d_times_one = F(*d_over_d0_times_d_times_one_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) float s_kept[TILE];
-        alignas(64) int32_t noise_2_kept[TILE];
-        alignas(64) float scale_mul_kept[TILE / BLOCK];
-        alignas(64) float s_divisor_mul_kept[TILE / BLOCK];
-        I s_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256 ^ 0x3c6ef372) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 s_scale = raw(s_scale_at + b);
-            const I scale_bits = to_int(s_scale) << 15;
-            const I scale_bits_2 = scale_bits & 0x7fffffff;
-            const F scale = as_float(where(scale_bits_2 == 0x7f800000, I(0x7f7fffff), scale_bits_2));
-            const F scale_mul = keep3 * scale;
-            store(scale_mul_kept + b, scale_mul);
-        }
-
-        // -- elements: decode, update, encode  (specs/prodigy.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            const F scale_mul(scale_mul_kept[b]);
-            I s_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const F g = grad_scale * g_stored;
-                const U8 s_code = raw(s_codes_at + i);
-                const F s_code_2 = counter(s_code) - 8388736.0f;
-                const F s_bend = abs(s_code_2);
-                const F p0 = load(p0_at + i);
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-                const F g_2 = where(0.0f < moves, g, F(0.0f));                    // 34  g = where(lr > 0, g, 0.0)
-                // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
-                const F s = fma(d_over_d0_times_d_times_one, g_2, scale_mul * (s_code_2 / (254.0f - s_bend)));
-                const F s_abs = abs(s);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise_2 = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                s_top = larger<RAGGED>(s_top, bits(s_abs), i, end);
-                store(s_kept + i, s);
-                store(noise_2_kept + i, noise_2);
-                store(tensor_sum_for_d_denom_at + i, moves * s_abs);
-                store(tensor_sum_for_numerator_at + i, own * (g_2 * (p0 - p)));
-            }
-            s_top_kept[b] = s_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I s_top = largest(s_top_kept + b);
-            const I s_up = max(I(0x4800000), s_top) + 32767;
-            const I s_up_2 = where(s_top < 0x7f800000, s_up, I(0x7fc00000));
-            const I s_divisor = min(I(0x7f7fffff), s_up_2 & 0x7fff8000);
-            const F s_divisor_mul = as_float(s_divisor) * 0.003937007859349251f;
-            store(s_divisor_mul_kept + b, s_divisor_mul);
-            store(s_scale_at + b, s_up_2 >> 15);
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(s_codes_at, b + TILE / BLOCK);
-            fetch<BLOCK>(p0_at, b + TILE / BLOCK);
-            const F s_divisor_mul(s_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F s = load(s_kept + i);
-                const I noise_2 = load(noise_2_kept + i);
-                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
-                store(s_codes_at + i, s_pattern + lshr(noise_2, 20) >> 12);
-            }
-        }
-    }
-};
-
-// model: values of the model
-template <class Grad>
-struct prodigy_bfloat16_use_bias_correction_safeguard_warmup_small_1 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = WHOLE;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {7, -1, 4, WHOLE, true, false, NONE, 0},  // d
-        {10, -1, 4, WHOLE, false, true, NONE, 1},  // one_times_one_minus_beta1_times_d
-        {11, -1, 4, WHOLE, false, true, NONE, 2},  // rate
-        {12, -1, 4, WHOLE, false, true, NONE, 3},  // one_minus_rate_times_weight_decay
-        {13, -1, 4, WHOLE, false, true, NONE, 4},  // d_over_d0
-        {14, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0_times_d_times_one
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const float *__restrict d_at = (const float *)at[0];                // float32 [model]  read
-        // float32 [model]  written
-        float *__restrict one_times_one_minus_beta1_times_d_at = (float *)at[1];
-        float *__restrict rate_at = (float *)at[2];                         // float32 [model]  written
-        // float32 [model]  written
-        float *__restrict one_minus_rate_times_weight_decay_at = (float *)at[3];
-        float *__restrict d_over_d0_at = (float *)at[4];                    // float32 [model]  written
-        float *__restrict d_over_d0_times_d_times_one_at = (float *)at[5];  // float32 [model]  written
-        const F weight_decay(known.scalars[0]);
-        const F d0(known.scalars[1]);
-        const F own(known.scalars[2]);
-        const F gain1(known.scalars[3]);
-        const F moves(known.scalars[4]);
-
-        // -- elements: decode, update, encode  (specs/prodigy.py)
-        for (int i = 0; i < count; i += W) {
-            const F d = load(d_at + i);
-            const F rate = d * own;  // 41  rate = d * own
-            const F d_div = d / d0;
-            store(one_times_one_minus_beta1_times_d_at + i, gain1 * d);
-            store(rate_at + i, rate);
-            store(one_minus_rate_times_weight_decay_at + i, fma(-rate, weight_decay, 1.0f));
-            store(d_over_d0_at + i, d_div);
-            store(d_over_d0_times_d_times_one_at + i, d_div * (d * moves));
-        }
-    }
-};
-
-// a sweep: d_denom (specs/prodigy.py:46), numerator (specs/prodigy.py:42)
-template <class Grad>
-struct prodigy_bfloat16_use_bias_correction_safeguard_warmup_small_2 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
-        {5, -1, 4, ELEMENT, true, true, NONE, 3},  // s
-        {6, -1, 4, ELEMENT, true, false, NONE, 4},  // p0
-        {15, 21, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_denom
-        {16, 22, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_numerator
-        {14, -1, 4, WHOLE, true, false, NONE, 7},  // d_over_d0_times_d_times_one
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const uint16_t *__restrict p_at = (const uint16_t *)at[0];         // bfloat16 [n]  read
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];  // uint8 [n]  read
-        float *__restrict s_at = (float *)at[3];                           // float32 [n]  read and written
-        const float *__restrict p0_at = (const float *)at[4];              // float32 [n]  read
-        float *__restrict tensor_sum_for_d_denom_at = (float *)at[5];      // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_numerator_at = (float *)at[6];    // float32 [tensor]  for tensor_sum
-        // float32 [model]  read
-        const float *__restrict d_over_d0_times_d_times_one_at = (const float *)at[7];
-        const F grad_scale(known.scalars[5]);
-        const F moves(known.scalars[4]);
-        const F keep3(known.scalars[6]);
-        const F own(known.scalars[2]);
-        const F d_over_d0_times_d_times_one = F(*d_over_d0_times_d_times_one_at);
-
-        // -- elements: decode, update  (specs/prodigy.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F s = load(s_at + i);
-            const F p0 = load(p0_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-            const F g_2 = where(0.0f < moves, g, F(0.0f));                    // 34  g = where(lr > 0, g, 0.0)
-            // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
-            const F s_2 = fma(d_over_d0_times_d_times_one, g_2, keep3 * s);
-            store(s_at + i, s_2);
-            store(tensor_sum_for_d_denom_at + i, moves * abs(s_2));
-            store(tensor_sum_for_numerator_at + i, own * (g_2 * (p0 - p)));
-        }
-    }
-};
-
-// a sweep: d_denom (specs/prodigy.py:46), numerator (specs/prodigy.py:42)
-template <class Grad>
-struct prodigy_float16_use_bias_correction_safeguard_warmup_2 {
-    static constexpr int BLOCK = 64, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
-        {7, -1, 1, ELEMENT, true, true, NONE, 3},  // s_codes
-        {8, -1, 2, BLOCK_OF, true, true, NONE, 4},  // s_scale
-        {9, -1, 4, ELEMENT, true, false, NONE, 5},  // p0
-        {18, 24, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_d_denom
-        {19, 25, 4, WHOLE, false, true, TOTAL, 7},  // tensor_sum_for_numerator
-        {17, -1, 4, WHOLE, true, false, NONE, 8},  // d_over_d0_times_d_times_one
-    };
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
-        const uint16_t *__restrict p_at = (const uint16_t *)at[0];         // float16 [n]  read
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];  // uint8 [n]  read
-        uint8_t *__restrict s_codes_at = (uint8_t *)at[3];                 // uint8 [n]  read and written
-        int16_t *__restrict s_scale_at = (int16_t *)at[4];                 // int16 [blocks of 64]  read and written
-        const float *__restrict p0_at = (const float *)at[5];              // float32 [n]  read
-        float *__restrict tensor_sum_for_d_denom_at = (float *)at[6];      // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_numerator_at = (float *)at[7];    // float32 [tensor]  for tensor_sum
-        // float32 [model]  read
-        const float *__restrict d_over_d0_times_d_times_one_at = (const float *)at[8];
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F grad_scale(known.scalars[5]);
-        const F moves(known.scalars[4]);
-        const F keep3(known.scalars[6]);
-        const F own(known.scalars[2]);
-        const F d_over_d0_times_d_times_one = F(*d_over_d0_times_d_times_one_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) float s_kept[TILE];
-        alignas(64) int32_t noise_2_kept[TILE];
-        alignas(64) float scale_mul_kept[TILE / BLOCK];
-        alignas(64) float s_divisor_mul_kept[TILE / BLOCK];
-        I s_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256 ^ 0x3c6ef372) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 s_scale = raw(s_scale_at + b);
-            const I scale_bits = to_int(s_scale) << 15;
-            const I scale_bits_2 = scale_bits & 0x7fffffff;
-            const F scale = as_float(where(scale_bits_2 == 0x7f800000, I(0x7f7fffff), scale_bits_2));
-            const F scale_mul = keep3 * scale;
-            store(scale_mul_kept + b, scale_mul);
-        }
-
-        // -- elements: decode, update, encode  (specs/prodigy.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            const F scale_mul(scale_mul_kept[b]);
-            I s_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const F g = grad_scale * g_stored;
-                const U8 s_code = raw(s_codes_at + i);
-                const F s_code_2 = counter(s_code) - 8388736.0f;
-                const F s_bend = abs(s_code_2);
-                const F p0 = load(p0_at + i);
-                const U16 p_stored = raw(p_at + i);
-                const I p_high = extend16(extend16(to_int(p_stored)));
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low - 128;
-                const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 0x38000000;
-                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-                // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-                const F g_2 = where(0.0f < moves, g, F(0.0f));  // 34  g = where(lr > 0, g, 0.0)
-                // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
-                const F s = fma(d_over_d0_times_d_times_one, g_2, scale_mul * (s_code_2 / (254.0f - s_bend)));
-                const F s_abs = abs(s);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise_2 = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                s_top = larger<RAGGED>(s_top, bits(s_abs), i, end);
-                store(s_kept + i, s);
-                store(noise_2_kept + i, noise_2);
-                store(tensor_sum_for_d_denom_at + i, moves * s_abs);
-                store(tensor_sum_for_numerator_at + i, own * (g_2 * (p0 - p)));
-            }
-            s_top_kept[b] = s_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I s_top = largest(s_top_kept + b);
-            const I s_up = max(I(0x4800000), s_top) + 32767;
-            const I s_up_2 = where(s_top < 0x7f800000, s_up, I(0x7fc00000));
-            const I s_divisor = min(I(0x7f7fffff), s_up_2 & 0x7fff8000);
-            const F s_divisor_mul = as_float(s_divisor) * 0.003937007859349251f;
-            store(s_divisor_mul_kept + b, s_divisor_mul);
-            store(s_scale_at + b, s_up_2 >> 15);
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(s_codes_at, b + TILE / BLOCK);
-            fetch<BLOCK>(p0_at, b + TILE / BLOCK);
-            const F s_divisor_mul(s_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F s = load(s_kept + i);
-                const I noise_2 = load(noise_2_kept + i);
-                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
-                store(s_codes_at + i, s_pattern + lshr(noise_2, 20) >> 12);
-            }
-        }
-    }
-};
-
-// a sweep: d_denom (specs/prodigy.py:46), numerator (specs/prodigy.py:42)
-template <class Grad>
-struct prodigy_float16_use_bias_correction_safeguard_warmup_small_2 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
-        {5, -1, 4, ELEMENT, true, true, NONE, 3},  // s
-        {6, -1, 4, ELEMENT, true, false, NONE, 4},  // p0
-        {15, 21, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_denom
-        {16, 22, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_numerator
-        {14, -1, 4, WHOLE, true, false, NONE, 7},  // d_over_d0_times_d_times_one
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        const uint16_t *__restrict p_at = (const uint16_t *)at[0];         // float16 [n]  read
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];  // uint8 [n]  read
-        float *__restrict s_at = (float *)at[3];                           // float32 [n]  read and written
-        const float *__restrict p0_at = (const float *)at[4];              // float32 [n]  read
-        float *__restrict tensor_sum_for_d_denom_at = (float *)at[5];      // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_for_numerator_at = (float *)at[6];    // float32 [tensor]  for tensor_sum
-        // float32 [model]  read
-        const float *__restrict d_over_d0_times_d_times_one_at = (const float *)at[7];
-        const F grad_scale(known.scalars[5]);
-        const F moves(known.scalars[4]);
-        const F keep3(known.scalars[6]);
-        const F own(known.scalars[2]);
-        const F d_over_d0_times_d_times_one = F(*d_over_d0_times_d_times_one_at);
-
-        // -- elements: decode, update  (specs/prodigy.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F s = load(s_at + i);
-            const F p0 = load(p0_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const I p_high = extend16(extend16(to_int(p_stored)));
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low - 128;
-            const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 0x38000000;
-            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-            // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-            const F g_2 = where(0.0f < moves, g, F(0.0f));                   // 34  g = where(lr > 0, g, 0.0)
-            // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
-            const F s_2 = fma(d_over_d0_times_d_times_one, g_2, keep3 * s);
-            store(s_at + i, s_2);
-            store(tensor_sum_for_d_denom_at + i, moves * abs(s_2));
-            store(tensor_sum_for_numerator_at + i, own * (g_2 * (p0 - p)));
-        }
-    }
-};
-
-template <class Grad>
-struct prodigy_float32 {
+template <class Weight, class Grad>
+struct prodigy_step {
     typedef void staged;
     static constexpr int SCALARS = 14, BLOCK = 64;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {1, ELEMENT},  // exp_avg_codes
         {2, BLOCK_OF},  // exp_avg_scale
         {1, ELEMENT},  // exp_avg_sq_codes
@@ -5830,25 +2063,23 @@ struct prodigy_float32 {
         {4, WHOLE},  // d_2_times_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
         {4, WHOLE + 8},  // partial results of tensor_sum_for_numerator
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<prodigy_float32_1<Grad>>(),
-        stage<prodigy_float32_2<Grad>>(),
-        stage<prodigy_float32_3<Grad>>(),
-        stage<prodigy_float32_4<Grad>>(),
-        stage<prodigy_float32_5<Grad>>(),
-        stage<prodigy_float32_6<Grad>>(),
+        stage<prodigy_kernel_1<Weight, Grad>>(),
+        stage<prodigy_kernel_2<Weight, Grad>>(),
+        stage<prodigy_kernel_3<Weight, Grad>>(),
+        stage<prodigy_kernel_4<Weight, Grad>>(),
+        stage<prodigy_kernel_5<Weight, Grad>>(),
+        stage<prodigy_kernel_6<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct prodigy_float32_small {
+template <class Weight, class Grad>
+struct prodigy_small_step {
     typedef void staged;
     static constexpr int SCALARS = 14, BLOCK = 1;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {4, ELEMENT},  // exp_avg
         {4, ELEMENT},  // exp_avg_sq
         {4, ELEMENT},  // s
@@ -5869,191 +2100,23 @@ struct prodigy_float32_small {
         {4, WHOLE},  // d_2_times_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
         {4, WHOLE + 8},  // partial results of tensor_sum_for_numerator
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<prodigy_float32_small_1<Grad>>(),
-        stage<prodigy_float32_small_2<Grad>>(),
-        stage<prodigy_float32_small_3<Grad>>(),
-        stage<prodigy_float32_small_4<Grad>>(),
-        stage<prodigy_float32_small_5<Grad>>(),
-        stage<prodigy_float32_small_6<Grad>>(),
+        stage<prodigy_small_kernel_1<Weight, Grad>>(),
+        stage<prodigy_small_kernel_2<Weight, Grad>>(),
+        stage<prodigy_small_kernel_3<Weight, Grad>>(),
+        stage<prodigy_small_kernel_4<Weight, Grad>>(),
+        stage<prodigy_small_kernel_5<Weight, Grad>>(),
+        stage<prodigy_small_kernel_6<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct prodigy_bfloat16 {
+template <class Weight, class Grad>
+struct prodigy_safeguard_warmup_step {
     typedef void staged;
     static constexpr int SCALARS = 14, BLOCK = 64;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // exp_avg_codes
-        {2, BLOCK_OF},  // exp_avg_scale
-        {1, ELEMENT},  // exp_avg_sq_codes
-        {2, BLOCK_OF},  // exp_avg_sq_range
-        {1, ELEMENT},  // s_codes
-        {2, BLOCK_OF},  // s_scale
-        {4, ELEMENT},  // p0
-        {4, WHOLE},  // d
-        {4, WHOLE},  // d_max
-        {4, WHOLE},  // d_numerator
-        {4, WHOLE},  // one_times_one_minus_beta1_times_d
-        {4, WHOLE},  // rate
-        {4, WHOLE},  // one_minus_rate_times_weight_decay
-        {4, WHOLE},  // d_over_d0
-        {4, WHOLE},  // d_over_d0_times_rate
-        {4, WHOLE},  // tensor_sum_for_d_denom
-        {4, WHOLE},  // tensor_sum_for_numerator
-        {4, WHOLE},  // model_sum_for_numerator
-        {4, WHOLE},  // d_denom
-        {4, WHOLE},  // d_2
-        {4, WHOLE},  // d_2_times_eps
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_numerator
-    };
-    static constexpr Stage STAGES[] = {
-        stage<prodigy_bfloat16_1<Grad>>(),
-        stage<prodigy_bfloat16_2<Grad>>(),
-        stage<prodigy_bfloat16_3<Grad>>(),
-        stage<prodigy_bfloat16_4<Grad>>(),
-        stage<prodigy_bfloat16_5<Grad>>(),
-        stage<prodigy_bfloat16_6<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct prodigy_bfloat16_small {
-    typedef void staged;
-    static constexpr int SCALARS = 14, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {4, ELEMENT},  // exp_avg
-        {4, ELEMENT},  // exp_avg_sq
-        {4, ELEMENT},  // s
-        {4, ELEMENT},  // p0
-        {4, WHOLE},  // d
-        {4, WHOLE},  // d_max
-        {4, WHOLE},  // d_numerator
-        {4, WHOLE},  // one_times_one_minus_beta1_times_d
-        {4, WHOLE},  // rate
-        {4, WHOLE},  // one_minus_rate_times_weight_decay
-        {4, WHOLE},  // d_over_d0
-        {4, WHOLE},  // d_over_d0_times_rate
-        {4, WHOLE},  // tensor_sum_for_d_denom
-        {4, WHOLE},  // tensor_sum_for_numerator
-        {4, WHOLE},  // model_sum_for_numerator
-        {4, WHOLE},  // d_denom
-        {4, WHOLE},  // d_2
-        {4, WHOLE},  // d_2_times_eps
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_numerator
-    };
-    static constexpr Stage STAGES[] = {
-        stage<prodigy_bfloat16_small_1<Grad>>(),
-        stage<prodigy_bfloat16_small_2<Grad>>(),
-        stage<prodigy_bfloat16_small_3<Grad>>(),
-        stage<prodigy_bfloat16_small_4<Grad>>(),
-        stage<prodigy_bfloat16_small_5<Grad>>(),
-        stage<prodigy_bfloat16_small_6<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct prodigy_float16 {
-    typedef void staged;
-    static constexpr int SCALARS = 14, BLOCK = 64;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // exp_avg_codes
-        {2, BLOCK_OF},  // exp_avg_scale
-        {1, ELEMENT},  // exp_avg_sq_codes
-        {2, BLOCK_OF},  // exp_avg_sq_range
-        {1, ELEMENT},  // s_codes
-        {2, BLOCK_OF},  // s_scale
-        {4, ELEMENT},  // p0
-        {4, WHOLE},  // d
-        {4, WHOLE},  // d_max
-        {4, WHOLE},  // d_numerator
-        {4, WHOLE},  // one_times_one_minus_beta1_times_d
-        {4, WHOLE},  // rate
-        {4, WHOLE},  // one_minus_rate_times_weight_decay
-        {4, WHOLE},  // d_over_d0
-        {4, WHOLE},  // d_over_d0_times_rate
-        {4, WHOLE},  // tensor_sum_for_d_denom
-        {4, WHOLE},  // tensor_sum_for_numerator
-        {4, WHOLE},  // model_sum_for_numerator
-        {4, WHOLE},  // d_denom
-        {4, WHOLE},  // d_2
-        {4, WHOLE},  // d_2_times_eps
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_numerator
-    };
-    static constexpr Stage STAGES[] = {
-        stage<prodigy_bfloat16_1<Grad>>(),
-        stage<prodigy_float16_2<Grad>>(),
-        stage<prodigy_bfloat16_3<Grad>>(),
-        stage<prodigy_bfloat16_4<Grad>>(),
-        stage<prodigy_float16_5<Grad>>(),
-        stage<prodigy_bfloat16_6<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct prodigy_float16_small {
-    typedef void staged;
-    static constexpr int SCALARS = 14, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {4, ELEMENT},  // exp_avg
-        {4, ELEMENT},  // exp_avg_sq
-        {4, ELEMENT},  // s
-        {4, ELEMENT},  // p0
-        {4, WHOLE},  // d
-        {4, WHOLE},  // d_max
-        {4, WHOLE},  // d_numerator
-        {4, WHOLE},  // one_times_one_minus_beta1_times_d
-        {4, WHOLE},  // rate
-        {4, WHOLE},  // one_minus_rate_times_weight_decay
-        {4, WHOLE},  // d_over_d0
-        {4, WHOLE},  // d_over_d0_times_rate
-        {4, WHOLE},  // tensor_sum_for_d_denom
-        {4, WHOLE},  // tensor_sum_for_numerator
-        {4, WHOLE},  // model_sum_for_numerator
-        {4, WHOLE},  // d_denom
-        {4, WHOLE},  // d_2
-        {4, WHOLE},  // d_2_times_eps
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_numerator
-    };
-    static constexpr Stage STAGES[] = {
-        stage<prodigy_bfloat16_small_1<Grad>>(),
-        stage<prodigy_float16_small_2<Grad>>(),
-        stage<prodigy_bfloat16_small_3<Grad>>(),
-        stage<prodigy_bfloat16_small_4<Grad>>(),
-        stage<prodigy_float16_small_5<Grad>>(),
-        stage<prodigy_bfloat16_small_6<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct prodigy_float32_safeguard_warmup {
-    typedef void staged;
-    static constexpr int SCALARS = 14, BLOCK = 64;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {1, ELEMENT},  // exp_avg_codes
         {2, BLOCK_OF},  // exp_avg_scale
         {1, ELEMENT},  // exp_avg_sq_codes
@@ -6077,25 +2140,23 @@ struct prodigy_float32_safeguard_warmup {
         {4, WHOLE},  // d_2_times_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
         {4, WHOLE + 8},  // partial results of tensor_sum_for_numerator
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<prodigy_float32_safeguard_warmup_1<Grad>>(),
-        stage<prodigy_float32_safeguard_warmup_2<Grad>>(),
-        stage<prodigy_float32_3<Grad>>(),
-        stage<prodigy_float32_4<Grad>>(),
-        stage<prodigy_float32_safeguard_warmup_5<Grad>>(),
-        stage<prodigy_float32_6<Grad>>(),
+        stage<prodigy_safeguard_warmup_kernel_1<Weight, Grad>>(),
+        stage<prodigy_safeguard_warmup_kernel_2<Weight, Grad>>(),
+        stage<prodigy_kernel_3<Weight, Grad>>(),
+        stage<prodigy_kernel_4<Weight, Grad>>(),
+        stage<prodigy_safeguard_warmup_kernel_5<Weight, Grad>>(),
+        stage<prodigy_kernel_6<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct prodigy_float32_safeguard_warmup_small {
+template <class Weight, class Grad>
+struct prodigy_safeguard_warmup_small_step {
     typedef void staged;
     static constexpr int SCALARS = 14, BLOCK = 1;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {4, ELEMENT},  // exp_avg
         {4, ELEMENT},  // exp_avg_sq
         {4, ELEMENT},  // s
@@ -6116,191 +2177,23 @@ struct prodigy_float32_safeguard_warmup_small {
         {4, WHOLE},  // d_2_times_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
         {4, WHOLE + 8},  // partial results of tensor_sum_for_numerator
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<prodigy_float32_safeguard_warmup_small_1<Grad>>(),
-        stage<prodigy_float32_safeguard_warmup_small_2<Grad>>(),
-        stage<prodigy_float32_small_3<Grad>>(),
-        stage<prodigy_float32_small_4<Grad>>(),
-        stage<prodigy_float32_safeguard_warmup_small_5<Grad>>(),
-        stage<prodigy_float32_small_6<Grad>>(),
+        stage<prodigy_safeguard_warmup_small_kernel_1<Weight, Grad>>(),
+        stage<prodigy_safeguard_warmup_small_kernel_2<Weight, Grad>>(),
+        stage<prodigy_small_kernel_3<Weight, Grad>>(),
+        stage<prodigy_small_kernel_4<Weight, Grad>>(),
+        stage<prodigy_safeguard_warmup_small_kernel_5<Weight, Grad>>(),
+        stage<prodigy_small_kernel_6<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct prodigy_bfloat16_safeguard_warmup {
+template <class Weight, class Grad>
+struct prodigy_use_bias_correction_step {
     typedef void staged;
     static constexpr int SCALARS = 14, BLOCK = 64;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // exp_avg_codes
-        {2, BLOCK_OF},  // exp_avg_scale
-        {1, ELEMENT},  // exp_avg_sq_codes
-        {2, BLOCK_OF},  // exp_avg_sq_range
-        {1, ELEMENT},  // s_codes
-        {2, BLOCK_OF},  // s_scale
-        {4, ELEMENT},  // p0
-        {4, WHOLE},  // d
-        {4, WHOLE},  // d_max
-        {4, WHOLE},  // d_numerator
-        {4, WHOLE},  // one_times_one_minus_beta1_times_d
-        {4, WHOLE},  // rate
-        {4, WHOLE},  // one_minus_rate_times_weight_decay
-        {4, WHOLE},  // d_over_d0
-        {4, WHOLE},  // d_over_d0_times_d_times_one
-        {4, WHOLE},  // tensor_sum_for_d_denom
-        {4, WHOLE},  // tensor_sum_for_numerator
-        {4, WHOLE},  // model_sum_for_numerator
-        {4, WHOLE},  // d_denom
-        {4, WHOLE},  // d_2
-        {4, WHOLE},  // d_2_times_eps
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_numerator
-    };
-    static constexpr Stage STAGES[] = {
-        stage<prodigy_bfloat16_safeguard_warmup_1<Grad>>(),
-        stage<prodigy_bfloat16_safeguard_warmup_2<Grad>>(),
-        stage<prodigy_bfloat16_3<Grad>>(),
-        stage<prodigy_bfloat16_4<Grad>>(),
-        stage<prodigy_bfloat16_safeguard_warmup_5<Grad>>(),
-        stage<prodigy_bfloat16_6<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct prodigy_bfloat16_safeguard_warmup_small {
-    typedef void staged;
-    static constexpr int SCALARS = 14, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {4, ELEMENT},  // exp_avg
-        {4, ELEMENT},  // exp_avg_sq
-        {4, ELEMENT},  // s
-        {4, ELEMENT},  // p0
-        {4, WHOLE},  // d
-        {4, WHOLE},  // d_max
-        {4, WHOLE},  // d_numerator
-        {4, WHOLE},  // one_times_one_minus_beta1_times_d
-        {4, WHOLE},  // rate
-        {4, WHOLE},  // one_minus_rate_times_weight_decay
-        {4, WHOLE},  // d_over_d0
-        {4, WHOLE},  // d_over_d0_times_d_times_one
-        {4, WHOLE},  // tensor_sum_for_d_denom
-        {4, WHOLE},  // tensor_sum_for_numerator
-        {4, WHOLE},  // model_sum_for_numerator
-        {4, WHOLE},  // d_denom
-        {4, WHOLE},  // d_2
-        {4, WHOLE},  // d_2_times_eps
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_numerator
-    };
-    static constexpr Stage STAGES[] = {
-        stage<prodigy_bfloat16_safeguard_warmup_small_1<Grad>>(),
-        stage<prodigy_bfloat16_safeguard_warmup_small_2<Grad>>(),
-        stage<prodigy_bfloat16_small_3<Grad>>(),
-        stage<prodigy_bfloat16_small_4<Grad>>(),
-        stage<prodigy_bfloat16_safeguard_warmup_small_5<Grad>>(),
-        stage<prodigy_bfloat16_small_6<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct prodigy_float16_safeguard_warmup {
-    typedef void staged;
-    static constexpr int SCALARS = 14, BLOCK = 64;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // exp_avg_codes
-        {2, BLOCK_OF},  // exp_avg_scale
-        {1, ELEMENT},  // exp_avg_sq_codes
-        {2, BLOCK_OF},  // exp_avg_sq_range
-        {1, ELEMENT},  // s_codes
-        {2, BLOCK_OF},  // s_scale
-        {4, ELEMENT},  // p0
-        {4, WHOLE},  // d
-        {4, WHOLE},  // d_max
-        {4, WHOLE},  // d_numerator
-        {4, WHOLE},  // one_times_one_minus_beta1_times_d
-        {4, WHOLE},  // rate
-        {4, WHOLE},  // one_minus_rate_times_weight_decay
-        {4, WHOLE},  // d_over_d0
-        {4, WHOLE},  // d_over_d0_times_d_times_one
-        {4, WHOLE},  // tensor_sum_for_d_denom
-        {4, WHOLE},  // tensor_sum_for_numerator
-        {4, WHOLE},  // model_sum_for_numerator
-        {4, WHOLE},  // d_denom
-        {4, WHOLE},  // d_2
-        {4, WHOLE},  // d_2_times_eps
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_numerator
-    };
-    static constexpr Stage STAGES[] = {
-        stage<prodigy_bfloat16_safeguard_warmup_1<Grad>>(),
-        stage<prodigy_float16_safeguard_warmup_2<Grad>>(),
-        stage<prodigy_bfloat16_3<Grad>>(),
-        stage<prodigy_bfloat16_4<Grad>>(),
-        stage<prodigy_float16_safeguard_warmup_5<Grad>>(),
-        stage<prodigy_bfloat16_6<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct prodigy_float16_safeguard_warmup_small {
-    typedef void staged;
-    static constexpr int SCALARS = 14, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {4, ELEMENT},  // exp_avg
-        {4, ELEMENT},  // exp_avg_sq
-        {4, ELEMENT},  // s
-        {4, ELEMENT},  // p0
-        {4, WHOLE},  // d
-        {4, WHOLE},  // d_max
-        {4, WHOLE},  // d_numerator
-        {4, WHOLE},  // one_times_one_minus_beta1_times_d
-        {4, WHOLE},  // rate
-        {4, WHOLE},  // one_minus_rate_times_weight_decay
-        {4, WHOLE},  // d_over_d0
-        {4, WHOLE},  // d_over_d0_times_d_times_one
-        {4, WHOLE},  // tensor_sum_for_d_denom
-        {4, WHOLE},  // tensor_sum_for_numerator
-        {4, WHOLE},  // model_sum_for_numerator
-        {4, WHOLE},  // d_denom
-        {4, WHOLE},  // d_2
-        {4, WHOLE},  // d_2_times_eps
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_numerator
-    };
-    static constexpr Stage STAGES[] = {
-        stage<prodigy_bfloat16_safeguard_warmup_small_1<Grad>>(),
-        stage<prodigy_float16_safeguard_warmup_small_2<Grad>>(),
-        stage<prodigy_bfloat16_small_3<Grad>>(),
-        stage<prodigy_bfloat16_small_4<Grad>>(),
-        stage<prodigy_float16_safeguard_warmup_small_5<Grad>>(),
-        stage<prodigy_bfloat16_small_6<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct prodigy_float32_use_bias_correction {
-    typedef void staged;
-    static constexpr int SCALARS = 14, BLOCK = 64;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {1, ELEMENT},  // exp_avg_codes
         {2, BLOCK_OF},  // exp_avg_scale
         {1, ELEMENT},  // exp_avg_sq_codes
@@ -6324,25 +2217,23 @@ struct prodigy_float32_use_bias_correction {
         {4, WHOLE},  // d_2_times_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
         {4, WHOLE + 8},  // partial results of tensor_sum_for_numerator
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<prodigy_float32_use_bias_correction_1<Grad>>(),
-        stage<prodigy_float32_use_bias_correction_2<Grad>>(),
-        stage<prodigy_float32_3<Grad>>(),
-        stage<prodigy_float32_use_bias_correction_4<Grad>>(),
-        stage<prodigy_float32_5<Grad>>(),
-        stage<prodigy_float32_6<Grad>>(),
+        stage<prodigy_use_bias_correction_kernel_1<Weight, Grad>>(),
+        stage<prodigy_use_bias_correction_kernel_2<Weight, Grad>>(),
+        stage<prodigy_kernel_3<Weight, Grad>>(),
+        stage<prodigy_use_bias_correction_kernel_4<Weight, Grad>>(),
+        stage<prodigy_kernel_5<Weight, Grad>>(),
+        stage<prodigy_kernel_6<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct prodigy_float32_use_bias_correction_small {
+template <class Weight, class Grad>
+struct prodigy_use_bias_correction_small_step {
     typedef void staged;
     static constexpr int SCALARS = 14, BLOCK = 1;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {4, ELEMENT},  // exp_avg
         {4, ELEMENT},  // exp_avg_sq
         {4, ELEMENT},  // s
@@ -6363,191 +2254,23 @@ struct prodigy_float32_use_bias_correction_small {
         {4, WHOLE},  // d_2_times_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
         {4, WHOLE + 8},  // partial results of tensor_sum_for_numerator
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<prodigy_float32_use_bias_correction_small_1<Grad>>(),
-        stage<prodigy_float32_use_bias_correction_small_2<Grad>>(),
-        stage<prodigy_float32_small_3<Grad>>(),
-        stage<prodigy_float32_use_bias_correction_small_4<Grad>>(),
-        stage<prodigy_float32_small_5<Grad>>(),
-        stage<prodigy_float32_small_6<Grad>>(),
+        stage<prodigy_use_bias_correction_small_kernel_1<Weight, Grad>>(),
+        stage<prodigy_use_bias_correction_small_kernel_2<Weight, Grad>>(),
+        stage<prodigy_small_kernel_3<Weight, Grad>>(),
+        stage<prodigy_use_bias_correction_small_kernel_4<Weight, Grad>>(),
+        stage<prodigy_small_kernel_5<Weight, Grad>>(),
+        stage<prodigy_small_kernel_6<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct prodigy_bfloat16_use_bias_correction {
+template <class Weight, class Grad>
+struct prodigy_use_bias_correction_safeguard_warmup_step {
     typedef void staged;
     static constexpr int SCALARS = 14, BLOCK = 64;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // exp_avg_codes
-        {2, BLOCK_OF},  // exp_avg_scale
-        {1, ELEMENT},  // exp_avg_sq_codes
-        {2, BLOCK_OF},  // exp_avg_sq_range
-        {1, ELEMENT},  // s_codes
-        {2, BLOCK_OF},  // s_scale
-        {4, ELEMENT},  // p0
-        {4, WHOLE},  // d
-        {4, WHOLE},  // d_max
-        {4, WHOLE},  // d_numerator
-        {4, WHOLE},  // one_times_one_minus_beta1_times_d
-        {4, WHOLE},  // rate
-        {4, WHOLE},  // one_minus_rate_times_weight_decay
-        {4, WHOLE},  // d_over_d0
-        {4, WHOLE},  // d_over_d0_times_rate
-        {4, WHOLE},  // tensor_sum_for_d_denom
-        {4, WHOLE},  // tensor_sum_for_numerator
-        {4, WHOLE},  // model_sum_for_numerator
-        {4, WHOLE},  // d_denom
-        {4, WHOLE},  // d_2
-        {4, WHOLE},  // d_2_times_eps
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_numerator
-    };
-    static constexpr Stage STAGES[] = {
-        stage<prodigy_bfloat16_use_bias_correction_1<Grad>>(),
-        stage<prodigy_bfloat16_use_bias_correction_2<Grad>>(),
-        stage<prodigy_bfloat16_3<Grad>>(),
-        stage<prodigy_bfloat16_use_bias_correction_4<Grad>>(),
-        stage<prodigy_bfloat16_5<Grad>>(),
-        stage<prodigy_bfloat16_6<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct prodigy_bfloat16_use_bias_correction_small {
-    typedef void staged;
-    static constexpr int SCALARS = 14, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {4, ELEMENT},  // exp_avg
-        {4, ELEMENT},  // exp_avg_sq
-        {4, ELEMENT},  // s
-        {4, ELEMENT},  // p0
-        {4, WHOLE},  // d
-        {4, WHOLE},  // d_max
-        {4, WHOLE},  // d_numerator
-        {4, WHOLE},  // one_times_one_minus_beta1_times_d
-        {4, WHOLE},  // rate
-        {4, WHOLE},  // one_minus_rate_times_weight_decay
-        {4, WHOLE},  // d_over_d0
-        {4, WHOLE},  // d_over_d0_times_rate
-        {4, WHOLE},  // tensor_sum_for_d_denom
-        {4, WHOLE},  // tensor_sum_for_numerator
-        {4, WHOLE},  // model_sum_for_numerator
-        {4, WHOLE},  // d_denom
-        {4, WHOLE},  // d_2
-        {4, WHOLE},  // d_2_times_eps
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_numerator
-    };
-    static constexpr Stage STAGES[] = {
-        stage<prodigy_bfloat16_use_bias_correction_small_1<Grad>>(),
-        stage<prodigy_bfloat16_use_bias_correction_small_2<Grad>>(),
-        stage<prodigy_bfloat16_small_3<Grad>>(),
-        stage<prodigy_bfloat16_use_bias_correction_small_4<Grad>>(),
-        stage<prodigy_bfloat16_small_5<Grad>>(),
-        stage<prodigy_bfloat16_small_6<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct prodigy_float16_use_bias_correction {
-    typedef void staged;
-    static constexpr int SCALARS = 14, BLOCK = 64;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // exp_avg_codes
-        {2, BLOCK_OF},  // exp_avg_scale
-        {1, ELEMENT},  // exp_avg_sq_codes
-        {2, BLOCK_OF},  // exp_avg_sq_range
-        {1, ELEMENT},  // s_codes
-        {2, BLOCK_OF},  // s_scale
-        {4, ELEMENT},  // p0
-        {4, WHOLE},  // d
-        {4, WHOLE},  // d_max
-        {4, WHOLE},  // d_numerator
-        {4, WHOLE},  // one_times_one_minus_beta1_times_d
-        {4, WHOLE},  // rate
-        {4, WHOLE},  // one_minus_rate_times_weight_decay
-        {4, WHOLE},  // d_over_d0
-        {4, WHOLE},  // d_over_d0_times_rate
-        {4, WHOLE},  // tensor_sum_for_d_denom
-        {4, WHOLE},  // tensor_sum_for_numerator
-        {4, WHOLE},  // model_sum_for_numerator
-        {4, WHOLE},  // d_denom
-        {4, WHOLE},  // d_2
-        {4, WHOLE},  // d_2_times_eps
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_numerator
-    };
-    static constexpr Stage STAGES[] = {
-        stage<prodigy_bfloat16_use_bias_correction_1<Grad>>(),
-        stage<prodigy_float16_use_bias_correction_2<Grad>>(),
-        stage<prodigy_bfloat16_3<Grad>>(),
-        stage<prodigy_bfloat16_use_bias_correction_4<Grad>>(),
-        stage<prodigy_float16_5<Grad>>(),
-        stage<prodigy_bfloat16_6<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct prodigy_float16_use_bias_correction_small {
-    typedef void staged;
-    static constexpr int SCALARS = 14, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {4, ELEMENT},  // exp_avg
-        {4, ELEMENT},  // exp_avg_sq
-        {4, ELEMENT},  // s
-        {4, ELEMENT},  // p0
-        {4, WHOLE},  // d
-        {4, WHOLE},  // d_max
-        {4, WHOLE},  // d_numerator
-        {4, WHOLE},  // one_times_one_minus_beta1_times_d
-        {4, WHOLE},  // rate
-        {4, WHOLE},  // one_minus_rate_times_weight_decay
-        {4, WHOLE},  // d_over_d0
-        {4, WHOLE},  // d_over_d0_times_rate
-        {4, WHOLE},  // tensor_sum_for_d_denom
-        {4, WHOLE},  // tensor_sum_for_numerator
-        {4, WHOLE},  // model_sum_for_numerator
-        {4, WHOLE},  // d_denom
-        {4, WHOLE},  // d_2
-        {4, WHOLE},  // d_2_times_eps
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_numerator
-    };
-    static constexpr Stage STAGES[] = {
-        stage<prodigy_bfloat16_use_bias_correction_small_1<Grad>>(),
-        stage<prodigy_float16_use_bias_correction_small_2<Grad>>(),
-        stage<prodigy_bfloat16_small_3<Grad>>(),
-        stage<prodigy_bfloat16_use_bias_correction_small_4<Grad>>(),
-        stage<prodigy_float16_small_5<Grad>>(),
-        stage<prodigy_bfloat16_small_6<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct prodigy_float32_use_bias_correction_safeguard_warmup {
-    typedef void staged;
-    static constexpr int SCALARS = 14, BLOCK = 64;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {1, ELEMENT},  // exp_avg_codes
         {2, BLOCK_OF},  // exp_avg_scale
         {1, ELEMENT},  // exp_avg_sq_codes
@@ -6571,25 +2294,23 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup {
         {4, WHOLE},  // d_2_times_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
         {4, WHOLE + 8},  // partial results of tensor_sum_for_numerator
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<prodigy_float32_use_bias_correction_safeguard_warmup_1<Grad>>(),
-        stage<prodigy_float32_use_bias_correction_safeguard_warmup_2<Grad>>(),
-        stage<prodigy_float32_3<Grad>>(),
-        stage<prodigy_float32_use_bias_correction_4<Grad>>(),
-        stage<prodigy_float32_safeguard_warmup_5<Grad>>(),
-        stage<prodigy_float32_6<Grad>>(),
+        stage<prodigy_use_bias_correction_safeguard_warmup_kernel_1<Weight, Grad>>(),
+        stage<prodigy_use_bias_correction_safeguard_warmup_kernel_2<Weight, Grad>>(),
+        stage<prodigy_kernel_3<Weight, Grad>>(),
+        stage<prodigy_use_bias_correction_kernel_4<Weight, Grad>>(),
+        stage<prodigy_safeguard_warmup_kernel_5<Weight, Grad>>(),
+        stage<prodigy_kernel_6<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct prodigy_float32_use_bias_correction_safeguard_warmup_small {
+template <class Weight, class Grad>
+struct prodigy_use_bias_correction_safeguard_warmup_small_step {
     typedef void staged;
     static constexpr int SCALARS = 14, BLOCK = 1;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {4, ELEMENT},  // exp_avg
         {4, ELEMENT},  // exp_avg_sq
         {4, ELEMENT},  // s
@@ -6610,182 +2331,41 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_small {
         {4, WHOLE},  // d_2_times_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
         {4, WHOLE + 8},  // partial results of tensor_sum_for_numerator
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<prodigy_float32_use_bias_correction_safeguard_warmup_small_1<Grad>>(),
-        stage<prodigy_float32_use_bias_correction_safeguard_warmup_small_2<Grad>>(),
-        stage<prodigy_float32_small_3<Grad>>(),
-        stage<prodigy_float32_use_bias_correction_small_4<Grad>>(),
-        stage<prodigy_float32_safeguard_warmup_small_5<Grad>>(),
-        stage<prodigy_float32_small_6<Grad>>(),
+        stage<prodigy_use_bias_correction_safeguard_warmup_small_kernel_1<Weight, Grad>>(),
+        stage<prodigy_use_bias_correction_safeguard_warmup_small_kernel_2<Weight, Grad>>(),
+        stage<prodigy_small_kernel_3<Weight, Grad>>(),
+        stage<prodigy_use_bias_correction_small_kernel_4<Weight, Grad>>(),
+        stage<prodigy_safeguard_warmup_small_kernel_5<Weight, Grad>>(),
+        stage<prodigy_small_kernel_6<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct prodigy_bfloat16_use_bias_correction_safeguard_warmup {
-    typedef void staged;
-    static constexpr int SCALARS = 14, BLOCK = 64;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // exp_avg_codes
-        {2, BLOCK_OF},  // exp_avg_scale
-        {1, ELEMENT},  // exp_avg_sq_codes
-        {2, BLOCK_OF},  // exp_avg_sq_range
-        {1, ELEMENT},  // s_codes
-        {2, BLOCK_OF},  // s_scale
-        {4, ELEMENT},  // p0
-        {4, WHOLE},  // d
-        {4, WHOLE},  // d_max
-        {4, WHOLE},  // d_numerator
-        {4, WHOLE},  // one_times_one_minus_beta1_times_d
-        {4, WHOLE},  // rate
-        {4, WHOLE},  // one_minus_rate_times_weight_decay
-        {4, WHOLE},  // d_over_d0
-        {4, WHOLE},  // d_over_d0_times_d_times_one
-        {4, WHOLE},  // tensor_sum_for_d_denom
-        {4, WHOLE},  // tensor_sum_for_numerator
-        {4, WHOLE},  // model_sum_for_numerator
-        {4, WHOLE},  // d_denom
-        {4, WHOLE},  // d_2
-        {4, WHOLE},  // d_2_times_eps
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_numerator
-    };
-    static constexpr Stage STAGES[] = {
-        stage<prodigy_bfloat16_use_bias_correction_safeguard_warmup_1<Grad>>(),
-        stage<prodigy_bfloat16_use_bias_correction_safeguard_warmup_2<Grad>>(),
-        stage<prodigy_bfloat16_3<Grad>>(),
-        stage<prodigy_bfloat16_use_bias_correction_4<Grad>>(),
-        stage<prodigy_bfloat16_safeguard_warmup_5<Grad>>(),
-        stage<prodigy_bfloat16_6<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct prodigy_bfloat16_use_bias_correction_safeguard_warmup_small {
-    typedef void staged;
-    static constexpr int SCALARS = 14, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {4, ELEMENT},  // exp_avg
-        {4, ELEMENT},  // exp_avg_sq
-        {4, ELEMENT},  // s
-        {4, ELEMENT},  // p0
-        {4, WHOLE},  // d
-        {4, WHOLE},  // d_max
-        {4, WHOLE},  // d_numerator
-        {4, WHOLE},  // one_times_one_minus_beta1_times_d
-        {4, WHOLE},  // rate
-        {4, WHOLE},  // one_minus_rate_times_weight_decay
-        {4, WHOLE},  // d_over_d0
-        {4, WHOLE},  // d_over_d0_times_d_times_one
-        {4, WHOLE},  // tensor_sum_for_d_denom
-        {4, WHOLE},  // tensor_sum_for_numerator
-        {4, WHOLE},  // model_sum_for_numerator
-        {4, WHOLE},  // d_denom
-        {4, WHOLE},  // d_2
-        {4, WHOLE},  // d_2_times_eps
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_numerator
-    };
-    static constexpr Stage STAGES[] = {
-        stage<prodigy_bfloat16_use_bias_correction_safeguard_warmup_small_1<Grad>>(),
-        stage<prodigy_bfloat16_use_bias_correction_safeguard_warmup_small_2<Grad>>(),
-        stage<prodigy_bfloat16_small_3<Grad>>(),
-        stage<prodigy_bfloat16_use_bias_correction_small_4<Grad>>(),
-        stage<prodigy_bfloat16_safeguard_warmup_small_5<Grad>>(),
-        stage<prodigy_bfloat16_small_6<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct prodigy_float16_use_bias_correction_safeguard_warmup {
-    typedef void staged;
-    static constexpr int SCALARS = 14, BLOCK = 64;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // exp_avg_codes
-        {2, BLOCK_OF},  // exp_avg_scale
-        {1, ELEMENT},  // exp_avg_sq_codes
-        {2, BLOCK_OF},  // exp_avg_sq_range
-        {1, ELEMENT},  // s_codes
-        {2, BLOCK_OF},  // s_scale
-        {4, ELEMENT},  // p0
-        {4, WHOLE},  // d
-        {4, WHOLE},  // d_max
-        {4, WHOLE},  // d_numerator
-        {4, WHOLE},  // one_times_one_minus_beta1_times_d
-        {4, WHOLE},  // rate
-        {4, WHOLE},  // one_minus_rate_times_weight_decay
-        {4, WHOLE},  // d_over_d0
-        {4, WHOLE},  // d_over_d0_times_d_times_one
-        {4, WHOLE},  // tensor_sum_for_d_denom
-        {4, WHOLE},  // tensor_sum_for_numerator
-        {4, WHOLE},  // model_sum_for_numerator
-        {4, WHOLE},  // d_denom
-        {4, WHOLE},  // d_2
-        {4, WHOLE},  // d_2_times_eps
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_numerator
-    };
-    static constexpr Stage STAGES[] = {
-        stage<prodigy_bfloat16_use_bias_correction_safeguard_warmup_1<Grad>>(),
-        stage<prodigy_float16_use_bias_correction_safeguard_warmup_2<Grad>>(),
-        stage<prodigy_bfloat16_3<Grad>>(),
-        stage<prodigy_bfloat16_use_bias_correction_4<Grad>>(),
-        stage<prodigy_float16_safeguard_warmup_5<Grad>>(),
-        stage<prodigy_bfloat16_6<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct prodigy_float16_use_bias_correction_safeguard_warmup_small {
-    typedef void staged;
-    static constexpr int SCALARS = 14, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {4, ELEMENT},  // exp_avg
-        {4, ELEMENT},  // exp_avg_sq
-        {4, ELEMENT},  // s
-        {4, ELEMENT},  // p0
-        {4, WHOLE},  // d
-        {4, WHOLE},  // d_max
-        {4, WHOLE},  // d_numerator
-        {4, WHOLE},  // one_times_one_minus_beta1_times_d
-        {4, WHOLE},  // rate
-        {4, WHOLE},  // one_minus_rate_times_weight_decay
-        {4, WHOLE},  // d_over_d0
-        {4, WHOLE},  // d_over_d0_times_d_times_one
-        {4, WHOLE},  // tensor_sum_for_d_denom
-        {4, WHOLE},  // tensor_sum_for_numerator
-        {4, WHOLE},  // model_sum_for_numerator
-        {4, WHOLE},  // d_denom
-        {4, WHOLE},  // d_2
-        {4, WHOLE},  // d_2_times_eps
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_numerator
-    };
-    static constexpr Stage STAGES[] = {
-        stage<prodigy_bfloat16_use_bias_correction_safeguard_warmup_small_1<Grad>>(),
-        stage<prodigy_float16_use_bias_correction_safeguard_warmup_small_2<Grad>>(),
-        stage<prodigy_bfloat16_small_3<Grad>>(),
-        stage<prodigy_bfloat16_use_bias_correction_small_4<Grad>>(),
-        stage<prodigy_float16_safeguard_warmup_small_5<Grad>>(),
-        stage<prodigy_bfloat16_small_6<Grad>>(),
-    };
-};
+template <class Grad> using prodigy_float32 = prodigy_step<weight_float32, Grad>;
+template <class Grad> using prodigy_float32_small = prodigy_small_step<weight_float32, Grad>;
+template <class Grad> using prodigy_bfloat16 = prodigy_step<weight_bfloat16, Grad>;
+template <class Grad> using prodigy_bfloat16_small = prodigy_small_step<weight_bfloat16, Grad>;
+template <class Grad> using prodigy_float16 = prodigy_step<weight_float16, Grad>;
+template <class Grad> using prodigy_float16_small = prodigy_small_step<weight_float16, Grad>;
+template <class Grad> using prodigy_float32_safeguard_warmup = prodigy_safeguard_warmup_step<weight_float32, Grad>;
+template <class Grad> using prodigy_float32_safeguard_warmup_small = prodigy_safeguard_warmup_small_step<weight_float32, Grad>;
+template <class Grad> using prodigy_bfloat16_safeguard_warmup = prodigy_safeguard_warmup_step<weight_bfloat16, Grad>;
+template <class Grad> using prodigy_bfloat16_safeguard_warmup_small = prodigy_safeguard_warmup_small_step<weight_bfloat16, Grad>;
+template <class Grad> using prodigy_float16_safeguard_warmup = prodigy_safeguard_warmup_step<weight_float16, Grad>;
+template <class Grad> using prodigy_float16_safeguard_warmup_small = prodigy_safeguard_warmup_small_step<weight_float16, Grad>;
+template <class Grad> using prodigy_float32_use_bias_correction = prodigy_use_bias_correction_step<weight_float32, Grad>;
+template <class Grad> using prodigy_float32_use_bias_correction_small = prodigy_use_bias_correction_small_step<weight_float32, Grad>;
+template <class Grad> using prodigy_bfloat16_use_bias_correction = prodigy_use_bias_correction_step<weight_bfloat16, Grad>;
+template <class Grad> using prodigy_bfloat16_use_bias_correction_small = prodigy_use_bias_correction_small_step<weight_bfloat16, Grad>;
+template <class Grad> using prodigy_float16_use_bias_correction = prodigy_use_bias_correction_step<weight_float16, Grad>;
+template <class Grad> using prodigy_float16_use_bias_correction_small = prodigy_use_bias_correction_small_step<weight_float16, Grad>;
+template <class Grad> using prodigy_float32_use_bias_correction_safeguard_warmup = prodigy_use_bias_correction_safeguard_warmup_step<weight_float32, Grad>;
+template <class Grad> using prodigy_float32_use_bias_correction_safeguard_warmup_small = prodigy_use_bias_correction_safeguard_warmup_small_step<weight_float32, Grad>;
+template <class Grad> using prodigy_bfloat16_use_bias_correction_safeguard_warmup = prodigy_use_bias_correction_safeguard_warmup_step<weight_bfloat16, Grad>;
+template <class Grad> using prodigy_bfloat16_use_bias_correction_safeguard_warmup_small = prodigy_use_bias_correction_safeguard_warmup_small_step<weight_bfloat16, Grad>;
+template <class Grad> using prodigy_float16_use_bias_correction_safeguard_warmup = prodigy_use_bias_correction_safeguard_warmup_step<weight_float16, Grad>;
+template <class Grad> using prodigy_float16_use_bias_correction_safeguard_warmup_small = prodigy_use_bias_correction_safeguard_warmup_small_step<weight_float16, Grad>;
 
 }  // namespace
 

@@ -16,28 +16,69 @@
 
 namespace {
 
-template <class Grad>
-struct rmsprop_float32 {
+// bf16, nearest
+struct weight_bfloat16 {
+    static constexpr int NOISE = 0;
+    static constexpr Part PARTS[] = {{2, true}};  // code
+    uint16_t *__restrict code_at;
+
+    weight_bfloat16(char *p, char *const *more) : code_at((uint16_t *)p) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        return widened(code_stored);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        const I x_bits = bits(x);
+        const I carry = (x_bits >> 16 & 1) + 32767;
+        store_half<2>(code_at + i, bits_or_nan(as_float(x_bits)) + carry);
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); }
+};
+
+// f16, nearest
+struct weight_float16 {
+    static constexpr int NOISE = 0;
+    static constexpr Part PARTS[] = {{2, true}};  // code
+    uint16_t *__restrict code_at;
+
+    weight_float16(char *p, char *const *more) : code_at((uint16_t *)p) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        return widen_half(code_stored);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        store(code_at + i, narrow_half(x));
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); }
+};
+
+template <class Weight, class Grad>
+struct rmsprop_kernel {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 6;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}};
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}});
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];           // float32 [n]  read and written
+        Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict square_avg_at = (float *)at[2];  // float32 [n]  read and written
+        float *__restrict square_avg_at = (float *)at[parts<Weight>() + 1];  // float32 [n]  read and written
         const F alpha(scalars[0]);
         const F eps(scalars[1]);
         const F weight_decay(scalars[2]);
         const F grad_scale(scalars[3]);
         const F one_minus_alpha(scalars[4]);
         const F minus_lr(scalars[5]);
+        Words<rmsprop_kernel> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/rmsprop.py)
         for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
+            const auto noise = words.at(i);
+            const F p = weight.decode(i);
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
             const F square_avg = load(square_avg_at + i);
@@ -46,101 +87,29 @@ struct rmsprop_float32 {
             const F square_avg_2 = fma(one_minus_alpha * g_3, g_3, alpha * square_avg);
             const F update = g_3 / (sqrt(square_avg_2) + eps);  // 34  update = g / (sqrt(variance) + eps)
             const F p_2 = fma(minus_lr, update, p);             // 38  p = p - lr * update
-            store(p_at + i, p_2);
+            weight.encode(i, p_2, noise);
             store(square_avg_at + i, square_avg_2);
         }
     }
 };
 
-template <class Grad>
-struct rmsprop_bfloat16 {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 6;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];     // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict square_avg_at = (float *)at[2];  // float32 [n]  read and written
-        const F alpha(scalars[0]);
-        const F eps(scalars[1]);
-        const F weight_decay(scalars[2]);
-        const F grad_scale(scalars[3]);
-        const F one_minus_alpha(scalars[4]);
-        const F minus_lr(scalars[5]);
-
-        // -- elements: decode, update, encode  (specs/rmsprop.py)
-        for (int i = 0; i < count; i += W) {
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);                      // bf16, nearest
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F square_avg = load(square_avg_at + i);
-            const F g_2 = fma(weight_decay, p, g);              // 27  g = l2(g, p, weight_decay)
-            // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-            const F square_avg_2 = fma(one_minus_alpha * g_2, g_2, alpha * square_avg);
-            const F update = g_2 / (sqrt(square_avg_2) + eps);  // 34  update = g / (sqrt(variance) + eps)
-            const F p_2 = fma(minus_lr, update, p);             // 38  p = p - lr * update
-            const I p_x_bits = bits(p_2);
-            const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-            store(square_avg_at + i, square_avg_2);
-        }
-    }
-};
-
-template <class Grad>
-struct rmsprop_float16 {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 6;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];     // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict square_avg_at = (float *)at[2];  // float32 [n]  read and written
-        const F alpha(scalars[0]);
-        const F eps(scalars[1]);
-        const F weight_decay(scalars[2]);
-        const F grad_scale(scalars[3]);
-        const F one_minus_alpha(scalars[4]);
-        const F minus_lr(scalars[5]);
-
-        // -- elements: decode, update  (specs/rmsprop.py)
-        for (int i = 0; i < count; i += W) {
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);                   // f16, nearest
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F square_avg = load(square_avg_at + i);
-            const F g_2 = fma(weight_decay, p, g);              // 27  g = l2(g, p, weight_decay)
-            // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-            const F square_avg_2 = fma(one_minus_alpha * g_2, g_2, alpha * square_avg);
-            const F update = g_2 / (sqrt(square_avg_2) + eps);  // 34  update = g / (sqrt(variance) + eps)
-            const F p_2 = fma(minus_lr, update, p);             // 38  p = p - lr * update
-            store(p_at + i, narrow_half(p_2));
-            store(square_avg_at + i, square_avg_2);
-        }
-    }
-};
-
-template <class Grad>
-struct rmsprop_float32_has_momentum {
+template <class Weight, class Grad>
+struct rmsprop_has_momentum_kernel {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}});
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];                // float32 [n]  read and written
+        Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict square_avg_at = (float *)at[2];       // float32 [n]  read and written
-        float *__restrict momentum_buffer_at = (float *)at[3];  // float32 [n]  read and written
+        float *__restrict square_avg_at = (float *)at[parts<Weight>() + 1];  // float32 [n]  read and written
+        // float32 [n]  read and written
+        float *__restrict momentum_buffer_at = (float *)at[parts<Weight>() + 2];
         const F alpha(scalars[0]);
         const F eps(scalars[1]);
         const F weight_decay(scalars[2]);
@@ -148,10 +117,12 @@ struct rmsprop_float32_has_momentum {
         const F grad_scale(scalars[4]);
         const F one_minus_alpha(scalars[5]);
         const F minus_lr(scalars[6]);
+        Words<rmsprop_has_momentum_kernel> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/rmsprop.py)
         for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
+            const auto noise = words.at(i);
+            const F p = weight.decode(i);
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
             const F square_avg = load(square_avg_at + i);
@@ -162,122 +133,41 @@ struct rmsprop_float32_has_momentum {
             // 36  momentum_buffer = momentum * momentum_buffer + update
             const F momentum_buffer_2 = fma(g_3, 1.0f / (sqrt(square_avg_2) + eps), momentum * momentum_buffer);
             const F p_2 = fma(minus_lr, momentum_buffer_2, p);  // 38  p = p - lr * update
-            store(p_at + i, p_2);
+            weight.encode(i, p_2, noise);
             store(square_avg_at + i, square_avg_2);
             store(momentum_buffer_at + i, momentum_buffer_2);
         }
     }
 };
 
-template <class Grad>
-struct rmsprop_bfloat16_has_momentum {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];          // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict square_avg_at = (float *)at[2];       // float32 [n]  read and written
-        float *__restrict momentum_buffer_at = (float *)at[3];  // float32 [n]  read and written
-        const F alpha(scalars[0]);
-        const F eps(scalars[1]);
-        const F weight_decay(scalars[2]);
-        const F momentum(scalars[3]);
-        const F grad_scale(scalars[4]);
-        const F one_minus_alpha(scalars[5]);
-        const F minus_lr(scalars[6]);
-
-        // -- elements: decode, update, encode  (specs/rmsprop.py)
-        for (int i = 0; i < count; i += W) {
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);                      // bf16, nearest
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F square_avg = load(square_avg_at + i);
-            const F momentum_buffer = load(momentum_buffer_at + i);
-            const F g_2 = fma(weight_decay, p, g);              // 27  g = l2(g, p, weight_decay)
-            // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-            const F square_avg_2 = fma(one_minus_alpha * g_2, g_2, alpha * square_avg);
-            // 36  momentum_buffer = momentum * momentum_buffer + update
-            const F momentum_buffer_2 = fma(g_2, 1.0f / (sqrt(square_avg_2) + eps), momentum * momentum_buffer);
-            const F p_2 = fma(minus_lr, momentum_buffer_2, p);  // 38  p = p - lr * update
-            const I p_x_bits = bits(p_2);
-            const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-            store(square_avg_at + i, square_avg_2);
-            store(momentum_buffer_at + i, momentum_buffer_2);
-        }
-    }
-};
-
-template <class Grad>
-struct rmsprop_float16_has_momentum {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];          // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict square_avg_at = (float *)at[2];       // float32 [n]  read and written
-        float *__restrict momentum_buffer_at = (float *)at[3];  // float32 [n]  read and written
-        const F alpha(scalars[0]);
-        const F eps(scalars[1]);
-        const F weight_decay(scalars[2]);
-        const F momentum(scalars[3]);
-        const F grad_scale(scalars[4]);
-        const F one_minus_alpha(scalars[5]);
-        const F minus_lr(scalars[6]);
-
-        // -- elements: decode, update  (specs/rmsprop.py)
-        for (int i = 0; i < count; i += W) {
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);                   // f16, nearest
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F square_avg = load(square_avg_at + i);
-            const F momentum_buffer = load(momentum_buffer_at + i);
-            const F g_2 = fma(weight_decay, p, g);              // 27  g = l2(g, p, weight_decay)
-            // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-            const F square_avg_2 = fma(one_minus_alpha * g_2, g_2, alpha * square_avg);
-            // 36  momentum_buffer = momentum * momentum_buffer + update
-            const F momentum_buffer_2 = fma(g_2, 1.0f / (sqrt(square_avg_2) + eps), momentum * momentum_buffer);
-            const F p_2 = fma(minus_lr, momentum_buffer_2, p);  // 38  p = p - lr * update
-            store(p_at + i, narrow_half(p_2));
-            store(square_avg_at + i, square_avg_2);
-            store(momentum_buffer_at + i, momentum_buffer_2);
-        }
-    }
-};
-
-template <class Grad>
-struct rmsprop_float32_centered {
+template <class Weight, class Grad>
+struct rmsprop_centered_kernel {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 6;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}});
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];           // float32 [n]  read and written
+        Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict square_avg_at = (float *)at[2];  // float32 [n]  read and written
-        float *__restrict grad_avg_at = (float *)at[3];    // float32 [n]  read and written
+        float *__restrict square_avg_at = (float *)at[parts<Weight>() + 1];  // float32 [n]  read and written
+        float *__restrict grad_avg_at = (float *)at[parts<Weight>() + 2];    // float32 [n]  read and written
         const F alpha(scalars[0]);
         const F eps(scalars[1]);
         const F weight_decay(scalars[2]);
         const F grad_scale(scalars[3]);
         const F one_minus_alpha(scalars[4]);
         const F minus_lr(scalars[5]);
+        Words<rmsprop_centered_kernel> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/rmsprop.py)
         for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
+            const auto noise = words.at(i);
+            const F p = weight.decode(i);
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
             const F grad_avg = load(grad_avg_at + i);
@@ -291,117 +181,31 @@ struct rmsprop_float32_centered {
             const F variance = max(F(0.0f), fma(-grad_avg_2, grad_avg_2, square_avg_2));
             const F update = g_3 / (sqrt(variance) + eps);               // 34  update = g / (sqrt(variance) + eps)
             const F p_2 = fma(minus_lr, update, p);                      // 38  p = p - lr * update
-            store(p_at + i, p_2);
+            weight.encode(i, p_2, noise);
             store(square_avg_at + i, square_avg_2);
             store(grad_avg_at + i, grad_avg_2);
         }
     }
 };
 
-template <class Grad>
-struct rmsprop_bfloat16_centered {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 6;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];     // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict square_avg_at = (float *)at[2];  // float32 [n]  read and written
-        float *__restrict grad_avg_at = (float *)at[3];    // float32 [n]  read and written
-        const F alpha(scalars[0]);
-        const F eps(scalars[1]);
-        const F weight_decay(scalars[2]);
-        const F grad_scale(scalars[3]);
-        const F one_minus_alpha(scalars[4]);
-        const F minus_lr(scalars[5]);
-
-        // -- elements: decode, update, encode  (specs/rmsprop.py)
-        for (int i = 0; i < count; i += W) {
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);                               // bf16, nearest
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F grad_avg = load(grad_avg_at + i);
-            const F square_avg = load(square_avg_at + i);
-            const F g_2 = fma(weight_decay, p, g);                       // 27  g = l2(g, p, weight_decay)
-            const F g_mul = one_minus_alpha * g_2;
-            const F grad_avg_2 = fma(alpha, grad_avg, g_mul);            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
-            // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-            const F square_avg_2 = fma(g_mul, g_2, alpha * square_avg);
-            // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-            const F variance = max(F(0.0f), fma(-grad_avg_2, grad_avg_2, square_avg_2));
-            const F update = g_2 / (sqrt(variance) + eps);               // 34  update = g / (sqrt(variance) + eps)
-            const F p_2 = fma(minus_lr, update, p);                      // 38  p = p - lr * update
-            const I p_x_bits = bits(p_2);
-            const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-            store(square_avg_at + i, square_avg_2);
-            store(grad_avg_at + i, grad_avg_2);
-        }
-    }
-};
-
-template <class Grad>
-struct rmsprop_float16_centered {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 6;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];     // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict square_avg_at = (float *)at[2];  // float32 [n]  read and written
-        float *__restrict grad_avg_at = (float *)at[3];    // float32 [n]  read and written
-        const F alpha(scalars[0]);
-        const F eps(scalars[1]);
-        const F weight_decay(scalars[2]);
-        const F grad_scale(scalars[3]);
-        const F one_minus_alpha(scalars[4]);
-        const F minus_lr(scalars[5]);
-
-        // -- elements: decode, update  (specs/rmsprop.py)
-        for (int i = 0; i < count; i += W) {
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);                            // f16, nearest
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F grad_avg = load(grad_avg_at + i);
-            const F square_avg = load(square_avg_at + i);
-            const F g_2 = fma(weight_decay, p, g);                       // 27  g = l2(g, p, weight_decay)
-            const F g_mul = one_minus_alpha * g_2;
-            const F grad_avg_2 = fma(alpha, grad_avg, g_mul);            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
-            // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-            const F square_avg_2 = fma(g_mul, g_2, alpha * square_avg);
-            // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-            const F variance = max(F(0.0f), fma(-grad_avg_2, grad_avg_2, square_avg_2));
-            const F update = g_2 / (sqrt(variance) + eps);               // 34  update = g / (sqrt(variance) + eps)
-            const F p_2 = fma(minus_lr, update, p);                      // 38  p = p - lr * update
-            store(p_at + i, narrow_half(p_2));
-            store(square_avg_at + i, square_avg_2);
-            store(grad_avg_at + i, grad_avg_2);
-        }
-    }
-};
-
-template <class Grad>
-struct rmsprop_float32_centered_has_momentum {
+template <class Weight, class Grad>
+struct rmsprop_centered_has_momentum_kernel {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}});
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];                // float32 [n]  read and written
+        Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict square_avg_at = (float *)at[2];       // float32 [n]  read and written
-        float *__restrict grad_avg_at = (float *)at[3];         // float32 [n]  read and written
-        float *__restrict momentum_buffer_at = (float *)at[4];  // float32 [n]  read and written
+        float *__restrict square_avg_at = (float *)at[parts<Weight>() + 1];  // float32 [n]  read and written
+        float *__restrict grad_avg_at = (float *)at[parts<Weight>() + 2];    // float32 [n]  read and written
+        // float32 [n]  read and written
+        float *__restrict momentum_buffer_at = (float *)at[parts<Weight>() + 3];
         const F alpha(scalars[0]);
         const F eps(scalars[1]);
         const F weight_decay(scalars[2]);
@@ -409,10 +213,12 @@ struct rmsprop_float32_centered_has_momentum {
         const F grad_scale(scalars[4]);
         const F one_minus_alpha(scalars[5]);
         const F minus_lr(scalars[6]);
+        Words<rmsprop_centered_has_momentum_kernel> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/rmsprop.py)
         for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
+            const auto noise = words.at(i);
+            const F p = weight.decode(i);
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
             const F grad_avg = load(grad_avg_at + i);
@@ -428,7 +234,7 @@ struct rmsprop_float32_centered_has_momentum {
             // 36  momentum_buffer = momentum * momentum_buffer + update
             const F momentum_buffer_2 = fma(g_3, 1.0f / (sqrt(variance) + eps), momentum * momentum_buffer);
             const F p_2 = fma(minus_lr, momentum_buffer_2, p);           // 38  p = p - lr * update
-            store(p_at + i, p_2);
+            weight.encode(i, p_2, noise);
             store(square_avg_at + i, square_avg_2);
             store(grad_avg_at + i, grad_avg_2);
             store(momentum_buffer_at + i, momentum_buffer_2);
@@ -436,105 +242,18 @@ struct rmsprop_float32_centered_has_momentum {
     }
 };
 
-template <class Grad>
-struct rmsprop_bfloat16_centered_has_momentum {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];          // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict square_avg_at = (float *)at[2];       // float32 [n]  read and written
-        float *__restrict grad_avg_at = (float *)at[3];         // float32 [n]  read and written
-        float *__restrict momentum_buffer_at = (float *)at[4];  // float32 [n]  read and written
-        const F alpha(scalars[0]);
-        const F eps(scalars[1]);
-        const F weight_decay(scalars[2]);
-        const F momentum(scalars[3]);
-        const F grad_scale(scalars[4]);
-        const F one_minus_alpha(scalars[5]);
-        const F minus_lr(scalars[6]);
-
-        // -- elements: decode, update, encode  (specs/rmsprop.py)
-        for (int i = 0; i < count; i += W) {
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);                               // bf16, nearest
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F grad_avg = load(grad_avg_at + i);
-            const F square_avg = load(square_avg_at + i);
-            const F momentum_buffer = load(momentum_buffer_at + i);
-            const F g_2 = fma(weight_decay, p, g);                       // 27  g = l2(g, p, weight_decay)
-            const F g_mul = one_minus_alpha * g_2;
-            const F grad_avg_2 = fma(alpha, grad_avg, g_mul);            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
-            // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-            const F square_avg_2 = fma(g_mul, g_2, alpha * square_avg);
-            // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-            const F variance = max(F(0.0f), fma(-grad_avg_2, grad_avg_2, square_avg_2));
-            // 36  momentum_buffer = momentum * momentum_buffer + update
-            const F momentum_buffer_2 = fma(g_2, 1.0f / (sqrt(variance) + eps), momentum * momentum_buffer);
-            const F p_2 = fma(minus_lr, momentum_buffer_2, p);           // 38  p = p - lr * update
-            const I p_x_bits = bits(p_2);
-            const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-            store(square_avg_at + i, square_avg_2);
-            store(grad_avg_at + i, grad_avg_2);
-            store(momentum_buffer_at + i, momentum_buffer_2);
-        }
-    }
-};
-
-template <class Grad>
-struct rmsprop_float16_centered_has_momentum {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];          // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict square_avg_at = (float *)at[2];       // float32 [n]  read and written
-        float *__restrict grad_avg_at = (float *)at[3];         // float32 [n]  read and written
-        float *__restrict momentum_buffer_at = (float *)at[4];  // float32 [n]  read and written
-        const F alpha(scalars[0]);
-        const F eps(scalars[1]);
-        const F weight_decay(scalars[2]);
-        const F momentum(scalars[3]);
-        const F grad_scale(scalars[4]);
-        const F one_minus_alpha(scalars[5]);
-        const F minus_lr(scalars[6]);
-
-        // -- elements: decode, update  (specs/rmsprop.py)
-        for (int i = 0; i < count; i += W) {
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);                            // f16, nearest
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F grad_avg = load(grad_avg_at + i);
-            const F square_avg = load(square_avg_at + i);
-            const F momentum_buffer = load(momentum_buffer_at + i);
-            const F g_2 = fma(weight_decay, p, g);                       // 27  g = l2(g, p, weight_decay)
-            const F g_mul = one_minus_alpha * g_2;
-            const F grad_avg_2 = fma(alpha, grad_avg, g_mul);            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
-            // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-            const F square_avg_2 = fma(g_mul, g_2, alpha * square_avg);
-            // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-            const F variance = max(F(0.0f), fma(-grad_avg_2, grad_avg_2, square_avg_2));
-            // 36  momentum_buffer = momentum * momentum_buffer + update
-            const F momentum_buffer_2 = fma(g_2, 1.0f / (sqrt(variance) + eps), momentum * momentum_buffer);
-            const F p_2 = fma(minus_lr, momentum_buffer_2, p);           // 38  p = p - lr * update
-            store(p_at + i, narrow_half(p_2));
-            store(square_avg_at + i, square_avg_2);
-            store(grad_avg_at + i, grad_avg_2);
-            store(momentum_buffer_at + i, momentum_buffer_2);
-        }
-    }
-};
+template <class Grad> using rmsprop_float32 = rmsprop_kernel<weight_float32, Grad>;
+template <class Grad> using rmsprop_bfloat16 = rmsprop_kernel<weight_bfloat16, Grad>;
+template <class Grad> using rmsprop_float16 = rmsprop_kernel<weight_float16, Grad>;
+template <class Grad> using rmsprop_float32_has_momentum = rmsprop_has_momentum_kernel<weight_float32, Grad>;
+template <class Grad> using rmsprop_bfloat16_has_momentum = rmsprop_has_momentum_kernel<weight_bfloat16, Grad>;
+template <class Grad> using rmsprop_float16_has_momentum = rmsprop_has_momentum_kernel<weight_float16, Grad>;
+template <class Grad> using rmsprop_float32_centered = rmsprop_centered_kernel<weight_float32, Grad>;
+template <class Grad> using rmsprop_bfloat16_centered = rmsprop_centered_kernel<weight_bfloat16, Grad>;
+template <class Grad> using rmsprop_float16_centered = rmsprop_centered_kernel<weight_float16, Grad>;
+template <class Grad> using rmsprop_float32_centered_has_momentum = rmsprop_centered_has_momentum_kernel<weight_float32, Grad>;
+template <class Grad> using rmsprop_bfloat16_centered_has_momentum = rmsprop_centered_has_momentum_kernel<weight_bfloat16, Grad>;
+template <class Grad> using rmsprop_float16_centered_has_momentum = rmsprop_centered_has_momentum_kernel<weight_float16, Grad>;
 
 }  // namespace
 

@@ -19,11 +19,73 @@
 
 namespace {
 
-template <class Grad>
-struct rmsprop_float32 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2), SCALARS = 6;
+// bf16 and 8 more bits, stochastic
+struct weight_bfloat16 {
+    static constexpr int NOISE = 8;
+    static constexpr Part PARTS[] = {{2, true}, {1, true}};  // code, low
+    uint16_t *__restrict code_at;
+    uint8_t *__restrict low_at;
+
+    weight_bfloat16(char *p, char *const *more) : code_at((uint16_t *)p), low_at((uint8_t *)more[0]) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        const U8 low_code = raw(low_at + i);
+        return as_float(joined(code_stored, low_code) - 32768);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        const I word = bits_or_nan(x) + (integer<P>(noise) | 0x8000);
+        store_half<2>(code_at + i, word);
+        store_byte<1>(low_at + i, word);
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); fetch<N>(low_at, b); }
+};
+
+// f16 and 8 more bits, stochastic
+struct weight_float16 {
+    static constexpr int NOISE = 8;
+    static constexpr Part PARTS[] = {{2, true}, {1, true}};  // code, low
+    uint16_t *__restrict code_at;
+    uint8_t *__restrict low_at;
+
+    weight_float16(char *p, char *const *more) : code_at((uint16_t *)p), low_at((uint8_t *)more[0]) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        const I high = extend16(extend16(to_int(code_stored)));
+        const U8 low_code = raw(low_at + i);
+        const I low = to_int(low_code);
+        const I offset = low - 128;
+        const I wide = ((high & 32767) << 8) + offset;
+        const I subnormal = bits(2.3283064365386963e-10f * to_float(wide));
+        const I normal = (wide << 5) + 0x38000000;
+        const I finite = where(wide < 0x40000, subnormal, normal);
+        return as_float(bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000))) | (high & 0x8000) << 16);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        const I x_bitcast = bits(x);
+        const I sign_ = x_bitcast >> 16 & 0x8000;
+        const I magnitude = x_bitcast & 0x7fffffff;
+        const F magnitude_bitcast = as_float(magnitude);
+        const M is_subnormal = magnitude_bitcast < 6.103515625e-05f;
+        const I subnormal = to_int(2199023255552.0f * magnitude_bitcast);
+        const I rebiased = min(I(0xf800000), magnitude - 0x38000000);
+        const I fixed = where(is_subnormal, subnormal, rebiased << 4);
+        const I wide = lshr(fixed + middle<P, 9>(noise), 9);
+        const I word = where(x == x, wide, I(0x7e0000)) + 128;
+        const I kept_ = word;
+        store(code_at + i, sign_ | word >> 8);
+        store(low_at + i, kept_);
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); fetch<N>(low_at, b); }
+};
+
+template <class Weight, class Grad>
+struct rmsprop_kernel {
+    // random bits of square_avg, p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{12, false}, {Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P, 0}), KEPT = NOISE.mask({0});
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 1 + count(KEPT)), SCALARS = 6;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{1, ELEMENT, true}, {2, BLOCK_OF, true}});
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
                      const float *scalars, int32_t step_key, int32_t stream_key) {
@@ -33,20 +95,19 @@ struct rmsprop_float32 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];                     // float32 [n]  read and written
+        Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict square_avg_codes_at = (uint8_t *)at[2];  // uint8 [n]  read and written
-        int16_t *__restrict square_avg_range_at = (int16_t *)at[3];  // int16 [blocks of 64]  read and written
+        // uint8 [n]  read and written
+        uint8_t *__restrict square_avg_codes_at = (uint8_t *)at[parts<Weight>() + 1];
+        // int16 [blocks of 64]  read and written
+        int16_t *__restrict square_avg_range_at = (int16_t *)at[parts<Weight>() + 2];
         const F alpha(scalars[0]);
         const F eps(scalars[1]);
         const F weight_decay(scalars[2]);
         const F grad_scale(scalars[3]);
         const F one_minus_alpha(scalars[4]);
         const F minus_lr(scalars[5]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) int32_t noise_kept[TILE];
         alignas(64) float square_avg_sqrt_kept[TILE];
         alignas(64) int32_t square_avg_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t square_avg_step_kept[TILE / BLOCK];
@@ -56,19 +117,7 @@ struct rmsprop_float32 {
         alignas(64) int32_t square_avg_scale_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
+        Words<rmsprop_kernel> words(BLOCK * blocks, first, stream_key, step_key);
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
@@ -85,16 +134,15 @@ struct rmsprop_float32 {
         // -- elements: decode, update, encode  (specs/rmsprop.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch_weight<BLOCK>(weight, b + TILE / BLOCK);
             const I square_avg_middle_2(square_avg_middle_2_kept[b]);
             const I square_avg_step(square_avg_step_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const F p = load(p_at + i);
+                const auto noise = words.at(i);
+                const F p = weight.decode(i);
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
                 const U8 square_avg_code = raw(square_avg_codes_at + i);
@@ -109,14 +157,11 @@ struct rmsprop_float32 {
                 const F update = g_3 / (square_avg_sqrt + eps);            // 34  update = g / (sqrt(variance) + eps)
                 const F p_2 = fma(minus_lr, update, p);                    // 38  p = p - lr * update
                 const I square_avg_pattern = bits(square_avg_sqrt);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 largest_of_block = larger<RAGGED>(largest_of_block, square_avg_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, square_avg_pattern, i, end);
-                store(noise_kept + i, noise);
+                words.keep(noise, i);
                 store(square_avg_sqrt_kept + i, square_avg_sqrt);
-                store(p_at + i, p_2);
+                weight.encode(i, p_2, noise);
             }
             largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
@@ -156,9 +201,9 @@ struct rmsprop_float32 {
             const I square_avg_scale(square_avg_scale_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I noise = load(noise_kept + i);
+                const auto noise = words.kept(i);
                 const F square_avg_sqrt = load(square_avg_sqrt_kept + i);
-                const I square_avg_offset = lshr(noise, 8) + square_avg_half_add;
+                const I square_avg_offset = fraction<0, 24>(noise) + square_avg_half_add;
                 const I square_avg_position = max(I(0), min(bits(square_avg_sqrt) - square_avg_base, square_avg_base_sub)) * square_avg_scale + square_avg_offset;
                 store_byte<3>(square_avg_codes_at + i, square_avg_position);
             }
@@ -166,28 +211,33 @@ struct rmsprop_float32 {
     }
 };
 
-template <class Grad>
-struct rmsprop_float32_small {
+template <class Weight, class Grad>
+struct rmsprop_small_kernel {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 6;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}};
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}});
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];           // float32 [n]  read and written
+        Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict square_avg_at = (float *)at[2];  // float32 [n]  read and written
+        float *__restrict square_avg_at = (float *)at[parts<Weight>() + 1];  // float32 [n]  read and written
         const F alpha(scalars[0]);
         const F eps(scalars[1]);
         const F weight_decay(scalars[2]);
         const F grad_scale(scalars[3]);
         const F one_minus_alpha(scalars[4]);
         const F minus_lr(scalars[5]);
+        Words<rmsprop_small_kernel> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/rmsprop.py)
         for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
+            const auto noise = words.at(i);
+            const F p = weight.decode(i);
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
             const F square_avg = load(square_avg_at + i);
@@ -196,17 +246,20 @@ struct rmsprop_float32_small {
             const F square_avg_2 = fma(one_minus_alpha * g_3, g_3, alpha * square_avg);
             const F update = g_3 / (sqrt(square_avg_2) + eps);  // 34  update = g / (sqrt(variance) + eps)
             const F p_2 = fma(minus_lr, update, p);             // 38  p = p - lr * update
-            store(p_at + i, p_2);
+            weight.encode(i, p_2, noise);
             store(square_avg_at + i, square_avg_2);
         }
     }
 };
 
-template <class Grad>
-struct rmsprop_bfloat16 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2), SCALARS = 6;
+template <class Weight, class Grad>
+struct rmsprop_has_momentum_kernel {
+    // random bits of square_avg, momentum_buffer, p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{12, false}, {12, false}, {Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P, 1, 0}), KEPT = NOISE.mask({P, 1, 0});
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2 + count(KEPT)), SCALARS = 7;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}});
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
                      const float *scalars, int32_t step_key, int32_t stream_key) {
@@ -216,477 +269,17 @@ struct rmsprop_bfloat16 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];               // bfloat16 [n]  read and written
+        Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];        // uint8 [n]  read and written
-        uint8_t *__restrict square_avg_codes_at = (uint8_t *)at[3];  // uint8 [n]  read and written
-        int16_t *__restrict square_avg_range_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
-        const F alpha(scalars[0]);
-        const F eps(scalars[1]);
-        const F weight_decay(scalars[2]);
-        const F grad_scale(scalars[3]);
-        const F one_minus_alpha(scalars[4]);
-        const F minus_lr(scalars[5]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float square_avg_sqrt_kept[TILE];
-        alignas(64) int32_t square_avg_middle_2_kept[TILE / BLOCK];
-        alignas(64) int32_t square_avg_step_kept[TILE / BLOCK];
-        alignas(64) int32_t square_avg_half_add_kept[TILE / BLOCK];
-        alignas(64) int32_t square_avg_base_kept[TILE / BLOCK];
-        alignas(64) int32_t square_avg_base_sub_kept[TILE / BLOCK];
-        alignas(64) int32_t square_avg_scale_kept[TILE / BLOCK];
-        I largest_of_block_kept[TILE / BLOCK];
-        I smallest_of_block_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 square_avg_range = raw(square_avg_range_at + b);
-            const I square_avg_header = to_int(square_avg_range);
-            const I square_avg_cells = max(I(4), square_avg_header & 255);
-            const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) - 0x4b400000;
-            const I square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1);
-            const I square_avg_middle_2 = where(square_avg_header == 0, I(0), square_avg_middle);
-            store(square_avg_middle_2_kept + b, square_avg_middle_2);
-            store(square_avg_step_kept + b, square_avg_step);
-        }
-
-        // -- elements: decode, update, encode  (specs/rmsprop.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            const I square_avg_middle_2(square_avg_middle_2_kept[b]);
-            const I square_avg_step(square_avg_step_kept[b]);
-            I largest_of_block(INT32_MIN);
-            I smallest_of_block(INT32_MAX);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-                const F g_stored = Grad::load(g_at + i);
-                const F g = grad_scale * g_stored;
-                const U8 square_avg_code = raw(square_avg_codes_at + i);
-                const I square_avg_piece = to_int(square_avg_code);
-                const F square_avg_value = as_float(square_avg_middle_2 + square_avg_piece * square_avg_step);
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F square_avg = square_avg_value * square_avg_value;
-                const F g_2 = fma(weight_decay, p, g);                            // 27  g = l2(g, p, weight_decay)
-                // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-                const F square_avg_2 = fma(one_minus_alpha * g_2, g_2, alpha * square_avg);
-                const F square_avg_sqrt = sqrt(square_avg_2);
-                const F update = g_2 / (square_avg_sqrt + eps);                   // 34  update = g / (sqrt(variance) + eps)
-                const F p_2 = fma(minus_lr, update, p);                           // 38  p = p - lr * update
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = bits_or_nan(p_2) + (noise & 255 | 0x8000);
-                const I square_avg_pattern = bits(square_avg_sqrt);
-                largest_of_block = larger<RAGGED>(largest_of_block, square_avg_pattern, i, end);
-                smallest_of_block = smaller<RAGGED>(smallest_of_block, square_avg_pattern, i, end);
-                store(noise_kept + i, noise);
-                store(square_avg_sqrt_kept + i, square_avg_sqrt);
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
-            }
-            largest_of_block_kept[b] = largest_of_block;
-            smallest_of_block_kept[b] = smallest_of_block;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I square_avg_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
-            const I square_avg_above = (square_avg_largest + 0x80000 >> 22) + 1;
-            const I square_avg_below = smallest_of_block - 0x80000 >> 22;
-            const I square_avg_units = min(I(64), max(I(1), square_avg_above - max(I(128), square_avg_below)));
-            const I square_avg_first = square_avg_above - square_avg_units;
-            const I square_avg_start = square_avg_first << 22;
-            const I square_avg_half = square_avg_units * 10240;
-            const I square_avg_base = square_avg_start + square_avg_half;
-            const I square_avg_base_sub = 0x5f700000 - square_avg_base;
-            const I square_avg_cells_2 = min(I(255), to_int(256.5f / to_float(square_avg_units)));
-            const I square_avg_scale = square_avg_cells_2 << 2;
-            const I square_avg_half_add = square_avg_half * square_avg_scale - 0x800000;
-            const I square_avg_header_2 = square_avg_first - 128 << 8 | square_avg_cells_2;
-            store(square_avg_half_add_kept + b, square_avg_half_add);
-            store(square_avg_base_kept + b, square_avg_base);
-            store(square_avg_base_sub_kept + b, square_avg_base_sub);
-            store(square_avg_scale_kept + b, square_avg_scale);
-            store(square_avg_range_at + b, square_avg_header_2);
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(square_avg_codes_at, b + TILE / BLOCK);
-            const I square_avg_half_add(square_avg_half_add_kept[b]);
-            const I square_avg_base(square_avg_base_kept[b]);
-            const I square_avg_base_sub(square_avg_base_sub_kept[b]);
-            const I square_avg_scale(square_avg_scale_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I noise = load(noise_kept + i);
-                const F square_avg_sqrt = load(square_avg_sqrt_kept + i);
-                const I square_avg_offset = lshr(noise, 8) + square_avg_half_add;
-                const I square_avg_position = max(I(0), min(bits(square_avg_sqrt) - square_avg_base, square_avg_base_sub)) * square_avg_scale + square_avg_offset;
-                store_byte<3>(square_avg_codes_at + i, square_avg_position);
-            }
-        }
-    }
-};
-
-template <class Grad>
-struct rmsprop_bfloat16_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 6;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];         // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];  // uint8 [n]  read and written
-        float *__restrict square_avg_at = (float *)at[3];      // float32 [n]  read and written
-        const F alpha(scalars[0]);
-        const F eps(scalars[1]);
-        const F weight_decay(scalars[2]);
-        const F grad_scale(scalars[3]);
-        const F one_minus_alpha(scalars[4]);
-        const F minus_lr(scalars[5]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/rmsprop.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const U16 p_stored = raw(p_at + i);
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F square_avg = load(square_avg_at + i);
-            const F g_2 = fma(weight_decay, p, g);                            // 27  g = l2(g, p, weight_decay)
-            // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-            const F square_avg_2 = fma(one_minus_alpha * g_2, g_2, alpha * square_avg);
-            const F update = g_2 / (sqrt(square_avg_2) + eps);                // 34  update = g / (sqrt(variance) + eps)
-            const F p_2 = fma(minus_lr, update, p);                           // 38  p = p - lr * update
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = bits_or_nan(p_2) + (lshr(noise, 24) + 0x8000);
-            store_half<2>(p_at + i, p_word);
-            store_byte<1>(weight_low_at + i, p_word);
-            store(square_avg_at + i, square_avg_2);
-        }
-    }
-};
-
-template <class Grad>
-struct rmsprop_float16 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2), SCALARS = 6;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];               // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];        // uint8 [n]  read and written
-        uint8_t *__restrict square_avg_codes_at = (uint8_t *)at[3];  // uint8 [n]  read and written
-        int16_t *__restrict square_avg_range_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
-        const F alpha(scalars[0]);
-        const F eps(scalars[1]);
-        const F weight_decay(scalars[2]);
-        const F grad_scale(scalars[3]);
-        const F one_minus_alpha(scalars[4]);
-        const F minus_lr(scalars[5]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float square_avg_sqrt_kept[TILE];
-        alignas(64) int32_t square_avg_middle_2_kept[TILE / BLOCK];
-        alignas(64) int32_t square_avg_step_kept[TILE / BLOCK];
-        alignas(64) int32_t square_avg_half_add_kept[TILE / BLOCK];
-        alignas(64) int32_t square_avg_base_kept[TILE / BLOCK];
-        alignas(64) int32_t square_avg_base_sub_kept[TILE / BLOCK];
-        alignas(64) int32_t square_avg_scale_kept[TILE / BLOCK];
-        I largest_of_block_kept[TILE / BLOCK];
-        I smallest_of_block_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 square_avg_range = raw(square_avg_range_at + b);
-            const I square_avg_header = to_int(square_avg_range);
-            const I square_avg_cells = max(I(4), square_avg_header & 255);
-            const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) - 0x4b400000;
-            const I square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1);
-            const I square_avg_middle_2 = where(square_avg_header == 0, I(0), square_avg_middle);
-            store(square_avg_middle_2_kept + b, square_avg_middle_2);
-            store(square_avg_step_kept + b, square_avg_step);
-        }
-
-        // -- elements: decode, update, encode  (specs/rmsprop.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            const I square_avg_middle_2(square_avg_middle_2_kept[b]);
-            const I square_avg_step(square_avg_step_kept[b]);
-            I largest_of_block(INT32_MIN);
-            I smallest_of_block(INT32_MAX);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const U16 p_stored = raw(p_at + i);
-                const I p_high = extend16(extend16(to_int(p_stored)));
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low - 128;
-                const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 0x38000000;
-                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-                // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-                const F g_stored = Grad::load(g_at + i);
-                const F g = grad_scale * g_stored;
-                const U8 square_avg_code = raw(square_avg_codes_at + i);
-                const I square_avg_piece = to_int(square_avg_code);
-                const F square_avg_value = as_float(square_avg_middle_2 + square_avg_piece * square_avg_step);
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F square_avg = square_avg_value * square_avg_value;
-                const F g_2 = fma(weight_decay, p, g);                     // 27  g = l2(g, p, weight_decay)
-                // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-                const F square_avg_2 = fma(one_minus_alpha * g_2, g_2, alpha * square_avg);
-                const F square_avg_sqrt = sqrt(square_avg_2);
-                const F update = g_2 / (square_avg_sqrt + eps);            // 34  update = g / (sqrt(variance) + eps)
-                const F p_2 = fma(minus_lr, update, p);                    // 38  p = p - lr * update
-                const I p_bitcast = bits(p_2);
-                const I p_sign = p_bitcast >> 16 & 0x8000;
-                const I p_magnitude = p_bitcast & 0x7fffffff;
-                const F p_magnitude_bitcast = as_float(p_magnitude);
-                const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-                const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-                const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-                const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_wide_2 = lshr(p_fixed + ((noise & 255) << 1 | 1), 9);
-                const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
-                const I p_kept_ = p_word;
-                const I square_avg_pattern = bits(square_avg_sqrt);
-                largest_of_block = larger<RAGGED>(largest_of_block, square_avg_pattern, i, end);
-                smallest_of_block = smaller<RAGGED>(smallest_of_block, square_avg_pattern, i, end);
-                store(noise_kept + i, noise);
-                store(square_avg_sqrt_kept + i, square_avg_sqrt);
-                store(p_at + i, p_sign | p_word >> 8);
-                store(weight_low_at + i, p_kept_);
-            }
-            largest_of_block_kept[b] = largest_of_block;
-            smallest_of_block_kept[b] = smallest_of_block;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I square_avg_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
-            const I square_avg_above = (square_avg_largest + 0x80000 >> 22) + 1;
-            const I square_avg_below = smallest_of_block - 0x80000 >> 22;
-            const I square_avg_units = min(I(64), max(I(1), square_avg_above - max(I(128), square_avg_below)));
-            const I square_avg_first = square_avg_above - square_avg_units;
-            const I square_avg_start = square_avg_first << 22;
-            const I square_avg_half = square_avg_units * 10240;
-            const I square_avg_base = square_avg_start + square_avg_half;
-            const I square_avg_base_sub = 0x5f700000 - square_avg_base;
-            const I square_avg_cells_2 = min(I(255), to_int(256.5f / to_float(square_avg_units)));
-            const I square_avg_scale = square_avg_cells_2 << 2;
-            const I square_avg_half_add = square_avg_half * square_avg_scale - 0x800000;
-            const I square_avg_header_2 = square_avg_first - 128 << 8 | square_avg_cells_2;
-            store(square_avg_half_add_kept + b, square_avg_half_add);
-            store(square_avg_base_kept + b, square_avg_base);
-            store(square_avg_base_sub_kept + b, square_avg_base_sub);
-            store(square_avg_scale_kept + b, square_avg_scale);
-            store(square_avg_range_at + b, square_avg_header_2);
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(square_avg_codes_at, b + TILE / BLOCK);
-            const I square_avg_half_add(square_avg_half_add_kept[b]);
-            const I square_avg_base(square_avg_base_kept[b]);
-            const I square_avg_base_sub(square_avg_base_sub_kept[b]);
-            const I square_avg_scale(square_avg_scale_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I noise = load(noise_kept + i);
-                const F square_avg_sqrt = load(square_avg_sqrt_kept + i);
-                const I square_avg_offset = lshr(noise, 8) + square_avg_half_add;
-                const I square_avg_position = max(I(0), min(bits(square_avg_sqrt) - square_avg_base, square_avg_base_sub)) * square_avg_scale + square_avg_offset;
-                store_byte<3>(square_avg_codes_at + i, square_avg_position);
-            }
-        }
-    }
-};
-
-template <class Grad>
-struct rmsprop_float16_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 6;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];         // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];  // uint8 [n]  read and written
-        float *__restrict square_avg_at = (float *)at[3];      // float32 [n]  read and written
-        const F alpha(scalars[0]);
-        const F eps(scalars[1]);
-        const F weight_decay(scalars[2]);
-        const F grad_scale(scalars[3]);
-        const F one_minus_alpha(scalars[4]);
-        const F minus_lr(scalars[5]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/rmsprop.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const U16 p_stored = raw(p_at + i);
-            const I p_high = extend16(extend16(to_int(p_stored)));
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low - 128;
-            const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 0x38000000;
-            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-            // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F square_avg = load(square_avg_at + i);
-            const F g_2 = fma(weight_decay, p, g);              // 27  g = l2(g, p, weight_decay)
-            // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-            const F square_avg_2 = fma(one_minus_alpha * g_2, g_2, alpha * square_avg);
-            const F update = g_2 / (sqrt(square_avg_2) + eps);  // 34  update = g / (sqrt(variance) + eps)
-            const F p_2 = fma(minus_lr, update, p);             // 38  p = p - lr * update
-            const I p_bitcast = bits(p_2);
-            const I p_sign = p_bitcast >> 16 & 0x8000;
-            const I p_magnitude = p_bitcast & 0x7fffffff;
-            const F p_magnitude_bitcast = as_float(p_magnitude);
-            const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-            const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-            const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-            const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_wide_2 = lshr(p_fixed + (lshr(noise, 23) | 1), 9);
-            const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
-            const I p_kept_ = p_word;
-            store(p_at + i, p_sign | p_word >> 8);
-            store(weight_low_at + i, p_kept_);
-            store(square_avg_at + i, square_avg_2);
-        }
-    }
-};
-
-template <class Grad>
-struct rmsprop_float32_has_momentum {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3), SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];                          // float32 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict square_avg_codes_at = (uint8_t *)at[2];       // uint8 [n]  read and written
-        int16_t *__restrict square_avg_range_at = (int16_t *)at[3];       // int16 [blocks of 64]  read and written
-        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[4];  // uint8 [n]  read and written
-        int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[5];  // int16 [blocks of 64]  read and written
+        // uint8 [n]  read and written
+        uint8_t *__restrict square_avg_codes_at = (uint8_t *)at[parts<Weight>() + 1];
+        // int16 [blocks of 64]  read and written
+        int16_t *__restrict square_avg_range_at = (int16_t *)at[parts<Weight>() + 2];
+        // uint8 [n]  read and written
+        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[parts<Weight>() + 3];
+        // int16 [blocks of 64]  read and written
+        int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[parts<Weight>() + 4];
         const F alpha(scalars[0]);
         const F eps(scalars[1]);
         const F weight_decay(scalars[2]);
@@ -694,11 +287,8 @@ struct rmsprop_float32_has_momentum {
         const F grad_scale(scalars[4]);
         const F one_minus_alpha(scalars[5]);
         const F minus_lr(scalars[6]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float square_avg_sqrt_kept[TILE];
         alignas(64) float momentum_buffer_kept[TILE];
+        alignas(64) float square_avg_sqrt_kept[TILE];
         alignas(64) int32_t square_avg_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t square_avg_step_kept[TILE / BLOCK];
         alignas(64) float momentum_buffer_scale_mul_kept[TILE / BLOCK];
@@ -710,19 +300,7 @@ struct rmsprop_float32_has_momentum {
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
         I momentum_buffer_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000010;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
+        Words<rmsprop_has_momentum_kernel> words(BLOCK * blocks, first, stream_key, step_key);
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
@@ -742,11 +320,16 @@ struct rmsprop_float32_has_momentum {
             store(momentum_buffer_scale_mul_kept + b, momentum_buffer_scale_mul);
         }
 
+        const auto update_weight = [&](int i, F momentum_buffer, const auto &noise) {
+            const F p = weight.decode(i);
+            const F p_2 = fma(minus_lr, momentum_buffer, p);  // 38  p = p - lr * update
+            weight.encode(i, p_2, noise);
+        };
         // -- elements: decode, update, encode  (specs/rmsprop.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch_weight<BLOCK>(weight, b);
+            if constexpr (!apart<Weight>()) { fetch_weight<BLOCK>(weight, b + TILE / BLOCK); fetch<BLOCK>(g_at, b + TILE / BLOCK); }
             const I square_avg_middle_2(square_avg_middle_2_kept[b]);
             const I square_avg_step(square_avg_step_kept[b]);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
@@ -755,9 +338,8 @@ struct rmsprop_float32_has_momentum {
             I momentum_buffer_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const F p = load(p_at + i);
+                const auto noise = words.at(i);
+                const F p = weight.decode(i);
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
                 const U8 square_avg_code = raw(square_avg_codes_at + i);
@@ -774,19 +356,16 @@ struct rmsprop_float32_has_momentum {
                 const F square_avg_sqrt = sqrt(square_avg_2);
                 // 36  momentum_buffer = momentum * momentum_buffer + update
                 const F momentum_buffer = fma(g_3, 1.0f / (square_avg_sqrt + eps), momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
-                const F p_2 = fma(minus_lr, momentum_buffer, p);           // 38  p = p - lr * update
                 const I square_avg_pattern = bits(square_avg_sqrt);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const F momentum_buffer_abs = abs(momentum_buffer);
                 largest_of_block = larger<RAGGED>(largest_of_block, square_avg_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, square_avg_pattern, i, end);
                 momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(momentum_buffer_abs), i, end);
-                store(noise_kept + i, noise);
-                store(square_avg_sqrt_kept + i, square_avg_sqrt);
+                words.keep(noise, i);
                 store(momentum_buffer_kept + i, momentum_buffer);
-                store(p_at + i, p_2);
+                store(square_avg_sqrt_kept + i, square_avg_sqrt);
+                if constexpr (!apart<Weight>())
+                    update_weight(i, momentum_buffer, noise);
             }
             largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
@@ -824,6 +403,18 @@ struct rmsprop_float32_has_momentum {
             store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
         }
 
+        // -- elements: decode, update  (specs/rmsprop.py)
+        if constexpr (apart<Weight>()) for (int b = 0; b < blocks; b++) {
+            fetch_weight<BLOCK>(weight, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
+                const F momentum_buffer = load(momentum_buffer_kept + i);
+                update_weight(i, momentum_buffer, noise);
+            }
+        }
+
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(square_avg_codes_at, b + TILE / BLOCK);
@@ -835,32 +426,36 @@ struct rmsprop_float32_has_momentum {
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I noise = load(noise_kept + i);
+                const auto noise = words.kept(i);
                 const F square_avg_sqrt = load(square_avg_sqrt_kept + i);
                 const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I square_avg_offset = lshr(noise, 8) + square_avg_half_add;
+                const I square_avg_offset = fraction<0, 24>(noise) + square_avg_half_add;
                 const I square_avg_position = max(I(0), min(bits(square_avg_sqrt) - square_avg_base, square_avg_base_sub)) * square_avg_scale + square_avg_offset;
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
                 store_byte<3>(square_avg_codes_at + i, square_avg_position);
-                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + (noise & 4095) >> 12);
+                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + integer<1>(noise) >> 12);
             }
         }
     }
 };
 
-template <class Grad>
-struct rmsprop_float32_has_momentum_small {
+template <class Weight, class Grad>
+struct rmsprop_has_momentum_small_kernel {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}});
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];                // float32 [n]  read and written
+        Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict square_avg_at = (float *)at[2];       // float32 [n]  read and written
-        float *__restrict momentum_buffer_at = (float *)at[3];  // float32 [n]  read and written
+        float *__restrict square_avg_at = (float *)at[parts<Weight>() + 1];  // float32 [n]  read and written
+        // float32 [n]  read and written
+        float *__restrict momentum_buffer_at = (float *)at[parts<Weight>() + 2];
         const F alpha(scalars[0]);
         const F eps(scalars[1]);
         const F weight_decay(scalars[2]);
@@ -868,10 +463,12 @@ struct rmsprop_float32_has_momentum_small {
         const F grad_scale(scalars[4]);
         const F one_minus_alpha(scalars[5]);
         const F minus_lr(scalars[6]);
+        Words<rmsprop_has_momentum_small_kernel> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/rmsprop.py)
         for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
+            const auto noise = words.at(i);
+            const F p = weight.decode(i);
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
             const F square_avg = load(square_avg_at + i);
@@ -882,18 +479,21 @@ struct rmsprop_float32_has_momentum_small {
             // 36  momentum_buffer = momentum * momentum_buffer + update
             const F momentum_buffer_2 = fma(g_3, 1.0f / (sqrt(square_avg_2) + eps), momentum * momentum_buffer);
             const F p_2 = fma(minus_lr, momentum_buffer_2, p);  // 38  p = p - lr * update
-            store(p_at + i, p_2);
+            weight.encode(i, p_2, noise);
             store(square_avg_at + i, square_avg_2);
             store(momentum_buffer_at + i, momentum_buffer_2);
         }
     }
 };
 
-template <class Grad>
-struct rmsprop_bfloat16_has_momentum {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3), SCALARS = 7;
+template <class Weight, class Grad>
+struct rmsprop_centered_kernel {
+    // random bits of square_avg, grad_avg, p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{12, false}, {12, false}, {Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P, 0, 1}), KEPT = NOISE.mask({0, 1});
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3 + count(KEPT)), SCALARS = 6;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}});
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
                      const float *scalars, int32_t step_key, int32_t stream_key) {
@@ -903,580 +503,23 @@ struct rmsprop_bfloat16_has_momentum {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                    // bfloat16 [n]  read and written
+        Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];             // uint8 [n]  read and written
-        uint8_t *__restrict square_avg_codes_at = (uint8_t *)at[3];       // uint8 [n]  read and written
-        int16_t *__restrict square_avg_range_at = (int16_t *)at[4];       // int16 [blocks of 64]  read and written
-        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[5];  // uint8 [n]  read and written
-        int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
-        const F alpha(scalars[0]);
-        const F eps(scalars[1]);
-        const F weight_decay(scalars[2]);
-        const F momentum(scalars[3]);
-        const F grad_scale(scalars[4]);
-        const F one_minus_alpha(scalars[5]);
-        const F minus_lr(scalars[6]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) float momentum_buffer_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float square_avg_sqrt_kept[TILE];
-        alignas(64) int32_t square_avg_middle_2_kept[TILE / BLOCK];
-        alignas(64) int32_t square_avg_step_kept[TILE / BLOCK];
-        alignas(64) float momentum_buffer_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t square_avg_half_add_kept[TILE / BLOCK];
-        alignas(64) int32_t square_avg_base_kept[TILE / BLOCK];
-        alignas(64) int32_t square_avg_base_sub_kept[TILE / BLOCK];
-        alignas(64) int32_t square_avg_scale_kept[TILE / BLOCK];
-        alignas(64) float momentum_buffer_divisor_mul_kept[TILE / BLOCK];
-        I largest_of_block_kept[TILE / BLOCK];
-        I smallest_of_block_kept[TILE / BLOCK];
-        I momentum_buffer_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1001001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 square_avg_range = raw(square_avg_range_at + b);
-            const I square_avg_header = to_int(square_avg_range);
-            const I square_avg_cells = max(I(4), square_avg_header & 255);
-            const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) - 0x4b400000;
-            const I square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1);
-            const I square_avg_middle_2 = where(square_avg_header == 0, I(0), square_avg_middle);
-            const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
-            const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
-            const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 0x7fffffff;
-            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2));
-            const F momentum_buffer_scale_mul = momentum * momentum_buffer_scale_2;
-            store(square_avg_middle_2_kept + b, square_avg_middle_2);
-            store(square_avg_step_kept + b, square_avg_step);
-            store(momentum_buffer_scale_mul_kept + b, momentum_buffer_scale_mul);
-        }
-
-        // -- elements: decode, update, encode  (specs/rmsprop.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
-            fetch<BLOCK>(weight_low_at, b);
-            const I square_avg_middle_2(square_avg_middle_2_kept[b]);
-            const I square_avg_step(square_avg_step_kept[b]);
-            const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
-            I largest_of_block(INT32_MIN);
-            I smallest_of_block(INT32_MAX);
-            I momentum_buffer_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-                const F g_stored = Grad::load(g_at + i);
-                const F g = grad_scale * g_stored;
-                const U8 square_avg_code = raw(square_avg_codes_at + i);
-                const I square_avg_piece = to_int(square_avg_code);
-                const F square_avg_value = as_float(square_avg_middle_2 + square_avg_piece * square_avg_step);
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F square_avg = square_avg_value * square_avg_value;
-                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
-                const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
-                const F momentum_buffer_bend = abs(momentum_buffer_code_2);
-                const F g_2 = fma(weight_decay, p, g);                            // 27  g = l2(g, p, weight_decay)
-                // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-                const F square_avg_2 = fma(one_minus_alpha * g_2, g_2, alpha * square_avg);
-                const F square_avg_sqrt = sqrt(square_avg_2);
-                // 36  momentum_buffer = momentum * momentum_buffer + update
-                const F momentum_buffer = fma(g_2, 1.0f / (square_avg_sqrt + eps), momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I square_avg_pattern = bits(square_avg_sqrt);
-                const F momentum_buffer_abs = abs(momentum_buffer);
-                largest_of_block = larger<RAGGED>(largest_of_block, square_avg_pattern, i, end);
-                smallest_of_block = smaller<RAGGED>(smallest_of_block, square_avg_pattern, i, end);
-                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(momentum_buffer_abs), i, end);
-                store(momentum_buffer_kept + i, momentum_buffer);
-                store(noise_kept + i, noise);
-                store(square_avg_sqrt_kept + i, square_avg_sqrt);
-            }
-            largest_of_block_kept[b] = largest_of_block;
-            smallest_of_block_kept[b] = smallest_of_block;
-            momentum_buffer_top_kept[b] = momentum_buffer_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const I square_avg_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
-            const I square_avg_above = (square_avg_largest + 0x80000 >> 22) + 1;
-            const I square_avg_below = smallest_of_block - 0x80000 >> 22;
-            const I square_avg_units = min(I(64), max(I(1), square_avg_above - max(I(128), square_avg_below)));
-            const I square_avg_first = square_avg_above - square_avg_units;
-            const I square_avg_start = square_avg_first << 22;
-            const I square_avg_half = square_avg_units * 10240;
-            const I square_avg_base = square_avg_start + square_avg_half;
-            const I square_avg_base_sub = 0x5f700000 - square_avg_base;
-            const I square_avg_cells_2 = min(I(255), to_int(256.5f / to_float(square_avg_units)));
-            const I square_avg_scale = square_avg_cells_2 << 2;
-            const I square_avg_half_add = square_avg_half * square_avg_scale - 0x800000;
-            const I square_avg_header_2 = square_avg_first - 128 << 8 | square_avg_cells_2;
-            const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
-            const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
-            const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
-            const F momentum_buffer_divisor_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
-            store(square_avg_half_add_kept + b, square_avg_half_add);
-            store(square_avg_base_kept + b, square_avg_base);
-            store(square_avg_base_sub_kept + b, square_avg_base_sub);
-            store(square_avg_scale_kept + b, square_avg_scale);
-            store(momentum_buffer_divisor_mul_kept + b, momentum_buffer_divisor_mul);
-            store(square_avg_range_at + b, square_avg_header_2);
-            store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
-        }
-
-        // -- elements: decode, update, encode  (specs/rmsprop.py)
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I noise = load(noise_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-                const F p_2 = fma(minus_lr, momentum_buffer, p);                  // 38  p = p - lr * update
-                const I p_word = bits_or_nan(p_2) + (noise & 255 | 0x8000);
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
-            }
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(square_avg_codes_at, b + TILE / BLOCK);
-            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
-            const I square_avg_half_add(square_avg_half_add_kept[b]);
-            const I square_avg_base(square_avg_base_kept[b]);
-            const I square_avg_base_sub(square_avg_base_sub_kept[b]);
-            const I square_avg_scale(square_avg_scale_kept[b]);
-            const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I noise = load(noise_kept + i);
-                const F square_avg_sqrt = load(square_avg_sqrt_kept + i);
-                const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I square_avg_offset = lshr(noise, 8) + square_avg_half_add;
-                const I square_avg_position = max(I(0), min(bits(square_avg_sqrt) - square_avg_base, square_avg_base_sub)) * square_avg_scale + square_avg_offset;
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store_byte<3>(square_avg_codes_at + i, square_avg_position);
-                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + (noise >> 8 & 4095) >> 12);
-            }
-        }
-    }
-};
-
-template <class Grad>
-struct rmsprop_bfloat16_has_momentum_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];          // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];   // uint8 [n]  read and written
-        float *__restrict square_avg_at = (float *)at[3];       // float32 [n]  read and written
-        float *__restrict momentum_buffer_at = (float *)at[4];  // float32 [n]  read and written
-        const F alpha(scalars[0]);
-        const F eps(scalars[1]);
-        const F weight_decay(scalars[2]);
-        const F momentum(scalars[3]);
-        const F grad_scale(scalars[4]);
-        const F one_minus_alpha(scalars[5]);
-        const F minus_lr(scalars[6]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/rmsprop.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const U16 p_stored = raw(p_at + i);
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F square_avg = load(square_avg_at + i);
-            const F momentum_buffer = load(momentum_buffer_at + i);
-            const F g_2 = fma(weight_decay, p, g);                            // 27  g = l2(g, p, weight_decay)
-            // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-            const F square_avg_2 = fma(one_minus_alpha * g_2, g_2, alpha * square_avg);
-            // 36  momentum_buffer = momentum * momentum_buffer + update
-            const F momentum_buffer_2 = fma(g_2, 1.0f / (sqrt(square_avg_2) + eps), momentum * momentum_buffer);
-            const F p_2 = fma(minus_lr, momentum_buffer_2, p);                // 38  p = p - lr * update
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = bits_or_nan(p_2) + (lshr(noise, 24) + 0x8000);
-            store_half<2>(p_at + i, p_word);
-            store_byte<1>(weight_low_at + i, p_word);
-            store(square_avg_at + i, square_avg_2);
-            store(momentum_buffer_at + i, momentum_buffer_2);
-        }
-    }
-};
-
-template <class Grad>
-struct rmsprop_float16_has_momentum {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3), SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                    // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];             // uint8 [n]  read and written
-        uint8_t *__restrict square_avg_codes_at = (uint8_t *)at[3];       // uint8 [n]  read and written
-        int16_t *__restrict square_avg_range_at = (int16_t *)at[4];       // int16 [blocks of 64]  read and written
-        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[5];  // uint8 [n]  read and written
-        int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
-        const F alpha(scalars[0]);
-        const F eps(scalars[1]);
-        const F weight_decay(scalars[2]);
-        const F momentum(scalars[3]);
-        const F grad_scale(scalars[4]);
-        const F one_minus_alpha(scalars[5]);
-        const F minus_lr(scalars[6]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float square_avg_sqrt_kept[TILE];
-        alignas(64) float momentum_buffer_kept[TILE];
-        alignas(64) int32_t square_avg_middle_2_kept[TILE / BLOCK];
-        alignas(64) int32_t square_avg_step_kept[TILE / BLOCK];
-        alignas(64) float momentum_buffer_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t square_avg_half_add_kept[TILE / BLOCK];
-        alignas(64) int32_t square_avg_base_kept[TILE / BLOCK];
-        alignas(64) int32_t square_avg_base_sub_kept[TILE / BLOCK];
-        alignas(64) int32_t square_avg_scale_kept[TILE / BLOCK];
-        alignas(64) float momentum_buffer_divisor_mul_kept[TILE / BLOCK];
-        I largest_of_block_kept[TILE / BLOCK];
-        I smallest_of_block_kept[TILE / BLOCK];
-        I momentum_buffer_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1001001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 square_avg_range = raw(square_avg_range_at + b);
-            const I square_avg_header = to_int(square_avg_range);
-            const I square_avg_cells = max(I(4), square_avg_header & 255);
-            const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) - 0x4b400000;
-            const I square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1);
-            const I square_avg_middle_2 = where(square_avg_header == 0, I(0), square_avg_middle);
-            const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
-            const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
-            const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 0x7fffffff;
-            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2));
-            const F momentum_buffer_scale_mul = momentum * momentum_buffer_scale_2;
-            store(square_avg_middle_2_kept + b, square_avg_middle_2);
-            store(square_avg_step_kept + b, square_avg_step);
-            store(momentum_buffer_scale_mul_kept + b, momentum_buffer_scale_mul);
-        }
-
-        // -- elements: decode, update, encode  (specs/rmsprop.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            const I square_avg_middle_2(square_avg_middle_2_kept[b]);
-            const I square_avg_step(square_avg_step_kept[b]);
-            const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
-            I largest_of_block(INT32_MIN);
-            I smallest_of_block(INT32_MAX);
-            I momentum_buffer_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const U16 p_stored = raw(p_at + i);
-                const I p_high = extend16(extend16(to_int(p_stored)));
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low - 128;
-                const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 0x38000000;
-                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-                // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-                const F g_stored = Grad::load(g_at + i);
-                const F g = grad_scale * g_stored;
-                const U8 square_avg_code = raw(square_avg_codes_at + i);
-                const I square_avg_piece = to_int(square_avg_code);
-                const F square_avg_value = as_float(square_avg_middle_2 + square_avg_piece * square_avg_step);
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F square_avg = square_avg_value * square_avg_value;
-                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
-                const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
-                const F momentum_buffer_bend = abs(momentum_buffer_code_2);
-                const F g_2 = fma(weight_decay, p, g);                     // 27  g = l2(g, p, weight_decay)
-                // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-                const F square_avg_2 = fma(one_minus_alpha * g_2, g_2, alpha * square_avg);
-                const F square_avg_sqrt = sqrt(square_avg_2);
-                // 36  momentum_buffer = momentum * momentum_buffer + update
-                const F momentum_buffer = fma(g_2, 1.0f / (square_avg_sqrt + eps), momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
-                const F p_2 = fma(minus_lr, momentum_buffer, p);           // 38  p = p - lr * update
-                const I p_bitcast = bits(p_2);
-                const I p_sign = p_bitcast >> 16 & 0x8000;
-                const I p_magnitude = p_bitcast & 0x7fffffff;
-                const F p_magnitude_bitcast = as_float(p_magnitude);
-                const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-                const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-                const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-                const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_wide_2 = lshr(p_fixed + ((noise & 255) << 1 | 1), 9);
-                const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
-                const I p_kept_ = p_word;
-                const I square_avg_pattern = bits(square_avg_sqrt);
-                const F momentum_buffer_abs = abs(momentum_buffer);
-                largest_of_block = larger<RAGGED>(largest_of_block, square_avg_pattern, i, end);
-                smallest_of_block = smaller<RAGGED>(smallest_of_block, square_avg_pattern, i, end);
-                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(momentum_buffer_abs), i, end);
-                store(noise_kept + i, noise);
-                store(square_avg_sqrt_kept + i, square_avg_sqrt);
-                store(momentum_buffer_kept + i, momentum_buffer);
-                store(p_at + i, p_sign | p_word >> 8);
-                store(weight_low_at + i, p_kept_);
-            }
-            largest_of_block_kept[b] = largest_of_block;
-            smallest_of_block_kept[b] = smallest_of_block;
-            momentum_buffer_top_kept[b] = momentum_buffer_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const I square_avg_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
-            const I square_avg_above = (square_avg_largest + 0x80000 >> 22) + 1;
-            const I square_avg_below = smallest_of_block - 0x80000 >> 22;
-            const I square_avg_units = min(I(64), max(I(1), square_avg_above - max(I(128), square_avg_below)));
-            const I square_avg_first = square_avg_above - square_avg_units;
-            const I square_avg_start = square_avg_first << 22;
-            const I square_avg_half = square_avg_units * 10240;
-            const I square_avg_base = square_avg_start + square_avg_half;
-            const I square_avg_base_sub = 0x5f700000 - square_avg_base;
-            const I square_avg_cells_2 = min(I(255), to_int(256.5f / to_float(square_avg_units)));
-            const I square_avg_scale = square_avg_cells_2 << 2;
-            const I square_avg_half_add = square_avg_half * square_avg_scale - 0x800000;
-            const I square_avg_header_2 = square_avg_first - 128 << 8 | square_avg_cells_2;
-            const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
-            const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
-            const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
-            const F momentum_buffer_divisor_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
-            store(square_avg_half_add_kept + b, square_avg_half_add);
-            store(square_avg_base_kept + b, square_avg_base);
-            store(square_avg_base_sub_kept + b, square_avg_base_sub);
-            store(square_avg_scale_kept + b, square_avg_scale);
-            store(momentum_buffer_divisor_mul_kept + b, momentum_buffer_divisor_mul);
-            store(square_avg_range_at + b, square_avg_header_2);
-            store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(square_avg_codes_at, b + TILE / BLOCK);
-            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
-            const I square_avg_half_add(square_avg_half_add_kept[b]);
-            const I square_avg_base(square_avg_base_kept[b]);
-            const I square_avg_base_sub(square_avg_base_sub_kept[b]);
-            const I square_avg_scale(square_avg_scale_kept[b]);
-            const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I noise = load(noise_kept + i);
-                const F square_avg_sqrt = load(square_avg_sqrt_kept + i);
-                const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I square_avg_offset = lshr(noise, 8) + square_avg_half_add;
-                const I square_avg_position = max(I(0), min(bits(square_avg_sqrt) - square_avg_base, square_avg_base_sub)) * square_avg_scale + square_avg_offset;
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store_byte<3>(square_avg_codes_at + i, square_avg_position);
-                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + (noise >> 8 & 4095) >> 12);
-            }
-        }
-    }
-};
-
-template <class Grad>
-struct rmsprop_float16_has_momentum_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];          // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];   // uint8 [n]  read and written
-        float *__restrict square_avg_at = (float *)at[3];       // float32 [n]  read and written
-        float *__restrict momentum_buffer_at = (float *)at[4];  // float32 [n]  read and written
-        const F alpha(scalars[0]);
-        const F eps(scalars[1]);
-        const F weight_decay(scalars[2]);
-        const F momentum(scalars[3]);
-        const F grad_scale(scalars[4]);
-        const F one_minus_alpha(scalars[5]);
-        const F minus_lr(scalars[6]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/rmsprop.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const U16 p_stored = raw(p_at + i);
-            const I p_high = extend16(extend16(to_int(p_stored)));
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low - 128;
-            const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 0x38000000;
-            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-            // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F square_avg = load(square_avg_at + i);
-            const F momentum_buffer = load(momentum_buffer_at + i);
-            const F g_2 = fma(weight_decay, p, g);              // 27  g = l2(g, p, weight_decay)
-            // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-            const F square_avg_2 = fma(one_minus_alpha * g_2, g_2, alpha * square_avg);
-            // 36  momentum_buffer = momentum * momentum_buffer + update
-            const F momentum_buffer_2 = fma(g_2, 1.0f / (sqrt(square_avg_2) + eps), momentum * momentum_buffer);
-            const F p_2 = fma(minus_lr, momentum_buffer_2, p);  // 38  p = p - lr * update
-            const I p_bitcast = bits(p_2);
-            const I p_sign = p_bitcast >> 16 & 0x8000;
-            const I p_magnitude = p_bitcast & 0x7fffffff;
-            const F p_magnitude_bitcast = as_float(p_magnitude);
-            const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-            const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-            const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-            const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_wide_2 = lshr(p_fixed + (lshr(noise, 23) | 1), 9);
-            const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
-            const I p_kept_ = p_word;
-            store(p_at + i, p_sign | p_word >> 8);
-            store(weight_low_at + i, p_kept_);
-            store(square_avg_at + i, square_avg_2);
-            store(momentum_buffer_at + i, momentum_buffer_2);
-        }
-    }
-};
-
-template <class Grad>
-struct rmsprop_float32_centered {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 4), SCALARS = 6;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];                     // float32 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict square_avg_codes_at = (uint8_t *)at[2];  // uint8 [n]  read and written
-        int16_t *__restrict square_avg_range_at = (int16_t *)at[3];  // int16 [blocks of 64]  read and written
-        uint8_t *__restrict grad_avg_codes_at = (uint8_t *)at[4];    // uint8 [n]  read and written
-        int16_t *__restrict grad_avg_scale_at = (int16_t *)at[5];    // int16 [blocks of 64]  read and written
+        // uint8 [n]  read and written
+        uint8_t *__restrict square_avg_codes_at = (uint8_t *)at[parts<Weight>() + 1];
+        // int16 [blocks of 64]  read and written
+        int16_t *__restrict square_avg_range_at = (int16_t *)at[parts<Weight>() + 2];
+        // uint8 [n]  read and written
+        uint8_t *__restrict grad_avg_codes_at = (uint8_t *)at[parts<Weight>() + 3];
+        // int16 [blocks of 64]  read and written
+        int16_t *__restrict grad_avg_scale_at = (int16_t *)at[parts<Weight>() + 4];
         const F alpha(scalars[0]);
         const F eps(scalars[1]);
         const F weight_decay(scalars[2]);
         const F grad_scale(scalars[3]);
         const F one_minus_alpha(scalars[4]);
         const F minus_lr(scalars[5]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) int32_t noise_kept[TILE];
         alignas(64) int32_t square_avg_pattern_kept[TILE];
         alignas(64) float grad_avg_kept[TILE];
         alignas(64) float grad_avg_value_kept[TILE];
@@ -1493,19 +536,7 @@ struct rmsprop_float32_centered {
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
         I grad_avg_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000010;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
+        Words<rmsprop_centered_kernel> words(BLOCK * blocks, first, stream_key, step_key);
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
@@ -1528,7 +559,7 @@ struct rmsprop_float32_centered {
         // -- elements: decode, update, encode  (specs/rmsprop.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch_weight<BLOCK>(weight, b + TILE / BLOCK);
             const I square_avg_middle_2(square_avg_middle_2_kept[b]);
             const I square_avg_step(square_avg_step_kept[b]);
             const F grad_avg_scale_mul(grad_avg_scale_mul_kept[b]);
@@ -1536,9 +567,8 @@ struct rmsprop_float32_centered {
             I smallest_of_block(INT32_MAX);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const F p = load(p_at + i);
+                const auto noise = words.at(i);
+                const F p = weight.decode(i);
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
                 const U8 grad_avg_code = raw(grad_avg_codes_at + i);
@@ -1560,15 +590,12 @@ struct rmsprop_float32_centered {
                 const F update = g_3 / (sqrt(variance) + eps);               // 34  update = g / (sqrt(variance) + eps)
                 const F p_2 = fma(minus_lr, update, p);                      // 38  p = p - lr * update
                 const I square_avg_pattern = bits(sqrt(square_avg_2));
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 largest_of_block = larger<RAGGED>(largest_of_block, square_avg_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, square_avg_pattern, i, end);
-                store(noise_kept + i, noise);
+                words.keep(noise, i);
                 store(square_avg_pattern_kept + i, square_avg_pattern);
                 store(grad_avg_kept + i, grad_avg);
-                store(p_at + i, p_2);
+                weight.encode(i, p_2, noise);
             }
             largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
@@ -1615,10 +642,10 @@ struct rmsprop_float32_centered {
             I grad_avg_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I noise = load(noise_kept + i);
+                const auto noise = words.kept(i);
                 const I square_avg_pattern = load(square_avg_pattern_kept + i);
                 const F grad_avg = load(grad_avg_kept + i);
-                const I square_avg_offset = lshr(noise, 8) + square_avg_half_add;
+                const I square_avg_offset = fraction<0, 24>(noise) + square_avg_half_add;
                 const I square_avg_position = max(I(0), min(square_avg_pattern - square_avg_base, square_avg_base_sub)) * square_avg_scale + square_avg_offset;
                 const I square_avg_code_2 = lshr(square_avg_position, 24);
                 const F square_avg_value_2 = as_float(square_avg_start_add + square_avg_code_2 * square_avg_step_2);
@@ -1649,38 +676,43 @@ struct rmsprop_float32_centered {
             const F grad_avg_divisor_mul(grad_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
                 const F grad_avg_value = load(grad_avg_value_kept + i);
-                const I noise = load(noise_kept + i);
                 const I grad_avg_pattern = bits(fma(grad_avg_value, 1.0f / fma(0.003937007859349251f, abs(grad_avg_value), grad_avg_divisor_mul), 3200.0f));
-                store(grad_avg_codes_at + i, grad_avg_pattern + (noise & 4095) >> 12);
+                store(grad_avg_codes_at + i, grad_avg_pattern + integer<1>(noise) >> 12);
             }
         }
     }
 };
 
-template <class Grad>
-struct rmsprop_float32_centered_small {
+template <class Weight, class Grad>
+struct rmsprop_centered_small_kernel {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 6;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}});
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];           // float32 [n]  read and written
+        Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict square_avg_at = (float *)at[2];  // float32 [n]  read and written
-        float *__restrict grad_avg_at = (float *)at[3];    // float32 [n]  read and written
+        float *__restrict square_avg_at = (float *)at[parts<Weight>() + 1];  // float32 [n]  read and written
+        float *__restrict grad_avg_at = (float *)at[parts<Weight>() + 2];    // float32 [n]  read and written
         const F alpha(scalars[0]);
         const F eps(scalars[1]);
         const F weight_decay(scalars[2]);
         const F grad_scale(scalars[3]);
         const F one_minus_alpha(scalars[4]);
         const F minus_lr(scalars[5]);
+        Words<rmsprop_centered_small_kernel> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/rmsprop.py)
         for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
+            const auto noise = words.at(i);
+            const F p = weight.decode(i);
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
             const F grad_avg = load(grad_avg_at + i);
@@ -1694,18 +726,21 @@ struct rmsprop_float32_centered_small {
             const F variance = max(F(0.0f), fma(-grad_avg_2, grad_avg_2, square_avg_2));
             const F update = g_3 / (sqrt(variance) + eps);               // 34  update = g / (sqrt(variance) + eps)
             const F p_2 = fma(minus_lr, update, p);                      // 38  p = p - lr * update
-            store(p_at + i, p_2);
+            weight.encode(i, p_2, noise);
             store(square_avg_at + i, square_avg_2);
             store(grad_avg_at + i, grad_avg_2);
         }
     }
 };
 
-template <class Grad>
-struct rmsprop_bfloat16_centered {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 4), SCALARS = 6;
+template <class Weight, class Grad>
+struct rmsprop_centered_has_momentum_kernel {
+    // random bits of square_avg, grad_avg, momentum_buffer, p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{12, false}, {12, false}, {12, false}, {Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P, 0, 2, 1}), KEPT = NOISE.mask({P, 0, 2, 1});
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 4 + count(KEPT)), SCALARS = 7;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}});
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
                      const float *scalars, int32_t step_key, int32_t stream_key) {
@@ -1715,622 +750,21 @@ struct rmsprop_bfloat16_centered {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];               // bfloat16 [n]  read and written
+        Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];        // uint8 [n]  read and written
-        uint8_t *__restrict square_avg_codes_at = (uint8_t *)at[3];  // uint8 [n]  read and written
-        int16_t *__restrict square_avg_range_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
-        uint8_t *__restrict grad_avg_codes_at = (uint8_t *)at[5];    // uint8 [n]  read and written
-        int16_t *__restrict grad_avg_scale_at = (int16_t *)at[6];    // int16 [blocks of 64]  read and written
-        const F alpha(scalars[0]);
-        const F eps(scalars[1]);
-        const F weight_decay(scalars[2]);
-        const F grad_scale(scalars[3]);
-        const F one_minus_alpha(scalars[4]);
-        const F minus_lr(scalars[5]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) int32_t square_avg_pattern_kept[TILE];
-        alignas(64) float grad_avg_kept[TILE];
-        alignas(64) float grad_avg_value_kept[TILE];
-        alignas(64) int32_t square_avg_middle_2_kept[TILE / BLOCK];
-        alignas(64) int32_t square_avg_step_kept[TILE / BLOCK];
-        alignas(64) float grad_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t square_avg_half_add_kept[TILE / BLOCK];
-        alignas(64) int32_t square_avg_base_kept[TILE / BLOCK];
-        alignas(64) int32_t square_avg_base_sub_kept[TILE / BLOCK];
-        alignas(64) int32_t square_avg_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t square_avg_start_add_kept[TILE / BLOCK];
-        alignas(64) int32_t square_avg_step_2_kept[TILE / BLOCK];
-        alignas(64) float grad_avg_divisor_mul_kept[TILE / BLOCK];
-        I largest_of_block_kept[TILE / BLOCK];
-        I smallest_of_block_kept[TILE / BLOCK];
-        I grad_avg_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1001001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 grad_avg_scale = raw(grad_avg_scale_at + b);
-            const I grad_avg_scale_bits = to_int(grad_avg_scale) << 15;
-            const I grad_avg_scale_bits_2 = grad_avg_scale_bits & 0x7fffffff;
-            const F grad_avg_scale_2 = as_float(where(grad_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), grad_avg_scale_bits_2));
-            const I16 square_avg_range = raw(square_avg_range_at + b);
-            const I square_avg_header = to_int(square_avg_range);
-            const I square_avg_cells = max(I(4), square_avg_header & 255);
-            const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) - 0x4b400000;
-            const I square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1);
-            const I square_avg_middle_2 = where(square_avg_header == 0, I(0), square_avg_middle);
-            const F grad_avg_scale_mul = alpha * grad_avg_scale_2;
-            store(square_avg_middle_2_kept + b, square_avg_middle_2);
-            store(square_avg_step_kept + b, square_avg_step);
-            store(grad_avg_scale_mul_kept + b, grad_avg_scale_mul);
-        }
-
-        // -- elements: decode, update, encode  (specs/rmsprop.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            const I square_avg_middle_2(square_avg_middle_2_kept[b]);
-            const I square_avg_step(square_avg_step_kept[b]);
-            const F grad_avg_scale_mul(grad_avg_scale_mul_kept[b]);
-            I largest_of_block(INT32_MIN);
-            I smallest_of_block(INT32_MAX);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-                const F g_stored = Grad::load(g_at + i);
-                const F g = grad_scale * g_stored;
-                const U8 grad_avg_code = raw(grad_avg_codes_at + i);
-                const F grad_avg_code_2 = counter(grad_avg_code) - 8388736.0f;
-                const F grad_avg_bend = abs(grad_avg_code_2);
-                const U8 square_avg_code = raw(square_avg_codes_at + i);
-                const I square_avg_piece = to_int(square_avg_code);
-                const F square_avg_value = as_float(square_avg_middle_2 + square_avg_piece * square_avg_step);
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F square_avg = square_avg_value * square_avg_value;
-                const F g_2 = fma(weight_decay, p, g);                            // 27  g = l2(g, p, weight_decay)
-                const F g_mul = one_minus_alpha * g_2;
-                // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
-                const F grad_avg = fma(grad_avg_scale_mul, grad_avg_code_2 / (254.0f - grad_avg_bend) * square_avg_value, g_mul);
-                // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-                const F square_avg_2 = fma(g_mul, g_2, alpha * square_avg);
-                // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-                const F variance = max(F(0.0f), fma(-grad_avg, grad_avg, square_avg_2));
-                const F update = g_2 / (sqrt(variance) + eps);                    // 34  update = g / (sqrt(variance) + eps)
-                const F p_2 = fma(minus_lr, update, p);                           // 38  p = p - lr * update
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = bits_or_nan(p_2) + (noise & 255 | 0x8000);
-                const I square_avg_pattern = bits(sqrt(square_avg_2));
-                largest_of_block = larger<RAGGED>(largest_of_block, square_avg_pattern, i, end);
-                smallest_of_block = smaller<RAGGED>(smallest_of_block, square_avg_pattern, i, end);
-                store(noise_kept + i, noise);
-                store(square_avg_pattern_kept + i, square_avg_pattern);
-                store(grad_avg_kept + i, grad_avg);
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
-            }
-            largest_of_block_kept[b] = largest_of_block;
-            smallest_of_block_kept[b] = smallest_of_block;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I square_avg_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
-            const I square_avg_above = (square_avg_largest + 0x80000 >> 22) + 1;
-            const I square_avg_below = smallest_of_block - 0x80000 >> 22;
-            const I square_avg_units = min(I(64), max(I(1), square_avg_above - max(I(128), square_avg_below)));
-            const I square_avg_first = square_avg_above - square_avg_units;
-            const I square_avg_start = square_avg_first << 22;
-            const I square_avg_half = square_avg_units * 10240;
-            const I square_avg_base = square_avg_start + square_avg_half;
-            const I square_avg_base_sub = 0x5f700000 - square_avg_base;
-            const I square_avg_cells_2 = min(I(255), to_int(256.5f / to_float(square_avg_units)));
-            const I square_avg_scale = square_avg_cells_2 << 2;
-            const I square_avg_half_add = square_avg_half * square_avg_scale - 0x800000;
-            const I square_avg_header_2 = square_avg_first - 128 << 8 | square_avg_cells_2;
-            const I square_avg_step_2 = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells_2), 12582912.0f)) - 0x4b400000;
-            const I square_avg_start_add = square_avg_start + (square_avg_step_2 >> 1);
-            store(square_avg_half_add_kept + b, square_avg_half_add);
-            store(square_avg_base_kept + b, square_avg_base);
-            store(square_avg_base_sub_kept + b, square_avg_base_sub);
-            store(square_avg_scale_kept + b, square_avg_scale);
-            store(square_avg_start_add_kept + b, square_avg_start_add);
-            store(square_avg_step_2_kept + b, square_avg_step_2);
-            store(square_avg_range_at + b, square_avg_header_2);
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            const I square_avg_half_add(square_avg_half_add_kept[b]);
-            const I square_avg_base(square_avg_base_kept[b]);
-            const I square_avg_base_sub(square_avg_base_sub_kept[b]);
-            const I square_avg_scale(square_avg_scale_kept[b]);
-            const I square_avg_start_add(square_avg_start_add_kept[b]);
-            const I square_avg_step_2(square_avg_step_2_kept[b]);
-            I grad_avg_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I noise = load(noise_kept + i);
-                const I square_avg_pattern = load(square_avg_pattern_kept + i);
-                const F grad_avg = load(grad_avg_kept + i);
-                const I square_avg_offset = lshr(noise, 8) + square_avg_half_add;
-                const I square_avg_position = max(I(0), min(square_avg_pattern - square_avg_base, square_avg_base_sub)) * square_avg_scale + square_avg_offset;
-                const I square_avg_code_2 = lshr(square_avg_position, 24);
-                const F square_avg_value_2 = as_float(square_avg_start_add + square_avg_code_2 * square_avg_step_2);
-                const F grad_avg_value = grad_avg / square_avg_value_2;
-                const F grad_avg_value_abs = abs(grad_avg_value);
-                grad_avg_top = larger<RAGGED>(grad_avg_top, bits(grad_avg_value_abs), i, end);
-                store(grad_avg_value_kept + i, grad_avg_value);
-                store_byte<3>(square_avg_codes_at + i, square_avg_position);
-            }
-            grad_avg_top_kept[b] = grad_avg_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I grad_avg_top = largest(grad_avg_top_kept + b);
-            const I grad_avg_up = max(I(0x4800000), grad_avg_top) + 32767;
-            const I grad_avg_up_2 = where(grad_avg_top < 0x7f800000, grad_avg_up, I(0x7fc00000));
-            const I grad_avg_divisor = min(I(0x7f7fffff), grad_avg_up_2 & 0x7fff8000);
-            const F grad_avg_divisor_mul = as_float(grad_avg_divisor) * 0.003937007859349251f;
-            store(grad_avg_divisor_mul_kept + b, grad_avg_divisor_mul);
-            store(grad_avg_scale_at + b, grad_avg_up_2 >> 15);
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(square_avg_codes_at, b + TILE / BLOCK);
-            fetch<BLOCK>(grad_avg_codes_at, b + TILE / BLOCK);
-            const F grad_avg_divisor_mul(grad_avg_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F grad_avg_value = load(grad_avg_value_kept + i);
-                const I noise = load(noise_kept + i);
-                const I grad_avg_pattern = bits(fma(grad_avg_value, 1.0f / fma(0.003937007859349251f, abs(grad_avg_value), grad_avg_divisor_mul), 3200.0f));
-                store(grad_avg_codes_at + i, grad_avg_pattern + (noise >> 8 & 4095) >> 12);
-            }
-        }
-    }
-};
-
-template <class Grad>
-struct rmsprop_bfloat16_centered_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 6;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];         // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];  // uint8 [n]  read and written
-        float *__restrict square_avg_at = (float *)at[3];      // float32 [n]  read and written
-        float *__restrict grad_avg_at = (float *)at[4];        // float32 [n]  read and written
-        const F alpha(scalars[0]);
-        const F eps(scalars[1]);
-        const F weight_decay(scalars[2]);
-        const F grad_scale(scalars[3]);
-        const F one_minus_alpha(scalars[4]);
-        const F minus_lr(scalars[5]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/rmsprop.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const U16 p_stored = raw(p_at + i);
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F grad_avg = load(grad_avg_at + i);
-            const F square_avg = load(square_avg_at + i);
-            const F g_2 = fma(weight_decay, p, g);                            // 27  g = l2(g, p, weight_decay)
-            const F g_mul = one_minus_alpha * g_2;
-            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
-            const F grad_avg_2 = fma(alpha, grad_avg, g_mul);
-            // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-            const F square_avg_2 = fma(g_mul, g_2, alpha * square_avg);
-            // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-            const F variance = max(F(0.0f), fma(-grad_avg_2, grad_avg_2, square_avg_2));
-            const F update = g_2 / (sqrt(variance) + eps);                    // 34  update = g / (sqrt(variance) + eps)
-            const F p_2 = fma(minus_lr, update, p);                           // 38  p = p - lr * update
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = bits_or_nan(p_2) + (lshr(noise, 24) + 0x8000);
-            store_half<2>(p_at + i, p_word);
-            store_byte<1>(weight_low_at + i, p_word);
-            store(square_avg_at + i, square_avg_2);
-            store(grad_avg_at + i, grad_avg_2);
-        }
-    }
-};
-
-template <class Grad>
-struct rmsprop_float16_centered {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 4), SCALARS = 6;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];               // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];        // uint8 [n]  read and written
-        uint8_t *__restrict square_avg_codes_at = (uint8_t *)at[3];  // uint8 [n]  read and written
-        int16_t *__restrict square_avg_range_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
-        uint8_t *__restrict grad_avg_codes_at = (uint8_t *)at[5];    // uint8 [n]  read and written
-        int16_t *__restrict grad_avg_scale_at = (int16_t *)at[6];    // int16 [blocks of 64]  read and written
-        const F alpha(scalars[0]);
-        const F eps(scalars[1]);
-        const F weight_decay(scalars[2]);
-        const F grad_scale(scalars[3]);
-        const F one_minus_alpha(scalars[4]);
-        const F minus_lr(scalars[5]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) int32_t square_avg_pattern_kept[TILE];
-        alignas(64) float grad_avg_kept[TILE];
-        alignas(64) float grad_avg_value_kept[TILE];
-        alignas(64) int32_t square_avg_middle_2_kept[TILE / BLOCK];
-        alignas(64) int32_t square_avg_step_kept[TILE / BLOCK];
-        alignas(64) float grad_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t square_avg_half_add_kept[TILE / BLOCK];
-        alignas(64) int32_t square_avg_base_kept[TILE / BLOCK];
-        alignas(64) int32_t square_avg_base_sub_kept[TILE / BLOCK];
-        alignas(64) int32_t square_avg_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t square_avg_start_add_kept[TILE / BLOCK];
-        alignas(64) int32_t square_avg_step_2_kept[TILE / BLOCK];
-        alignas(64) float grad_avg_divisor_mul_kept[TILE / BLOCK];
-        I largest_of_block_kept[TILE / BLOCK];
-        I smallest_of_block_kept[TILE / BLOCK];
-        I grad_avg_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1001001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 grad_avg_scale = raw(grad_avg_scale_at + b);
-            const I grad_avg_scale_bits = to_int(grad_avg_scale) << 15;
-            const I grad_avg_scale_bits_2 = grad_avg_scale_bits & 0x7fffffff;
-            const F grad_avg_scale_2 = as_float(where(grad_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), grad_avg_scale_bits_2));
-            const I16 square_avg_range = raw(square_avg_range_at + b);
-            const I square_avg_header = to_int(square_avg_range);
-            const I square_avg_cells = max(I(4), square_avg_header & 255);
-            const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) - 0x4b400000;
-            const I square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1);
-            const I square_avg_middle_2 = where(square_avg_header == 0, I(0), square_avg_middle);
-            const F grad_avg_scale_mul = alpha * grad_avg_scale_2;
-            store(square_avg_middle_2_kept + b, square_avg_middle_2);
-            store(square_avg_step_kept + b, square_avg_step);
-            store(grad_avg_scale_mul_kept + b, grad_avg_scale_mul);
-        }
-
-        // -- elements: decode, update, encode  (specs/rmsprop.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            const I square_avg_middle_2(square_avg_middle_2_kept[b]);
-            const I square_avg_step(square_avg_step_kept[b]);
-            const F grad_avg_scale_mul(grad_avg_scale_mul_kept[b]);
-            I largest_of_block(INT32_MIN);
-            I smallest_of_block(INT32_MAX);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const U16 p_stored = raw(p_at + i);
-                const I p_high = extend16(extend16(to_int(p_stored)));
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low - 128;
-                const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 0x38000000;
-                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-                // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-                const F g_stored = Grad::load(g_at + i);
-                const F g = grad_scale * g_stored;
-                const U8 grad_avg_code = raw(grad_avg_codes_at + i);
-                const F grad_avg_code_2 = counter(grad_avg_code) - 8388736.0f;
-                const F grad_avg_bend = abs(grad_avg_code_2);
-                const U8 square_avg_code = raw(square_avg_codes_at + i);
-                const I square_avg_piece = to_int(square_avg_code);
-                const F square_avg_value = as_float(square_avg_middle_2 + square_avg_piece * square_avg_step);
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F square_avg = square_avg_value * square_avg_value;
-                const F g_2 = fma(weight_decay, p, g);                       // 27  g = l2(g, p, weight_decay)
-                const F g_mul = one_minus_alpha * g_2;
-                // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
-                const F grad_avg = fma(grad_avg_scale_mul, grad_avg_code_2 / (254.0f - grad_avg_bend) * square_avg_value, g_mul);
-                // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-                const F square_avg_2 = fma(g_mul, g_2, alpha * square_avg);
-                // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-                const F variance = max(F(0.0f), fma(-grad_avg, grad_avg, square_avg_2));
-                const F update = g_2 / (sqrt(variance) + eps);               // 34  update = g / (sqrt(variance) + eps)
-                const F p_2 = fma(minus_lr, update, p);                      // 38  p = p - lr * update
-                const I p_bitcast = bits(p_2);
-                const I p_sign = p_bitcast >> 16 & 0x8000;
-                const I p_magnitude = p_bitcast & 0x7fffffff;
-                const F p_magnitude_bitcast = as_float(p_magnitude);
-                const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-                const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-                const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-                const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_wide_2 = lshr(p_fixed + ((noise & 255) << 1 | 1), 9);
-                const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
-                const I p_kept_ = p_word;
-                const I square_avg_pattern = bits(sqrt(square_avg_2));
-                largest_of_block = larger<RAGGED>(largest_of_block, square_avg_pattern, i, end);
-                smallest_of_block = smaller<RAGGED>(smallest_of_block, square_avg_pattern, i, end);
-                store(noise_kept + i, noise);
-                store(square_avg_pattern_kept + i, square_avg_pattern);
-                store(grad_avg_kept + i, grad_avg);
-                store(p_at + i, p_sign | p_word >> 8);
-                store(weight_low_at + i, p_kept_);
-            }
-            largest_of_block_kept[b] = largest_of_block;
-            smallest_of_block_kept[b] = smallest_of_block;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I square_avg_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
-            const I square_avg_above = (square_avg_largest + 0x80000 >> 22) + 1;
-            const I square_avg_below = smallest_of_block - 0x80000 >> 22;
-            const I square_avg_units = min(I(64), max(I(1), square_avg_above - max(I(128), square_avg_below)));
-            const I square_avg_first = square_avg_above - square_avg_units;
-            const I square_avg_start = square_avg_first << 22;
-            const I square_avg_half = square_avg_units * 10240;
-            const I square_avg_base = square_avg_start + square_avg_half;
-            const I square_avg_base_sub = 0x5f700000 - square_avg_base;
-            const I square_avg_cells_2 = min(I(255), to_int(256.5f / to_float(square_avg_units)));
-            const I square_avg_scale = square_avg_cells_2 << 2;
-            const I square_avg_half_add = square_avg_half * square_avg_scale - 0x800000;
-            const I square_avg_header_2 = square_avg_first - 128 << 8 | square_avg_cells_2;
-            const I square_avg_step_2 = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells_2), 12582912.0f)) - 0x4b400000;
-            const I square_avg_start_add = square_avg_start + (square_avg_step_2 >> 1);
-            store(square_avg_half_add_kept + b, square_avg_half_add);
-            store(square_avg_base_kept + b, square_avg_base);
-            store(square_avg_base_sub_kept + b, square_avg_base_sub);
-            store(square_avg_scale_kept + b, square_avg_scale);
-            store(square_avg_start_add_kept + b, square_avg_start_add);
-            store(square_avg_step_2_kept + b, square_avg_step_2);
-            store(square_avg_range_at + b, square_avg_header_2);
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            const I square_avg_half_add(square_avg_half_add_kept[b]);
-            const I square_avg_base(square_avg_base_kept[b]);
-            const I square_avg_base_sub(square_avg_base_sub_kept[b]);
-            const I square_avg_scale(square_avg_scale_kept[b]);
-            const I square_avg_start_add(square_avg_start_add_kept[b]);
-            const I square_avg_step_2(square_avg_step_2_kept[b]);
-            I grad_avg_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I noise = load(noise_kept + i);
-                const I square_avg_pattern = load(square_avg_pattern_kept + i);
-                const F grad_avg = load(grad_avg_kept + i);
-                const I square_avg_offset = lshr(noise, 8) + square_avg_half_add;
-                const I square_avg_position = max(I(0), min(square_avg_pattern - square_avg_base, square_avg_base_sub)) * square_avg_scale + square_avg_offset;
-                const I square_avg_code_2 = lshr(square_avg_position, 24);
-                const F square_avg_value_2 = as_float(square_avg_start_add + square_avg_code_2 * square_avg_step_2);
-                const F grad_avg_value = grad_avg / square_avg_value_2;
-                const F grad_avg_value_abs = abs(grad_avg_value);
-                grad_avg_top = larger<RAGGED>(grad_avg_top, bits(grad_avg_value_abs), i, end);
-                store(grad_avg_value_kept + i, grad_avg_value);
-                store_byte<3>(square_avg_codes_at + i, square_avg_position);
-            }
-            grad_avg_top_kept[b] = grad_avg_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I grad_avg_top = largest(grad_avg_top_kept + b);
-            const I grad_avg_up = max(I(0x4800000), grad_avg_top) + 32767;
-            const I grad_avg_up_2 = where(grad_avg_top < 0x7f800000, grad_avg_up, I(0x7fc00000));
-            const I grad_avg_divisor = min(I(0x7f7fffff), grad_avg_up_2 & 0x7fff8000);
-            const F grad_avg_divisor_mul = as_float(grad_avg_divisor) * 0.003937007859349251f;
-            store(grad_avg_divisor_mul_kept + b, grad_avg_divisor_mul);
-            store(grad_avg_scale_at + b, grad_avg_up_2 >> 15);
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(square_avg_codes_at, b + TILE / BLOCK);
-            fetch<BLOCK>(grad_avg_codes_at, b + TILE / BLOCK);
-            const F grad_avg_divisor_mul(grad_avg_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F grad_avg_value = load(grad_avg_value_kept + i);
-                const I noise = load(noise_kept + i);
-                const I grad_avg_pattern = bits(fma(grad_avg_value, 1.0f / fma(0.003937007859349251f, abs(grad_avg_value), grad_avg_divisor_mul), 3200.0f));
-                store(grad_avg_codes_at + i, grad_avg_pattern + (noise >> 8 & 4095) >> 12);
-            }
-        }
-    }
-};
-
-template <class Grad>
-struct rmsprop_float16_centered_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 6;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];         // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];  // uint8 [n]  read and written
-        float *__restrict square_avg_at = (float *)at[3];      // float32 [n]  read and written
-        float *__restrict grad_avg_at = (float *)at[4];        // float32 [n]  read and written
-        const F alpha(scalars[0]);
-        const F eps(scalars[1]);
-        const F weight_decay(scalars[2]);
-        const F grad_scale(scalars[3]);
-        const F one_minus_alpha(scalars[4]);
-        const F minus_lr(scalars[5]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/rmsprop.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const U16 p_stored = raw(p_at + i);
-            const I p_high = extend16(extend16(to_int(p_stored)));
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low - 128;
-            const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 0x38000000;
-            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-            // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F grad_avg = load(grad_avg_at + i);
-            const F square_avg = load(square_avg_at + i);
-            const F g_2 = fma(weight_decay, p, g);                       // 27  g = l2(g, p, weight_decay)
-            const F g_mul = one_minus_alpha * g_2;
-            const F grad_avg_2 = fma(alpha, grad_avg, g_mul);            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
-            // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-            const F square_avg_2 = fma(g_mul, g_2, alpha * square_avg);
-            // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-            const F variance = max(F(0.0f), fma(-grad_avg_2, grad_avg_2, square_avg_2));
-            const F update = g_2 / (sqrt(variance) + eps);               // 34  update = g / (sqrt(variance) + eps)
-            const F p_2 = fma(minus_lr, update, p);                      // 38  p = p - lr * update
-            const I p_bitcast = bits(p_2);
-            const I p_sign = p_bitcast >> 16 & 0x8000;
-            const I p_magnitude = p_bitcast & 0x7fffffff;
-            const F p_magnitude_bitcast = as_float(p_magnitude);
-            const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-            const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-            const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-            const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_wide_2 = lshr(p_fixed + (lshr(noise, 23) | 1), 9);
-            const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
-            const I p_kept_ = p_word;
-            store(p_at + i, p_sign | p_word >> 8);
-            store(weight_low_at + i, p_kept_);
-            store(square_avg_at + i, square_avg_2);
-            store(grad_avg_at + i, grad_avg_2);
-        }
-    }
-};
-
-template <class Grad>
-struct rmsprop_float32_centered_has_momentum {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 6), SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];                          // float32 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict square_avg_codes_at = (uint8_t *)at[2];       // uint8 [n]  read and written
-        int16_t *__restrict square_avg_range_at = (int16_t *)at[3];       // int16 [blocks of 64]  read and written
-        uint8_t *__restrict grad_avg_codes_at = (uint8_t *)at[4];         // uint8 [n]  read and written
-        int16_t *__restrict grad_avg_scale_at = (int16_t *)at[5];         // int16 [blocks of 64]  read and written
-        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[6];  // uint8 [n]  read and written
-        int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[7];  // int16 [blocks of 64]  read and written
+        // uint8 [n]  read and written
+        uint8_t *__restrict square_avg_codes_at = (uint8_t *)at[parts<Weight>() + 1];
+        // int16 [blocks of 64]  read and written
+        int16_t *__restrict square_avg_range_at = (int16_t *)at[parts<Weight>() + 2];
+        // uint8 [n]  read and written
+        uint8_t *__restrict grad_avg_codes_at = (uint8_t *)at[parts<Weight>() + 3];
+        // int16 [blocks of 64]  read and written
+        int16_t *__restrict grad_avg_scale_at = (int16_t *)at[parts<Weight>() + 4];
+        // uint8 [n]  read and written
+        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[parts<Weight>() + 5];
+        // int16 [blocks of 64]  read and written
+        int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[parts<Weight>() + 6];
         const F alpha(scalars[0]);
         const F eps(scalars[1]);
         const F weight_decay(scalars[2]);
@@ -2338,15 +772,9 @@ struct rmsprop_float32_centered_has_momentum {
         const F grad_scale(scalars[4]);
         const F one_minus_alpha(scalars[5]);
         const F minus_lr(scalars[6]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) int32_t word_3_kept[TILE / 8];
-        alignas(64) int32_t word_4_kept[TILE / 8];
-        alignas(64) int32_t noise_kept[TILE];
+        alignas(64) float momentum_buffer_kept[TILE];
         alignas(64) int32_t square_avg_pattern_kept[TILE];
         alignas(64) float grad_avg_kept[TILE];
-        alignas(64) float momentum_buffer_kept[TILE];
-        alignas(64) int32_t noise_2_kept[TILE];
         alignas(64) float grad_avg_value_kept[TILE];
         alignas(64) int32_t square_avg_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t square_avg_step_kept[TILE / BLOCK];
@@ -2364,29 +792,7 @@ struct rmsprop_float32_centered_has_momentum {
         I smallest_of_block_kept[TILE / BLOCK];
         I momentum_buffer_top_kept[TILE / BLOCK];
         I grad_avg_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256;
-            const I word_mul = word_xor * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor_2 = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor_2 ^ lshr(word_xor_2, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor_2 ^ (step_key & 255) * 0x1000010;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            const I word_mul_5 = (word_xor ^ 0x3c6ef372) * 0x7feb352d;
-            const I word_mul_6 = (word_mul_5 ^ lshr(word_mul_5, 16)) * -2073254261;
-            const I word_xor_3 = word_mul_6 ^ lshr(word_mul_6, 15);
-            const I word_mul_7 = (word_xor_3 ^ lshr(word_xor_3, 16)) * -1640531535;
-            const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 0x7feb352d;
-            const I word_4 = word_xor_3 ^ (step_key & 255) * 0x1000000;
-            const I word_3 = word_mul_8 ^ lshr(word_mul_8, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-            store(word_3_kept + i, word_3);
-            store(word_4_kept + i, word_4);
-        }
+        Words<rmsprop_centered_has_momentum_kernel> words(BLOCK * blocks, first, stream_key, step_key);
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
@@ -2412,10 +818,16 @@ struct rmsprop_float32_centered_has_momentum {
             store(momentum_buffer_scale_mul_kept + b, momentum_buffer_scale_mul);
         }
 
+        const auto update_weight = [&](int i, F momentum_buffer, const auto &noise) {
+            const F p = weight.decode(i);
+            const F p_2 = fma(minus_lr, momentum_buffer, p);  // 38  p = p - lr * update
+            weight.encode(i, p_2, noise);
+        };
         // -- elements: decode, update, encode  (specs/rmsprop.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch_weight<BLOCK>(weight, b);
+            if constexpr (!apart<Weight>()) { fetch_weight<BLOCK>(weight, b + TILE / BLOCK); }
             const I square_avg_middle_2(square_avg_middle_2_kept[b]);
             const I square_avg_step(square_avg_step_kept[b]);
             const F grad_avg_scale_mul(grad_avg_scale_mul_kept[b]);
@@ -2425,11 +837,8 @@ struct rmsprop_float32_centered_has_momentum {
             I momentum_buffer_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const I word_4 = spread(word_4_kept, i);
-                const I word_3 = spread(word_3_kept, i);
-                const F p = load(p_at + i);
+                const auto noise = words.at(i);
+                const F p = weight.decode(i);
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
                 const U8 grad_avg_code = raw(grad_avg_codes_at + i);
@@ -2453,24 +862,17 @@ struct rmsprop_float32_centered_has_momentum {
                 const F variance = max(F(0.0f), fma(-grad_avg, grad_avg, square_avg_2));
                 // 36  momentum_buffer = momentum * momentum_buffer + update
                 const F momentum_buffer = fma(g_3, 1.0f / (sqrt(variance) + eps), momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
-                const F p_2 = fma(minus_lr, momentum_buffer, p);             // 38  p = p - lr * update
                 const I square_avg_pattern = bits(sqrt(square_avg_2));
-                const I word_and = lane(i);
-                const I word_add = (word_and * (word_and + 1) >> 1) + 1;
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, word_add);
                 const F momentum_buffer_abs = abs(momentum_buffer);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise_2 = word_4 ^ rotl(word_3, word_add);
                 largest_of_block = larger<RAGGED>(largest_of_block, square_avg_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, square_avg_pattern, i, end);
                 momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(momentum_buffer_abs), i, end);
-                store(noise_kept + i, noise);
+                words.keep(noise, i);
+                store(momentum_buffer_kept + i, momentum_buffer);
                 store(square_avg_pattern_kept + i, square_avg_pattern);
                 store(grad_avg_kept + i, grad_avg);
-                store(momentum_buffer_kept + i, momentum_buffer);
-                store(noise_2_kept + i, noise_2);
-                store(p_at + i, p_2);
+                if constexpr (!apart<Weight>())
+                    update_weight(i, momentum_buffer, noise);
             }
             largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
@@ -2512,6 +914,17 @@ struct rmsprop_float32_centered_has_momentum {
             store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
         }
 
+        // -- elements: decode, update  (specs/rmsprop.py)
+        if constexpr (apart<Weight>()) for (int b = 0; b < blocks; b++) {
+            fetch_weight<BLOCK>(weight, b + TILE / BLOCK);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
+                const F momentum_buffer = load(momentum_buffer_kept + i);
+                update_weight(i, momentum_buffer, noise);
+            }
+        }
+
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
@@ -2525,10 +938,10 @@ struct rmsprop_float32_centered_has_momentum {
             I grad_avg_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I noise = load(noise_kept + i);
+                const auto noise = words.kept(i);
                 const I square_avg_pattern = load(square_avg_pattern_kept + i);
                 const F grad_avg = load(grad_avg_kept + i);
-                const I square_avg_offset = lshr(noise, 8) + square_avg_half_add;
+                const I square_avg_offset = fraction<0, 24>(noise) + square_avg_half_add;
                 const I square_avg_position = max(I(0), min(square_avg_pattern - square_avg_base, square_avg_base_sub)) * square_avg_scale + square_avg_offset;
                 const I square_avg_code_2 = lshr(square_avg_position, 24);
                 const F square_avg_value_2 = as_float(square_avg_start_add + square_avg_code_2 * square_avg_step_2);
@@ -2558,10 +971,10 @@ struct rmsprop_float32_centered_has_momentum {
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
                 const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I noise_2 = load(noise_2_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + lshr(noise_2, 20) >> 12);
+                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + integer<2>(noise) >> 12);
             }
         }
 
@@ -2572,29 +985,33 @@ struct rmsprop_float32_centered_has_momentum {
             const F grad_avg_divisor_mul(grad_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
                 const F grad_avg_value = load(grad_avg_value_kept + i);
-                const I noise = load(noise_kept + i);
                 const I grad_avg_pattern = bits(fma(grad_avg_value, 1.0f / fma(0.003937007859349251f, abs(grad_avg_value), grad_avg_divisor_mul), 3200.0f));
-                store(grad_avg_codes_at + i, grad_avg_pattern + (noise & 4095) >> 12);
+                store(grad_avg_codes_at + i, grad_avg_pattern + integer<1>(noise) >> 12);
             }
         }
     }
 };
 
-template <class Grad>
-struct rmsprop_float32_centered_has_momentum_small {
+template <class Weight, class Grad>
+struct rmsprop_centered_has_momentum_small_kernel {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}});
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];                // float32 [n]  read and written
+        Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict square_avg_at = (float *)at[2];       // float32 [n]  read and written
-        float *__restrict grad_avg_at = (float *)at[3];         // float32 [n]  read and written
-        float *__restrict momentum_buffer_at = (float *)at[4];  // float32 [n]  read and written
+        float *__restrict square_avg_at = (float *)at[parts<Weight>() + 1];  // float32 [n]  read and written
+        float *__restrict grad_avg_at = (float *)at[parts<Weight>() + 2];    // float32 [n]  read and written
+        // float32 [n]  read and written
+        float *__restrict momentum_buffer_at = (float *)at[parts<Weight>() + 3];
         const F alpha(scalars[0]);
         const F eps(scalars[1]);
         const F weight_decay(scalars[2]);
@@ -2602,10 +1019,12 @@ struct rmsprop_float32_centered_has_momentum_small {
         const F grad_scale(scalars[4]);
         const F one_minus_alpha(scalars[5]);
         const F minus_lr(scalars[6]);
+        Words<rmsprop_centered_has_momentum_small_kernel> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/rmsprop.py)
         for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
+            const auto noise = words.at(i);
+            const F p = weight.decode(i);
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
             const F grad_avg = load(grad_avg_at + i);
@@ -2621,7 +1040,7 @@ struct rmsprop_float32_centered_has_momentum_small {
             // 36  momentum_buffer = momentum * momentum_buffer + update
             const F momentum_buffer_2 = fma(g_3, 1.0f / (sqrt(variance) + eps), momentum * momentum_buffer);
             const F p_2 = fma(minus_lr, momentum_buffer_2, p);           // 38  p = p - lr * update
-            store(p_at + i, p_2);
+            weight.encode(i, p_2, noise);
             store(square_avg_at + i, square_avg_2);
             store(grad_avg_at + i, grad_avg_2);
             store(momentum_buffer_at + i, momentum_buffer_2);
@@ -2629,760 +1048,30 @@ struct rmsprop_float32_centered_has_momentum_small {
     }
 };
 
-template <class Grad>
-struct rmsprop_bfloat16_centered_has_momentum {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 6), SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                    // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];             // uint8 [n]  read and written
-        uint8_t *__restrict square_avg_codes_at = (uint8_t *)at[3];       // uint8 [n]  read and written
-        int16_t *__restrict square_avg_range_at = (int16_t *)at[4];       // int16 [blocks of 64]  read and written
-        uint8_t *__restrict grad_avg_codes_at = (uint8_t *)at[5];         // uint8 [n]  read and written
-        int16_t *__restrict grad_avg_scale_at = (int16_t *)at[6];         // int16 [blocks of 64]  read and written
-        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[7];  // uint8 [n]  read and written
-        int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[8];  // int16 [blocks of 64]  read and written
-        const F alpha(scalars[0]);
-        const F eps(scalars[1]);
-        const F weight_decay(scalars[2]);
-        const F momentum(scalars[3]);
-        const F grad_scale(scalars[4]);
-        const F one_minus_alpha(scalars[5]);
-        const F minus_lr(scalars[6]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) int32_t word_3_kept[TILE / 8];
-        alignas(64) int32_t word_4_kept[TILE / 8];
-        alignas(64) float momentum_buffer_kept[TILE];
-        alignas(64) int32_t noise_2_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) int32_t square_avg_pattern_kept[TILE];
-        alignas(64) float grad_avg_kept[TILE];
-        alignas(64) float grad_avg_value_kept[TILE];
-        alignas(64) int32_t square_avg_middle_2_kept[TILE / BLOCK];
-        alignas(64) int32_t square_avg_step_kept[TILE / BLOCK];
-        alignas(64) float grad_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float momentum_buffer_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t square_avg_half_add_kept[TILE / BLOCK];
-        alignas(64) int32_t square_avg_base_kept[TILE / BLOCK];
-        alignas(64) int32_t square_avg_base_sub_kept[TILE / BLOCK];
-        alignas(64) int32_t square_avg_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t square_avg_start_add_kept[TILE / BLOCK];
-        alignas(64) int32_t square_avg_step_2_kept[TILE / BLOCK];
-        alignas(64) float momentum_buffer_divisor_mul_kept[TILE / BLOCK];
-        alignas(64) float grad_avg_divisor_mul_kept[TILE / BLOCK];
-        I largest_of_block_kept[TILE / BLOCK];
-        I smallest_of_block_kept[TILE / BLOCK];
-        I momentum_buffer_top_kept[TILE / BLOCK];
-        I grad_avg_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256;
-            const I word_mul = (word_xor ^ 0x3c6ef372) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor_2 = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor_2 ^ lshr(word_xor_2, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor_2 ^ (step_key & 255) * 0x1000001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            const I word_mul_5 = word_xor * 0x7feb352d;
-            const I word_mul_6 = (word_mul_5 ^ lshr(word_mul_5, 16)) * -2073254261;
-            const I word_xor_3 = word_mul_6 ^ lshr(word_mul_6, 15);
-            const I word_mul_7 = (word_xor_3 ^ lshr(word_xor_3, 16)) * -1640531535;
-            const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 0x7feb352d;
-            const I word_4 = word_xor_3 ^ (step_key & 255) * 0x1000010;
-            const I word_3 = word_mul_8 ^ lshr(word_mul_8, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-            store(word_3_kept + i, word_3);
-            store(word_4_kept + i, word_4);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 grad_avg_scale = raw(grad_avg_scale_at + b);
-            const I grad_avg_scale_bits = to_int(grad_avg_scale) << 15;
-            const I grad_avg_scale_bits_2 = grad_avg_scale_bits & 0x7fffffff;
-            const F grad_avg_scale_2 = as_float(where(grad_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), grad_avg_scale_bits_2));
-            const I16 square_avg_range = raw(square_avg_range_at + b);
-            const I square_avg_header = to_int(square_avg_range);
-            const I square_avg_cells = max(I(4), square_avg_header & 255);
-            const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) - 0x4b400000;
-            const I square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1);
-            const I square_avg_middle_2 = where(square_avg_header == 0, I(0), square_avg_middle);
-            const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
-            const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
-            const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 0x7fffffff;
-            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2));
-            const F grad_avg_scale_mul = alpha * grad_avg_scale_2;
-            const F momentum_buffer_scale_mul = momentum * momentum_buffer_scale_2;
-            store(square_avg_middle_2_kept + b, square_avg_middle_2);
-            store(square_avg_step_kept + b, square_avg_step);
-            store(grad_avg_scale_mul_kept + b, grad_avg_scale_mul);
-            store(momentum_buffer_scale_mul_kept + b, momentum_buffer_scale_mul);
-        }
-
-        // -- elements: decode, update, encode  (specs/rmsprop.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
-            fetch<BLOCK>(weight_low_at, b);
-            const I square_avg_middle_2(square_avg_middle_2_kept[b]);
-            const I square_avg_step(square_avg_step_kept[b]);
-            const F grad_avg_scale_mul(grad_avg_scale_mul_kept[b]);
-            const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
-            I largest_of_block(INT32_MIN);
-            I smallest_of_block(INT32_MAX);
-            I momentum_buffer_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const I word_4 = spread(word_4_kept, i);
-                const I word_3 = spread(word_3_kept, i);
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-                const F g_stored = Grad::load(g_at + i);
-                const F g = grad_scale * g_stored;
-                const U8 grad_avg_code = raw(grad_avg_codes_at + i);
-                const F grad_avg_code_2 = counter(grad_avg_code) - 8388736.0f;
-                const F grad_avg_bend = abs(grad_avg_code_2);
-                const U8 square_avg_code = raw(square_avg_codes_at + i);
-                const I square_avg_piece = to_int(square_avg_code);
-                const F square_avg_value = as_float(square_avg_middle_2 + square_avg_piece * square_avg_step);
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F square_avg = square_avg_value * square_avg_value;
-                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
-                const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
-                const F momentum_buffer_bend = abs(momentum_buffer_code_2);
-                const F g_2 = fma(weight_decay, p, g);                            // 27  g = l2(g, p, weight_decay)
-                const F g_mul = one_minus_alpha * g_2;
-                // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
-                const F grad_avg = fma(grad_avg_scale_mul, grad_avg_code_2 / (254.0f - grad_avg_bend) * square_avg_value, g_mul);
-                // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-                const F square_avg_2 = fma(g_mul, g_2, alpha * square_avg);
-                // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-                const F variance = max(F(0.0f), fma(-grad_avg, grad_avg, square_avg_2));
-                // 36  momentum_buffer = momentum * momentum_buffer + update
-                const F momentum_buffer = fma(g_2, 1.0f / (sqrt(variance) + eps), momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
-                const I word_and = lane(i);
-                const I word_add = (word_and * (word_and + 1) >> 1) + 1;
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise_2 = word_2 ^ rotl(word, word_add);
-                const I square_avg_pattern = bits(sqrt(square_avg_2));
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_4 ^ rotl(word_3, word_add);
-                const F momentum_buffer_abs = abs(momentum_buffer);
-                largest_of_block = larger<RAGGED>(largest_of_block, square_avg_pattern, i, end);
-                smallest_of_block = smaller<RAGGED>(smallest_of_block, square_avg_pattern, i, end);
-                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(momentum_buffer_abs), i, end);
-                store(momentum_buffer_kept + i, momentum_buffer);
-                store(noise_2_kept + i, noise_2);
-                store(noise_kept + i, noise);
-                store(square_avg_pattern_kept + i, square_avg_pattern);
-                store(grad_avg_kept + i, grad_avg);
-            }
-            largest_of_block_kept[b] = largest_of_block;
-            smallest_of_block_kept[b] = smallest_of_block;
-            momentum_buffer_top_kept[b] = momentum_buffer_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const I square_avg_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
-            const I square_avg_above = (square_avg_largest + 0x80000 >> 22) + 1;
-            const I square_avg_below = smallest_of_block - 0x80000 >> 22;
-            const I square_avg_units = min(I(64), max(I(1), square_avg_above - max(I(128), square_avg_below)));
-            const I square_avg_first = square_avg_above - square_avg_units;
-            const I square_avg_start = square_avg_first << 22;
-            const I square_avg_half = square_avg_units * 10240;
-            const I square_avg_base = square_avg_start + square_avg_half;
-            const I square_avg_base_sub = 0x5f700000 - square_avg_base;
-            const I square_avg_cells_2 = min(I(255), to_int(256.5f / to_float(square_avg_units)));
-            const I square_avg_scale = square_avg_cells_2 << 2;
-            const I square_avg_half_add = square_avg_half * square_avg_scale - 0x800000;
-            const I square_avg_header_2 = square_avg_first - 128 << 8 | square_avg_cells_2;
-            const I square_avg_step_2 = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells_2), 12582912.0f)) - 0x4b400000;
-            const I square_avg_start_add = square_avg_start + (square_avg_step_2 >> 1);
-            const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
-            const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
-            const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
-            const F momentum_buffer_divisor_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
-            store(square_avg_half_add_kept + b, square_avg_half_add);
-            store(square_avg_base_kept + b, square_avg_base);
-            store(square_avg_base_sub_kept + b, square_avg_base_sub);
-            store(square_avg_scale_kept + b, square_avg_scale);
-            store(square_avg_start_add_kept + b, square_avg_start_add);
-            store(square_avg_step_2_kept + b, square_avg_step_2);
-            store(momentum_buffer_divisor_mul_kept + b, momentum_buffer_divisor_mul);
-            store(square_avg_range_at + b, square_avg_header_2);
-            store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
-        }
-
-        // -- elements: decode, update, encode  (specs/rmsprop.py)
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I noise_2 = load(noise_2_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-                const F p_2 = fma(minus_lr, momentum_buffer, p);                  // 38  p = p - lr * update
-                const I p_word = bits_or_nan(p_2) + (noise_2 & 255 | 0x8000);
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
-            }
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            const I square_avg_half_add(square_avg_half_add_kept[b]);
-            const I square_avg_base(square_avg_base_kept[b]);
-            const I square_avg_base_sub(square_avg_base_sub_kept[b]);
-            const I square_avg_scale(square_avg_scale_kept[b]);
-            const I square_avg_start_add(square_avg_start_add_kept[b]);
-            const I square_avg_step_2(square_avg_step_2_kept[b]);
-            I grad_avg_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I noise = load(noise_kept + i);
-                const I square_avg_pattern = load(square_avg_pattern_kept + i);
-                const F grad_avg = load(grad_avg_kept + i);
-                const I square_avg_offset = lshr(noise, 8) + square_avg_half_add;
-                const I square_avg_position = max(I(0), min(square_avg_pattern - square_avg_base, square_avg_base_sub)) * square_avg_scale + square_avg_offset;
-                const I square_avg_code_2 = lshr(square_avg_position, 24);
-                const F square_avg_value_2 = as_float(square_avg_start_add + square_avg_code_2 * square_avg_step_2);
-                const F grad_avg_value = grad_avg / square_avg_value_2;
-                const F grad_avg_value_abs = abs(grad_avg_value);
-                grad_avg_top = larger<RAGGED>(grad_avg_top, bits(grad_avg_value_abs), i, end);
-                store(grad_avg_value_kept + i, grad_avg_value);
-                store_byte<3>(square_avg_codes_at + i, square_avg_position);
-            }
-            grad_avg_top_kept[b] = grad_avg_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I grad_avg_top = largest(grad_avg_top_kept + b);
-            const I grad_avg_up = max(I(0x4800000), grad_avg_top) + 32767;
-            const I grad_avg_up_2 = where(grad_avg_top < 0x7f800000, grad_avg_up, I(0x7fc00000));
-            const I grad_avg_divisor = min(I(0x7f7fffff), grad_avg_up_2 & 0x7fff8000);
-            const F grad_avg_divisor_mul = as_float(grad_avg_divisor) * 0.003937007859349251f;
-            store(grad_avg_divisor_mul_kept + b, grad_avg_divisor_mul);
-            store(grad_avg_scale_at + b, grad_avg_up_2 >> 15);
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(square_avg_codes_at, b + TILE / BLOCK);
-            const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I noise_2 = load(noise_2_kept + i);
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + lshr(noise_2, 20) >> 12);
-            }
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(grad_avg_codes_at, b + TILE / BLOCK);
-            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
-            const F grad_avg_divisor_mul(grad_avg_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F grad_avg_value = load(grad_avg_value_kept + i);
-                const I noise = load(noise_kept + i);
-                const I grad_avg_pattern = bits(fma(grad_avg_value, 1.0f / fma(0.003937007859349251f, abs(grad_avg_value), grad_avg_divisor_mul), 3200.0f));
-                store(grad_avg_codes_at + i, grad_avg_pattern + (noise & 4095) >> 12);
-            }
-        }
-    }
-};
-
-template <class Grad>
-struct rmsprop_bfloat16_centered_has_momentum_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];          // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];   // uint8 [n]  read and written
-        float *__restrict square_avg_at = (float *)at[3];       // float32 [n]  read and written
-        float *__restrict grad_avg_at = (float *)at[4];         // float32 [n]  read and written
-        float *__restrict momentum_buffer_at = (float *)at[5];  // float32 [n]  read and written
-        const F alpha(scalars[0]);
-        const F eps(scalars[1]);
-        const F weight_decay(scalars[2]);
-        const F momentum(scalars[3]);
-        const F grad_scale(scalars[4]);
-        const F one_minus_alpha(scalars[5]);
-        const F minus_lr(scalars[6]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/rmsprop.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const U16 p_stored = raw(p_at + i);
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F grad_avg = load(grad_avg_at + i);
-            const F square_avg = load(square_avg_at + i);
-            const F momentum_buffer = load(momentum_buffer_at + i);
-            const F g_2 = fma(weight_decay, p, g);                            // 27  g = l2(g, p, weight_decay)
-            const F g_mul = one_minus_alpha * g_2;
-            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
-            const F grad_avg_2 = fma(alpha, grad_avg, g_mul);
-            // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-            const F square_avg_2 = fma(g_mul, g_2, alpha * square_avg);
-            // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-            const F variance = max(F(0.0f), fma(-grad_avg_2, grad_avg_2, square_avg_2));
-            // 36  momentum_buffer = momentum * momentum_buffer + update
-            const F momentum_buffer_2 = fma(g_2, 1.0f / (sqrt(variance) + eps), momentum * momentum_buffer);
-            const F p_2 = fma(minus_lr, momentum_buffer_2, p);                // 38  p = p - lr * update
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = bits_or_nan(p_2) + (lshr(noise, 24) + 0x8000);
-            store_half<2>(p_at + i, p_word);
-            store_byte<1>(weight_low_at + i, p_word);
-            store(square_avg_at + i, square_avg_2);
-            store(grad_avg_at + i, grad_avg_2);
-            store(momentum_buffer_at + i, momentum_buffer_2);
-        }
-    }
-};
-
-template <class Grad>
-struct rmsprop_float16_centered_has_momentum {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 6), SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                    // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];             // uint8 [n]  read and written
-        uint8_t *__restrict square_avg_codes_at = (uint8_t *)at[3];       // uint8 [n]  read and written
-        int16_t *__restrict square_avg_range_at = (int16_t *)at[4];       // int16 [blocks of 64]  read and written
-        uint8_t *__restrict grad_avg_codes_at = (uint8_t *)at[5];         // uint8 [n]  read and written
-        int16_t *__restrict grad_avg_scale_at = (int16_t *)at[6];         // int16 [blocks of 64]  read and written
-        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[7];  // uint8 [n]  read and written
-        int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[8];  // int16 [blocks of 64]  read and written
-        const F alpha(scalars[0]);
-        const F eps(scalars[1]);
-        const F weight_decay(scalars[2]);
-        const F momentum(scalars[3]);
-        const F grad_scale(scalars[4]);
-        const F one_minus_alpha(scalars[5]);
-        const F minus_lr(scalars[6]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) int32_t word_3_kept[TILE / 8];
-        alignas(64) int32_t word_4_kept[TILE / 8];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) int32_t square_avg_pattern_kept[TILE];
-        alignas(64) float grad_avg_kept[TILE];
-        alignas(64) float momentum_buffer_kept[TILE];
-        alignas(64) int32_t noise_2_kept[TILE];
-        alignas(64) float grad_avg_value_kept[TILE];
-        alignas(64) int32_t square_avg_middle_2_kept[TILE / BLOCK];
-        alignas(64) int32_t square_avg_step_kept[TILE / BLOCK];
-        alignas(64) float grad_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float momentum_buffer_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t square_avg_half_add_kept[TILE / BLOCK];
-        alignas(64) int32_t square_avg_base_kept[TILE / BLOCK];
-        alignas(64) int32_t square_avg_base_sub_kept[TILE / BLOCK];
-        alignas(64) int32_t square_avg_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t square_avg_start_add_kept[TILE / BLOCK];
-        alignas(64) int32_t square_avg_step_2_kept[TILE / BLOCK];
-        alignas(64) float momentum_buffer_divisor_mul_kept[TILE / BLOCK];
-        alignas(64) float grad_avg_divisor_mul_kept[TILE / BLOCK];
-        I largest_of_block_kept[TILE / BLOCK];
-        I smallest_of_block_kept[TILE / BLOCK];
-        I momentum_buffer_top_kept[TILE / BLOCK];
-        I grad_avg_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256;
-            const I word_mul = (word_xor ^ 0x3c6ef372) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor_2 = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor_2 ^ lshr(word_xor_2, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor_2 ^ (step_key & 255) * 0x1000001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            const I word_mul_5 = word_xor * 0x7feb352d;
-            const I word_mul_6 = (word_mul_5 ^ lshr(word_mul_5, 16)) * -2073254261;
-            const I word_xor_3 = word_mul_6 ^ lshr(word_mul_6, 15);
-            const I word_mul_7 = (word_xor_3 ^ lshr(word_xor_3, 16)) * -1640531535;
-            const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 0x7feb352d;
-            const I word_4 = word_xor_3 ^ (step_key & 255) * 0x1000010;
-            const I word_3 = word_mul_8 ^ lshr(word_mul_8, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-            store(word_3_kept + i, word_3);
-            store(word_4_kept + i, word_4);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 grad_avg_scale = raw(grad_avg_scale_at + b);
-            const I grad_avg_scale_bits = to_int(grad_avg_scale) << 15;
-            const I grad_avg_scale_bits_2 = grad_avg_scale_bits & 0x7fffffff;
-            const F grad_avg_scale_2 = as_float(where(grad_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), grad_avg_scale_bits_2));
-            const I16 square_avg_range = raw(square_avg_range_at + b);
-            const I square_avg_header = to_int(square_avg_range);
-            const I square_avg_cells = max(I(4), square_avg_header & 255);
-            const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) - 0x4b400000;
-            const I square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1);
-            const I square_avg_middle_2 = where(square_avg_header == 0, I(0), square_avg_middle);
-            const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
-            const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
-            const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 0x7fffffff;
-            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2));
-            const F grad_avg_scale_mul = alpha * grad_avg_scale_2;
-            const F momentum_buffer_scale_mul = momentum * momentum_buffer_scale_2;
-            store(square_avg_middle_2_kept + b, square_avg_middle_2);
-            store(square_avg_step_kept + b, square_avg_step);
-            store(grad_avg_scale_mul_kept + b, grad_avg_scale_mul);
-            store(momentum_buffer_scale_mul_kept + b, momentum_buffer_scale_mul);
-        }
-
-        // -- elements: decode, update, encode  (specs/rmsprop.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            const I square_avg_middle_2(square_avg_middle_2_kept[b]);
-            const I square_avg_step(square_avg_step_kept[b]);
-            const F grad_avg_scale_mul(grad_avg_scale_mul_kept[b]);
-            const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
-            I largest_of_block(INT32_MIN);
-            I smallest_of_block(INT32_MAX);
-            I momentum_buffer_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const I word_4 = spread(word_4_kept, i);
-                const I word_3 = spread(word_3_kept, i);
-                const U16 p_stored = raw(p_at + i);
-                const I p_high = extend16(extend16(to_int(p_stored)));
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low - 128;
-                const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 0x38000000;
-                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-                // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-                const F g_stored = Grad::load(g_at + i);
-                const F g = grad_scale * g_stored;
-                const U8 grad_avg_code = raw(grad_avg_codes_at + i);
-                const F grad_avg_code_2 = counter(grad_avg_code) - 8388736.0f;
-                const F grad_avg_bend = abs(grad_avg_code_2);
-                const U8 square_avg_code = raw(square_avg_codes_at + i);
-                const I square_avg_piece = to_int(square_avg_code);
-                const F square_avg_value = as_float(square_avg_middle_2 + square_avg_piece * square_avg_step);
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F square_avg = square_avg_value * square_avg_value;
-                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
-                const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
-                const F momentum_buffer_bend = abs(momentum_buffer_code_2);
-                const F g_2 = fma(weight_decay, p, g);                       // 27  g = l2(g, p, weight_decay)
-                const F g_mul = one_minus_alpha * g_2;
-                // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
-                const F grad_avg = fma(grad_avg_scale_mul, grad_avg_code_2 / (254.0f - grad_avg_bend) * square_avg_value, g_mul);
-                // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-                const F square_avg_2 = fma(g_mul, g_2, alpha * square_avg);
-                // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-                const F variance = max(F(0.0f), fma(-grad_avg, grad_avg, square_avg_2));
-                // 36  momentum_buffer = momentum * momentum_buffer + update
-                const F momentum_buffer = fma(g_2, 1.0f / (sqrt(variance) + eps), momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
-                const F p_2 = fma(minus_lr, momentum_buffer, p);             // 38  p = p - lr * update
-                const I p_bitcast = bits(p_2);
-                const I p_sign = p_bitcast >> 16 & 0x8000;
-                const I p_magnitude = p_bitcast & 0x7fffffff;
-                const F p_magnitude_bitcast = as_float(p_magnitude);
-                const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-                const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-                const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-                const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-                const I word_and = lane(i);
-                const I word_add = (word_and * (word_and + 1) >> 1) + 1;
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise_2 = word_2 ^ rotl(word, word_add);
-                const I p_wide_2 = lshr(p_fixed + ((noise_2 & 255) << 1 | 1), 9);
-                const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
-                const I p_kept_ = p_word;
-                const I square_avg_pattern = bits(sqrt(square_avg_2));
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_4 ^ rotl(word_3, word_add);
-                const F momentum_buffer_abs = abs(momentum_buffer);
-                largest_of_block = larger<RAGGED>(largest_of_block, square_avg_pattern, i, end);
-                smallest_of_block = smaller<RAGGED>(smallest_of_block, square_avg_pattern, i, end);
-                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(momentum_buffer_abs), i, end);
-                store(noise_kept + i, noise);
-                store(square_avg_pattern_kept + i, square_avg_pattern);
-                store(grad_avg_kept + i, grad_avg);
-                store(momentum_buffer_kept + i, momentum_buffer);
-                store(noise_2_kept + i, noise_2);
-                store(p_at + i, p_sign | p_word >> 8);
-                store(weight_low_at + i, p_kept_);
-            }
-            largest_of_block_kept[b] = largest_of_block;
-            smallest_of_block_kept[b] = smallest_of_block;
-            momentum_buffer_top_kept[b] = momentum_buffer_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const I square_avg_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
-            const I square_avg_above = (square_avg_largest + 0x80000 >> 22) + 1;
-            const I square_avg_below = smallest_of_block - 0x80000 >> 22;
-            const I square_avg_units = min(I(64), max(I(1), square_avg_above - max(I(128), square_avg_below)));
-            const I square_avg_first = square_avg_above - square_avg_units;
-            const I square_avg_start = square_avg_first << 22;
-            const I square_avg_half = square_avg_units * 10240;
-            const I square_avg_base = square_avg_start + square_avg_half;
-            const I square_avg_base_sub = 0x5f700000 - square_avg_base;
-            const I square_avg_cells_2 = min(I(255), to_int(256.5f / to_float(square_avg_units)));
-            const I square_avg_scale = square_avg_cells_2 << 2;
-            const I square_avg_half_add = square_avg_half * square_avg_scale - 0x800000;
-            const I square_avg_header_2 = square_avg_first - 128 << 8 | square_avg_cells_2;
-            const I square_avg_step_2 = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells_2), 12582912.0f)) - 0x4b400000;
-            const I square_avg_start_add = square_avg_start + (square_avg_step_2 >> 1);
-            const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
-            const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
-            const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
-            const F momentum_buffer_divisor_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
-            store(square_avg_half_add_kept + b, square_avg_half_add);
-            store(square_avg_base_kept + b, square_avg_base);
-            store(square_avg_base_sub_kept + b, square_avg_base_sub);
-            store(square_avg_scale_kept + b, square_avg_scale);
-            store(square_avg_start_add_kept + b, square_avg_start_add);
-            store(square_avg_step_2_kept + b, square_avg_step_2);
-            store(momentum_buffer_divisor_mul_kept + b, momentum_buffer_divisor_mul);
-            store(square_avg_range_at + b, square_avg_header_2);
-            store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            const I square_avg_half_add(square_avg_half_add_kept[b]);
-            const I square_avg_base(square_avg_base_kept[b]);
-            const I square_avg_base_sub(square_avg_base_sub_kept[b]);
-            const I square_avg_scale(square_avg_scale_kept[b]);
-            const I square_avg_start_add(square_avg_start_add_kept[b]);
-            const I square_avg_step_2(square_avg_step_2_kept[b]);
-            I grad_avg_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I noise = load(noise_kept + i);
-                const I square_avg_pattern = load(square_avg_pattern_kept + i);
-                const F grad_avg = load(grad_avg_kept + i);
-                const I square_avg_offset = lshr(noise, 8) + square_avg_half_add;
-                const I square_avg_position = max(I(0), min(square_avg_pattern - square_avg_base, square_avg_base_sub)) * square_avg_scale + square_avg_offset;
-                const I square_avg_code_2 = lshr(square_avg_position, 24);
-                const F square_avg_value_2 = as_float(square_avg_start_add + square_avg_code_2 * square_avg_step_2);
-                const F grad_avg_value = grad_avg / square_avg_value_2;
-                const F grad_avg_value_abs = abs(grad_avg_value);
-                grad_avg_top = larger<RAGGED>(grad_avg_top, bits(grad_avg_value_abs), i, end);
-                store(grad_avg_value_kept + i, grad_avg_value);
-                store_byte<3>(square_avg_codes_at + i, square_avg_position);
-            }
-            grad_avg_top_kept[b] = grad_avg_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I grad_avg_top = largest(grad_avg_top_kept + b);
-            const I grad_avg_up = max(I(0x4800000), grad_avg_top) + 32767;
-            const I grad_avg_up_2 = where(grad_avg_top < 0x7f800000, grad_avg_up, I(0x7fc00000));
-            const I grad_avg_divisor = min(I(0x7f7fffff), grad_avg_up_2 & 0x7fff8000);
-            const F grad_avg_divisor_mul = as_float(grad_avg_divisor) * 0.003937007859349251f;
-            store(grad_avg_divisor_mul_kept + b, grad_avg_divisor_mul);
-            store(grad_avg_scale_at + b, grad_avg_up_2 >> 15);
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(square_avg_codes_at, b + TILE / BLOCK);
-            const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I noise_2 = load(noise_2_kept + i);
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + lshr(noise_2, 20) >> 12);
-            }
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(grad_avg_codes_at, b + TILE / BLOCK);
-            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
-            const F grad_avg_divisor_mul(grad_avg_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F grad_avg_value = load(grad_avg_value_kept + i);
-                const I noise = load(noise_kept + i);
-                const I grad_avg_pattern = bits(fma(grad_avg_value, 1.0f / fma(0.003937007859349251f, abs(grad_avg_value), grad_avg_divisor_mul), 3200.0f));
-                store(grad_avg_codes_at + i, grad_avg_pattern + (noise & 4095) >> 12);
-            }
-        }
-    }
-};
-
-template <class Grad>
-struct rmsprop_float16_centered_has_momentum_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];          // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];   // uint8 [n]  read and written
-        float *__restrict square_avg_at = (float *)at[3];       // float32 [n]  read and written
-        float *__restrict grad_avg_at = (float *)at[4];         // float32 [n]  read and written
-        float *__restrict momentum_buffer_at = (float *)at[5];  // float32 [n]  read and written
-        const F alpha(scalars[0]);
-        const F eps(scalars[1]);
-        const F weight_decay(scalars[2]);
-        const F momentum(scalars[3]);
-        const F grad_scale(scalars[4]);
-        const F one_minus_alpha(scalars[5]);
-        const F minus_lr(scalars[6]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/rmsprop.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const U16 p_stored = raw(p_at + i);
-            const I p_high = extend16(extend16(to_int(p_stored)));
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low - 128;
-            const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 0x38000000;
-            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-            // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F grad_avg = load(grad_avg_at + i);
-            const F square_avg = load(square_avg_at + i);
-            const F momentum_buffer = load(momentum_buffer_at + i);
-            const F g_2 = fma(weight_decay, p, g);                       // 27  g = l2(g, p, weight_decay)
-            const F g_mul = one_minus_alpha * g_2;
-            const F grad_avg_2 = fma(alpha, grad_avg, g_mul);            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
-            // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-            const F square_avg_2 = fma(g_mul, g_2, alpha * square_avg);
-            // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-            const F variance = max(F(0.0f), fma(-grad_avg_2, grad_avg_2, square_avg_2));
-            // 36  momentum_buffer = momentum * momentum_buffer + update
-            const F momentum_buffer_2 = fma(g_2, 1.0f / (sqrt(variance) + eps), momentum * momentum_buffer);
-            const F p_2 = fma(minus_lr, momentum_buffer_2, p);           // 38  p = p - lr * update
-            const I p_bitcast = bits(p_2);
-            const I p_sign = p_bitcast >> 16 & 0x8000;
-            const I p_magnitude = p_bitcast & 0x7fffffff;
-            const F p_magnitude_bitcast = as_float(p_magnitude);
-            const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-            const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-            const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-            const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_wide_2 = lshr(p_fixed + (lshr(noise, 23) | 1), 9);
-            const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
-            const I p_kept_ = p_word;
-            store(p_at + i, p_sign | p_word >> 8);
-            store(weight_low_at + i, p_kept_);
-            store(square_avg_at + i, square_avg_2);
-            store(grad_avg_at + i, grad_avg_2);
-            store(momentum_buffer_at + i, momentum_buffer_2);
-        }
-    }
-};
+template <class Grad> using rmsprop_float32 = rmsprop_kernel<weight_float32, Grad>;
+template <class Grad> using rmsprop_float32_small = rmsprop_small_kernel<weight_float32, Grad>;
+template <class Grad> using rmsprop_bfloat16 = rmsprop_kernel<weight_bfloat16, Grad>;
+template <class Grad> using rmsprop_bfloat16_small = rmsprop_small_kernel<weight_bfloat16, Grad>;
+template <class Grad> using rmsprop_float16 = rmsprop_kernel<weight_float16, Grad>;
+template <class Grad> using rmsprop_float16_small = rmsprop_small_kernel<weight_float16, Grad>;
+template <class Grad> using rmsprop_float32_has_momentum = rmsprop_has_momentum_kernel<weight_float32, Grad>;
+template <class Grad> using rmsprop_float32_has_momentum_small = rmsprop_has_momentum_small_kernel<weight_float32, Grad>;
+template <class Grad> using rmsprop_bfloat16_has_momentum = rmsprop_has_momentum_kernel<weight_bfloat16, Grad>;
+template <class Grad> using rmsprop_bfloat16_has_momentum_small = rmsprop_has_momentum_small_kernel<weight_bfloat16, Grad>;
+template <class Grad> using rmsprop_float16_has_momentum = rmsprop_has_momentum_kernel<weight_float16, Grad>;
+template <class Grad> using rmsprop_float16_has_momentum_small = rmsprop_has_momentum_small_kernel<weight_float16, Grad>;
+template <class Grad> using rmsprop_float32_centered = rmsprop_centered_kernel<weight_float32, Grad>;
+template <class Grad> using rmsprop_float32_centered_small = rmsprop_centered_small_kernel<weight_float32, Grad>;
+template <class Grad> using rmsprop_bfloat16_centered = rmsprop_centered_kernel<weight_bfloat16, Grad>;
+template <class Grad> using rmsprop_bfloat16_centered_small = rmsprop_centered_small_kernel<weight_bfloat16, Grad>;
+template <class Grad> using rmsprop_float16_centered = rmsprop_centered_kernel<weight_float16, Grad>;
+template <class Grad> using rmsprop_float16_centered_small = rmsprop_centered_small_kernel<weight_float16, Grad>;
+template <class Grad> using rmsprop_float32_centered_has_momentum = rmsprop_centered_has_momentum_kernel<weight_float32, Grad>;
+template <class Grad> using rmsprop_float32_centered_has_momentum_small = rmsprop_centered_has_momentum_small_kernel<weight_float32, Grad>;
+template <class Grad> using rmsprop_bfloat16_centered_has_momentum = rmsprop_centered_has_momentum_kernel<weight_bfloat16, Grad>;
+template <class Grad> using rmsprop_bfloat16_centered_has_momentum_small = rmsprop_centered_has_momentum_small_kernel<weight_bfloat16, Grad>;
+template <class Grad> using rmsprop_float16_centered_has_momentum = rmsprop_centered_has_momentum_kernel<weight_float16, Grad>;
+template <class Grad> using rmsprop_float16_centered_has_momentum_small = rmsprop_centered_has_momentum_small_kernel<weight_float16, Grad>;
 
 }  // namespace
 

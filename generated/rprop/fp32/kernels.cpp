@@ -18,33 +18,74 @@
 
 namespace {
 
-template <class Grad>
-struct rprop_float32 {
+// bf16, nearest
+struct weight_bfloat16 {
+    static constexpr int NOISE = 0;
+    static constexpr Part PARTS[] = {{2, true}};  // code
+    uint16_t *__restrict code_at;
+
+    weight_bfloat16(char *p, char *const *more) : code_at((uint16_t *)p) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        return widened(code_stored);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        const I x_bits = bits(x);
+        const I carry = (x_bits >> 16 & 1) + 32767;
+        store_half<2>(code_at + i, bits_or_nan(as_float(x_bits)) + carry);
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); }
+};
+
+// f16, nearest
+struct weight_float16 {
+    static constexpr int NOISE = 0;
+    static constexpr Part PARTS[] = {{2, true}};  // code
+    uint16_t *__restrict code_at;
+
+    weight_float16(char *p, char *const *more) : code_at((uint16_t *)p) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        return widen_half(code_stored);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        store(code_at + i, narrow_half(x));
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); }
+};
+
+template <class Weight, class Grad>
+struct rprop_kernel {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 6;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}});
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];          // float32 [n]  read and written
+        Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict prev_at = (float *)at[2];       // float32 [n]  read and written
-        float *__restrict step_size_at = (float *)at[3];  // float32 [n]  read and written
+        float *__restrict prev_at = (float *)at[parts<Weight>() + 1];       // float32 [n]  read and written
+        float *__restrict step_size_at = (float *)at[parts<Weight>() + 2];  // float32 [n]  read and written
         const F etaminus(scalars[0]);
         const F etaplus(scalars[1]);
         const F step_size_min(scalars[2]);
         const F step_size_max(scalars[3]);
         const F grad_scale(scalars[4]);
         const F where_lt_one_t_zero_lr(scalars[5]);
+        Words<rprop_kernel> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/rprop.py)
         for (int i = 0; i < count; i += W) {
+            const auto noise = words.at(i);
             const F g = Grad::load(g_at + i);
             const F prev = load(prev_at + i);
             const F g_2 = grad_scale * g;
             const F step_size = load(step_size_at + i);
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             const F agreement = grad_scale * (g * prev);                           // 22  agreement = g * prev
             const M agreement_lt = agreement < 0.0f;
             const F prev_2 = where(agreement_lt, F(0.0f), g_2);                    // 27  prev = where(agreement < 0, 0.0, g)
@@ -55,106 +96,16 @@ struct rprop_float32 {
             // 25  step_size = clip(scaled, step_size_min, step_size_max)
             const F step_size_2 = min(max(scaled, step_size_min), step_size_max);
             const F p_2 = fma(-sign(prev_2), step_size_2, p);                      // 28  p = p - sign(prev) * step_size
-            store(p_at + i, p_2);
+            weight.encode(i, p_2, noise);
             store(prev_at + i, prev_2);
             store(step_size_at + i, step_size_2);
         }
     }
 };
 
-template <class Grad>
-struct rprop_bfloat16 {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 6;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];    // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict prev_at = (float *)at[2];       // float32 [n]  read and written
-        float *__restrict step_size_at = (float *)at[3];  // float32 [n]  read and written
-        const F etaminus(scalars[0]);
-        const F etaplus(scalars[1]);
-        const F step_size_min(scalars[2]);
-        const F step_size_max(scalars[3]);
-        const F grad_scale(scalars[4]);
-        const F where_lt_one_t_zero_lr(scalars[5]);
-
-        // -- elements: decode, update, encode  (specs/rprop.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g_cast = g_stored;
-            const F prev = load(prev_at + i);
-            const F g = grad_scale * g_cast;
-            const F step_size = load(step_size_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);                                         // bf16, nearest
-            const F agreement = grad_scale * (g_cast * prev);                      // 22  agreement = g * prev
-            const M agreement_lt = agreement < 0.0f;
-            const F prev_2 = where(agreement_lt, F(0.0f), g);                      // 27  prev = where(agreement < 0, 0.0, g)
-            // 23  size = step_size + where(t > 1, 0.0, lr)
-            const F size = step_size + where_lt_one_t_zero_lr;
-            // 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
-            const F scaled = where(0.0f < agreement, etaplus * size, where(agreement_lt, etaminus * size, size));
-            // 25  step_size = clip(scaled, step_size_min, step_size_max)
-            const F step_size_2 = min(max(scaled, step_size_min), step_size_max);
-            const F p_2 = fma(-sign(prev_2), step_size_2, p);                      // 28  p = p - sign(prev) * step_size
-            const I p_x_bits = bits(p_2);
-            const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-            store(prev_at + i, prev_2);
-            store(step_size_at + i, step_size_2);
-        }
-    }
-};
-
-template <class Grad>
-struct rprop_float16 {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 6;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];    // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict prev_at = (float *)at[2];       // float32 [n]  read and written
-        float *__restrict step_size_at = (float *)at[3];  // float32 [n]  read and written
-        const F etaminus(scalars[0]);
-        const F etaplus(scalars[1]);
-        const F step_size_min(scalars[2]);
-        const F step_size_max(scalars[3]);
-        const F grad_scale(scalars[4]);
-        const F where_lt_one_t_zero_lr(scalars[5]);
-
-        // -- elements: decode, update  (specs/rprop.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F g_cast = g_stored;
-            const F prev = load(prev_at + i);
-            const F g = grad_scale * g_cast;
-            const F step_size = load(step_size_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);                                      // f16, nearest
-            const F agreement = grad_scale * (g_cast * prev);                      // 22  agreement = g * prev
-            const M agreement_lt = agreement < 0.0f;
-            const F prev_2 = where(agreement_lt, F(0.0f), g);                      // 27  prev = where(agreement < 0, 0.0, g)
-            // 23  size = step_size + where(t > 1, 0.0, lr)
-            const F size = step_size + where_lt_one_t_zero_lr;
-            // 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
-            const F scaled = where(0.0f < agreement, etaplus * size, where(agreement_lt, etaminus * size, size));
-            // 25  step_size = clip(scaled, step_size_min, step_size_max)
-            const F step_size_2 = min(max(scaled, step_size_min), step_size_max);
-            const F p_2 = fma(-sign(prev_2), step_size_2, p);                      // 28  p = p - sign(prev) * step_size
-            store(p_at + i, narrow_half(p_2));
-            store(prev_at + i, prev_2);
-            store(step_size_at + i, step_size_2);
-        }
-    }
-};
+template <class Grad> using rprop_float32 = rprop_kernel<weight_float32, Grad>;
+template <class Grad> using rprop_bfloat16 = rprop_kernel<weight_bfloat16, Grad>;
+template <class Grad> using rprop_float16 = rprop_kernel<weight_float16, Grad>;
 
 }  // namespace
 

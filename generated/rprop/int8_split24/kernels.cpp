@@ -21,11 +21,73 @@
 
 namespace {
 
-template <class Grad>
-struct rprop_float32 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3), SCALARS = 6;
+// bf16 and 8 more bits, stochastic
+struct weight_bfloat16 {
+    static constexpr int NOISE = 8;
+    static constexpr Part PARTS[] = {{2, true}, {1, true}};  // code, low
+    uint16_t *__restrict code_at;
+    uint8_t *__restrict low_at;
+
+    weight_bfloat16(char *p, char *const *more) : code_at((uint16_t *)p), low_at((uint8_t *)more[0]) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        const U8 low_code = raw(low_at + i);
+        return as_float(joined(code_stored, low_code) - 32768);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        const I word = bits_or_nan(x) + (integer<P>(noise) | 0x8000);
+        store_half<2>(code_at + i, word);
+        store_byte<1>(low_at + i, word);
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); fetch<N>(low_at, b); }
+};
+
+// f16 and 8 more bits, stochastic
+struct weight_float16 {
+    static constexpr int NOISE = 8;
+    static constexpr Part PARTS[] = {{2, true}, {1, true}};  // code, low
+    uint16_t *__restrict code_at;
+    uint8_t *__restrict low_at;
+
+    weight_float16(char *p, char *const *more) : code_at((uint16_t *)p), low_at((uint8_t *)more[0]) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        const I high = extend16(extend16(to_int(code_stored)));
+        const U8 low_code = raw(low_at + i);
+        const I low = to_int(low_code);
+        const I offset = low - 128;
+        const I wide = ((high & 32767) << 8) + offset;
+        const I subnormal = bits(2.3283064365386963e-10f * to_float(wide));
+        const I normal = (wide << 5) + 0x38000000;
+        const I finite = where(wide < 0x40000, subnormal, normal);
+        return as_float(bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000))) | (high & 0x8000) << 16);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        const I x_bitcast = bits(x);
+        const I sign_ = x_bitcast >> 16 & 0x8000;
+        const I magnitude = x_bitcast & 0x7fffffff;
+        const F magnitude_bitcast = as_float(magnitude);
+        const M is_subnormal = magnitude_bitcast < 6.103515625e-05f;
+        const I subnormal = to_int(2199023255552.0f * magnitude_bitcast);
+        const I rebiased = min(I(0xf800000), magnitude - 0x38000000);
+        const I fixed = where(is_subnormal, subnormal, rebiased << 4);
+        const I wide = lshr(fixed + middle<P, 9>(noise), 9);
+        const I word = where(x == x, wide, I(0x7e0000)) + 128;
+        const I kept_ = word;
+        store(code_at + i, sign_ | word >> 8);
+        store(low_at + i, kept_);
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); fetch<N>(low_at, b); }
+};
+
+template <class Weight, class Grad>
+struct rprop_kernel {
+    // random bits of step_size, p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{12, false}, {Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P, 0}), KEPT = NOISE.mask({0});
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2 + count(KEPT)), SCALARS = 6;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}});
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
                      const float *scalars, int32_t step_key, int32_t stream_key) {
@@ -35,22 +97,21 @@ struct rprop_float32 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];                    // float32 [n]  read and written
+        Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict prev_codes_at = (uint8_t *)at[2];       // uint8 [n]  read and written
-        int16_t *__restrict prev_scale_at = (int16_t *)at[3];       // int16 [blocks of 64]  read and written
-        uint8_t *__restrict step_size_codes_at = (uint8_t *)at[4];  // uint8 [n]  read and written
-        int16_t *__restrict step_size_range_at = (int16_t *)at[5];  // int16 [blocks of 64]  read and written
+        uint8_t *__restrict prev_codes_at = (uint8_t *)at[parts<Weight>() + 1];  // uint8 [n]  read and written
+        int16_t *__restrict prev_scale_at = (int16_t *)at[parts<Weight>() + 2];  // int16 [blocks of 64]  read and written
+        // uint8 [n]  read and written
+        uint8_t *__restrict step_size_codes_at = (uint8_t *)at[parts<Weight>() + 3];
+        // int16 [blocks of 64]  read and written
+        int16_t *__restrict step_size_range_at = (int16_t *)at[parts<Weight>() + 4];
         const F etaminus(scalars[0]);
         const F etaplus(scalars[1]);
         const F step_size_min(scalars[2]);
         const F step_size_max(scalars[3]);
         const F grad_scale(scalars[4]);
         const F where_lt_one_t_zero_lr(scalars[5]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) int32_t noise_kept[TILE];
         alignas(64) int32_t step_size_pattern_kept[TILE];
         alignas(64) float prev_kept[TILE];
         alignas(64) int32_t step_size_middle_2_kept[TILE / BLOCK];
@@ -64,19 +125,7 @@ struct rprop_float32 {
         I prev_top_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
+        Words<rprop_kernel> words(BLOCK * blocks, first, stream_key, step_key);
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
@@ -99,7 +148,7 @@ struct rprop_float32 {
         // -- elements: decode, update, encode  (specs/rprop.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch_weight<BLOCK>(weight, b + TILE / BLOCK);
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const I step_size_middle_2(step_size_middle_2_kept[b]);
             const I step_size_step(step_size_step_kept[b]);
@@ -109,8 +158,7 @@ struct rprop_float32 {
             I smallest_of_block(INT32_MAX);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
+                const auto noise = words.at(i);
                 const F g = Grad::load(g_at + i);
                 const U8 prev_code = raw(prev_codes_at + i);
                 const F prev_code_2 = counter(prev_code) - 8388736.0f;
@@ -119,7 +167,7 @@ struct rprop_float32 {
                 const U8 step_size_code = raw(step_size_codes_at + i);
                 const I step_size_piece = to_int(step_size_code);
                 const F step_size_value = as_float(step_size_middle_2 + step_size_piece * step_size_step);
-                const F p = load(p_at + i);
+                const F p = weight.decode(i);
                 // 22  agreement = g * prev
                 const F agreement = prev_scale_mul * (g * prev_code_2 / (254.0f - prev_bend));
                 const M agreement_lt = agreement < 0.0f;
@@ -133,16 +181,13 @@ struct rprop_float32 {
                 const F p_2 = fma(-sign(prev), step_size, p);                        // 28  p = p - sign(prev) * step_size
                 const F prev_abs = abs(prev);
                 const I step_size_pattern = bits(sqrt(step_size));
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 prev_top = larger<RAGGED>(prev_top, bits(prev_abs), i, end);
                 largest_of_block = larger<RAGGED>(largest_of_block, step_size_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, step_size_pattern, i, end);
-                store(noise_kept + i, noise);
+                words.keep(noise, i);
                 store(step_size_pattern_kept + i, step_size_pattern);
                 store(prev_kept + i, prev);
-                store(p_at + i, p_2);
+                weight.encode(i, p_2, noise);
             }
             prev_top_kept[b] = prev_top;
             largest_of_block_kept[b] = largest_of_block;
@@ -191,10 +236,10 @@ struct rprop_float32 {
             const F prev_divisor_mul(prev_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I noise = load(noise_kept + i);
+                const auto noise = words.kept(i);
                 const I step_size_pattern = load(step_size_pattern_kept + i);
                 const F prev = load(prev_kept + i);
-                const I step_size_offset = lshr(noise, 8) + step_size_half_add;
+                const I step_size_offset = fraction<0, 24>(noise) + step_size_half_add;
                 const I step_size_position = max(I(0), min(step_size_pattern - step_size_base, step_size_base_sub)) * step_size_scale + step_size_offset;
                 store(prev_codes_at + i, bits(fma(prev, 1.0f / fma(0.003937007859349251f, abs(prev), prev_divisor_mul), 12583040.0f)));
                 store_byte<3>(step_size_codes_at + i, step_size_position);
@@ -203,33 +248,38 @@ struct rprop_float32 {
     }
 };
 
-template <class Grad>
-struct rprop_float32_small {
+template <class Weight, class Grad>
+struct rprop_small_kernel {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 6;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}});
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];          // float32 [n]  read and written
+        Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict prev_at = (float *)at[2];       // float32 [n]  read and written
-        float *__restrict step_size_at = (float *)at[3];  // float32 [n]  read and written
+        float *__restrict prev_at = (float *)at[parts<Weight>() + 1];       // float32 [n]  read and written
+        float *__restrict step_size_at = (float *)at[parts<Weight>() + 2];  // float32 [n]  read and written
         const F etaminus(scalars[0]);
         const F etaplus(scalars[1]);
         const F step_size_min(scalars[2]);
         const F step_size_max(scalars[3]);
         const F grad_scale(scalars[4]);
         const F where_lt_one_t_zero_lr(scalars[5]);
+        Words<rprop_small_kernel> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/rprop.py)
         for (int i = 0; i < count; i += W) {
+            const auto noise = words.at(i);
             const F g = Grad::load(g_at + i);
             const F prev = load(prev_at + i);
             const F g_2 = grad_scale * g;
             const F step_size = load(step_size_at + i);
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             const F agreement = grad_scale * (g * prev);                           // 22  agreement = g * prev
             const M agreement_lt = agreement < 0.0f;
             const F prev_2 = where(agreement_lt, F(0.0f), g_2);                    // 27  prev = where(agreement < 0, 0.0, g)
@@ -240,566 +290,19 @@ struct rprop_float32_small {
             // 25  step_size = clip(scaled, step_size_min, step_size_max)
             const F step_size_2 = min(max(scaled, step_size_min), step_size_max);
             const F p_2 = fma(-sign(prev_2), step_size_2, p);                      // 28  p = p - sign(prev) * step_size
-            store(p_at + i, p_2);
+            weight.encode(i, p_2, noise);
             store(prev_at + i, prev_2);
             store(step_size_at + i, step_size_2);
         }
     }
 };
 
-template <class Grad>
-struct rprop_bfloat16 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3), SCALARS = 6;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];              // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];       // uint8 [n]  read and written
-        uint8_t *__restrict prev_codes_at = (uint8_t *)at[3];       // uint8 [n]  read and written
-        int16_t *__restrict prev_scale_at = (int16_t *)at[4];       // int16 [blocks of 64]  read and written
-        uint8_t *__restrict step_size_codes_at = (uint8_t *)at[5];  // uint8 [n]  read and written
-        int16_t *__restrict step_size_range_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
-        const F etaminus(scalars[0]);
-        const F etaplus(scalars[1]);
-        const F step_size_min(scalars[2]);
-        const F step_size_max(scalars[3]);
-        const F grad_scale(scalars[4]);
-        const F where_lt_one_t_zero_lr(scalars[5]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) int32_t step_size_pattern_kept[TILE];
-        alignas(64) float prev_kept[TILE];
-        alignas(64) int32_t step_size_middle_2_kept[TILE / BLOCK];
-        alignas(64) int32_t step_size_step_kept[TILE / BLOCK];
-        alignas(64) float prev_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t step_size_half_add_kept[TILE / BLOCK];
-        alignas(64) int32_t step_size_base_kept[TILE / BLOCK];
-        alignas(64) int32_t step_size_base_sub_kept[TILE / BLOCK];
-        alignas(64) int32_t step_size_scale_kept[TILE / BLOCK];
-        alignas(64) float prev_divisor_mul_kept[TILE / BLOCK];
-        I prev_top_kept[TILE / BLOCK];
-        I largest_of_block_kept[TILE / BLOCK];
-        I smallest_of_block_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 prev_scale = raw(prev_scale_at + b);
-            const I prev_scale_bits = to_int(prev_scale) << 15;
-            const I prev_scale_bits_2 = prev_scale_bits & 0x7fffffff;
-            const F prev_scale_2 = as_float(where(prev_scale_bits_2 == 0x7f800000, I(0x7f7fffff), prev_scale_bits_2));
-            const I16 step_size_range = raw(step_size_range_at + b);
-            const I step_size_header = to_int(step_size_range);
-            const I step_size_cells = max(I(4), step_size_header & 255);
-            const I step_size_step = bits(fma(4194304.0f, 1.0f / to_float(step_size_cells), 12582912.0f)) - 0x4b400000;
-            const I step_size_middle = ((step_size_header & 0xff00) << 14) + 0x20000000 + (step_size_step >> 1);
-            const I step_size_middle_2 = where(step_size_header == 0, I(0), step_size_middle);
-            const F prev_scale_mul = grad_scale * prev_scale_2;
-            store(step_size_middle_2_kept + b, step_size_middle_2);
-            store(step_size_step_kept + b, step_size_step);
-            store(prev_scale_mul_kept + b, prev_scale_mul);
-        }
-
-        // -- elements: decode, update, encode  (specs/rprop.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            const I step_size_middle_2(step_size_middle_2_kept[b]);
-            const I step_size_step(step_size_step_kept[b]);
-            const F prev_scale_mul(prev_scale_mul_kept[b]);
-            I prev_top(INT32_MIN);
-            I largest_of_block(INT32_MIN);
-            I smallest_of_block(INT32_MAX);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const F g_cast = g_stored;
-                const U8 prev_code = raw(prev_codes_at + i);
-                const F prev_code_2 = counter(prev_code) - 8388736.0f;
-                const F prev_bend = abs(prev_code_2);
-                const F g = grad_scale * g_cast;
-                const U8 step_size_code = raw(step_size_codes_at + i);
-                const I step_size_piece = to_int(step_size_code);
-                const F step_size_value = as_float(step_size_middle_2 + step_size_piece * step_size_step);
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);     // bf16 and 8 more bits, stochastic
-                // 22  agreement = g * prev
-                const F agreement = prev_scale_mul * (g_cast * prev_code_2 / (254.0f - prev_bend));
-                const M agreement_lt = agreement < 0.0f;
-                const F prev = where(agreement_lt, F(0.0f), g);                      // 27  prev = where(agreement < 0, 0.0, g)
-                // 23  size = step_size + where(t > 1, 0.0, lr)
-                const F size = fma(step_size_value, step_size_value, where_lt_one_t_zero_lr);
-                // 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
-                const F scaled = where(0.0f < agreement, etaplus * size, where(agreement_lt, etaminus * size, size));
-                // 25  step_size = clip(scaled, step_size_min, step_size_max)
-                const F step_size = min(max(scaled, step_size_min), step_size_max);
-                const F p_2 = fma(-sign(prev), step_size, p);                        // 28  p = p - sign(prev) * step_size
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = bits_or_nan(p_2) + (noise & 255 | 0x8000);
-                const F prev_abs = abs(prev);
-                const I step_size_pattern = bits(sqrt(step_size));
-                prev_top = larger<RAGGED>(prev_top, bits(prev_abs), i, end);
-                largest_of_block = larger<RAGGED>(largest_of_block, step_size_pattern, i, end);
-                smallest_of_block = smaller<RAGGED>(smallest_of_block, step_size_pattern, i, end);
-                store(noise_kept + i, noise);
-                store(step_size_pattern_kept + i, step_size_pattern);
-                store(prev_kept + i, prev);
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
-            }
-            prev_top_kept[b] = prev_top;
-            largest_of_block_kept[b] = largest_of_block;
-            smallest_of_block_kept[b] = smallest_of_block;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I prev_top = largest(prev_top_kept + b);
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I prev_up = max(I(0x4800000), prev_top) + 32767;
-            const I prev_up_2 = where(prev_top < 0x7f800000, prev_up, I(0x7fc00000));
-            const I prev_divisor = min(I(0x7f7fffff), prev_up_2 & 0x7fff8000);
-            const F prev_divisor_mul = as_float(prev_divisor) * 0.003937007859349251f;
-            const I step_size_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
-            const I step_size_above = (step_size_largest + 0x80000 >> 22) + 1;
-            const I step_size_below = smallest_of_block - 0x80000 >> 22;
-            const I step_size_units = min(I(64), max(I(1), step_size_above - max(I(128), step_size_below)));
-            const I step_size_first = step_size_above - step_size_units;
-            const I step_size_start = step_size_first << 22;
-            const I step_size_half = step_size_units * 10240;
-            const I step_size_base = step_size_start + step_size_half;
-            const I step_size_base_sub = 0x5f700000 - step_size_base;
-            const I step_size_cells_2 = min(I(255), to_int(256.5f / to_float(step_size_units)));
-            const I step_size_scale = step_size_cells_2 << 2;
-            const I step_size_half_add = step_size_half * step_size_scale - 0x800000;
-            const I step_size_header_2 = step_size_first - 128 << 8 | step_size_cells_2;
-            store(step_size_half_add_kept + b, step_size_half_add);
-            store(step_size_base_kept + b, step_size_base);
-            store(step_size_base_sub_kept + b, step_size_base_sub);
-            store(step_size_scale_kept + b, step_size_scale);
-            store(prev_divisor_mul_kept + b, prev_divisor_mul);
-            store(prev_scale_at + b, prev_up_2 >> 15);
-            store(step_size_range_at + b, step_size_header_2);
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(prev_codes_at, b + TILE / BLOCK);
-            fetch<BLOCK>(step_size_codes_at, b + TILE / BLOCK);
-            const I step_size_half_add(step_size_half_add_kept[b]);
-            const I step_size_base(step_size_base_kept[b]);
-            const I step_size_base_sub(step_size_base_sub_kept[b]);
-            const I step_size_scale(step_size_scale_kept[b]);
-            const F prev_divisor_mul(prev_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I noise = load(noise_kept + i);
-                const I step_size_pattern = load(step_size_pattern_kept + i);
-                const F prev = load(prev_kept + i);
-                const I step_size_offset = lshr(noise, 8) + step_size_half_add;
-                const I step_size_position = max(I(0), min(step_size_pattern - step_size_base, step_size_base_sub)) * step_size_scale + step_size_offset;
-                store(prev_codes_at + i, bits(fma(prev, 1.0f / fma(0.003937007859349251f, abs(prev), prev_divisor_mul), 12583040.0f)));
-                store_byte<3>(step_size_codes_at + i, step_size_position);
-            }
-        }
-    }
-};
-
-template <class Grad>
-struct rprop_bfloat16_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 6;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];         // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];  // uint8 [n]  read and written
-        float *__restrict prev_at = (float *)at[3];            // float32 [n]  read and written
-        float *__restrict step_size_at = (float *)at[4];       // float32 [n]  read and written
-        const F etaminus(scalars[0]);
-        const F etaplus(scalars[1]);
-        const F step_size_min(scalars[2]);
-        const F step_size_max(scalars[3]);
-        const F grad_scale(scalars[4]);
-        const F where_lt_one_t_zero_lr(scalars[5]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/rprop.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const F g_cast = g_stored;
-            const F prev = load(prev_at + i);
-            const F g = grad_scale * g_cast;
-            const F step_size = load(step_size_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) - 32768);       // bf16 and 8 more bits, stochastic
-            const F agreement = grad_scale * (g_cast * prev);                      // 22  agreement = g * prev
-            const M agreement_lt = agreement < 0.0f;
-            const F prev_2 = where(agreement_lt, F(0.0f), g);                      // 27  prev = where(agreement < 0, 0.0, g)
-            // 23  size = step_size + where(t > 1, 0.0, lr)
-            const F size = step_size + where_lt_one_t_zero_lr;
-            // 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
-            const F scaled = where(0.0f < agreement, etaplus * size, where(agreement_lt, etaminus * size, size));
-            // 25  step_size = clip(scaled, step_size_min, step_size_max)
-            const F step_size_2 = min(max(scaled, step_size_min), step_size_max);
-            const F p_2 = fma(-sign(prev_2), step_size_2, p);                      // 28  p = p - sign(prev) * step_size
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = bits_or_nan(p_2) + (lshr(noise, 24) + 0x8000);
-            store_half<2>(p_at + i, p_word);
-            store_byte<1>(weight_low_at + i, p_word);
-            store(prev_at + i, prev_2);
-            store(step_size_at + i, step_size_2);
-        }
-    }
-};
-
-template <class Grad>
-struct rprop_float16 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3), SCALARS = 6;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];              // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];       // uint8 [n]  read and written
-        uint8_t *__restrict prev_codes_at = (uint8_t *)at[3];       // uint8 [n]  read and written
-        int16_t *__restrict prev_scale_at = (int16_t *)at[4];       // int16 [blocks of 64]  read and written
-        uint8_t *__restrict step_size_codes_at = (uint8_t *)at[5];  // uint8 [n]  read and written
-        int16_t *__restrict step_size_range_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
-        const F etaminus(scalars[0]);
-        const F etaplus(scalars[1]);
-        const F step_size_min(scalars[2]);
-        const F step_size_max(scalars[3]);
-        const F grad_scale(scalars[4]);
-        const F where_lt_one_t_zero_lr(scalars[5]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) int32_t step_size_pattern_kept[TILE];
-        alignas(64) float prev_kept[TILE];
-        alignas(64) int32_t step_size_middle_2_kept[TILE / BLOCK];
-        alignas(64) int32_t step_size_step_kept[TILE / BLOCK];
-        alignas(64) float prev_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t step_size_half_add_kept[TILE / BLOCK];
-        alignas(64) int32_t step_size_base_kept[TILE / BLOCK];
-        alignas(64) int32_t step_size_base_sub_kept[TILE / BLOCK];
-        alignas(64) int32_t step_size_scale_kept[TILE / BLOCK];
-        alignas(64) float prev_divisor_mul_kept[TILE / BLOCK];
-        I prev_top_kept[TILE / BLOCK];
-        I largest_of_block_kept[TILE / BLOCK];
-        I smallest_of_block_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 prev_scale = raw(prev_scale_at + b);
-            const I prev_scale_bits = to_int(prev_scale) << 15;
-            const I prev_scale_bits_2 = prev_scale_bits & 0x7fffffff;
-            const F prev_scale_2 = as_float(where(prev_scale_bits_2 == 0x7f800000, I(0x7f7fffff), prev_scale_bits_2));
-            const I16 step_size_range = raw(step_size_range_at + b);
-            const I step_size_header = to_int(step_size_range);
-            const I step_size_cells = max(I(4), step_size_header & 255);
-            const I step_size_step = bits(fma(4194304.0f, 1.0f / to_float(step_size_cells), 12582912.0f)) - 0x4b400000;
-            const I step_size_middle = ((step_size_header & 0xff00) << 14) + 0x20000000 + (step_size_step >> 1);
-            const I step_size_middle_2 = where(step_size_header == 0, I(0), step_size_middle);
-            const F prev_scale_mul = grad_scale * prev_scale_2;
-            store(step_size_middle_2_kept + b, step_size_middle_2);
-            store(step_size_step_kept + b, step_size_step);
-            store(prev_scale_mul_kept + b, prev_scale_mul);
-        }
-
-        // -- elements: decode, update, encode  (specs/rprop.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            const I step_size_middle_2(step_size_middle_2_kept[b]);
-            const I step_size_step(step_size_step_kept[b]);
-            const F prev_scale_mul(prev_scale_mul_kept[b]);
-            I prev_top(INT32_MIN);
-            I largest_of_block(INT32_MIN);
-            I smallest_of_block(INT32_MAX);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const F g_cast = g_stored;
-                const U8 prev_code = raw(prev_codes_at + i);
-                const F prev_code_2 = counter(prev_code) - 8388736.0f;
-                const F prev_bend = abs(prev_code_2);
-                const F g = grad_scale * g_cast;
-                const U8 step_size_code = raw(step_size_codes_at + i);
-                const I step_size_piece = to_int(step_size_code);
-                const F step_size_value = as_float(step_size_middle_2 + step_size_piece * step_size_step);
-                const U16 p_stored = raw(p_at + i);
-                const I p_high = extend16(extend16(to_int(p_stored)));
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low - 128;
-                const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 0x38000000;
-                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-                // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-                // 22  agreement = g * prev
-                const F agreement = prev_scale_mul * (g_cast * prev_code_2 / (254.0f - prev_bend));
-                const M agreement_lt = agreement < 0.0f;
-                const F prev = where(agreement_lt, F(0.0f), g);                      // 27  prev = where(agreement < 0, 0.0, g)
-                // 23  size = step_size + where(t > 1, 0.0, lr)
-                const F size = fma(step_size_value, step_size_value, where_lt_one_t_zero_lr);
-                // 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
-                const F scaled = where(0.0f < agreement, etaplus * size, where(agreement_lt, etaminus * size, size));
-                // 25  step_size = clip(scaled, step_size_min, step_size_max)
-                const F step_size = min(max(scaled, step_size_min), step_size_max);
-                const F p_2 = fma(-sign(prev), step_size, p);                        // 28  p = p - sign(prev) * step_size
-                const I p_bitcast = bits(p_2);
-                const I p_sign = p_bitcast >> 16 & 0x8000;
-                const I p_magnitude = p_bitcast & 0x7fffffff;
-                const F p_magnitude_bitcast = as_float(p_magnitude);
-                const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-                const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-                const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-                const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_wide_2 = lshr(p_fixed + ((noise & 255) << 1 | 1), 9);
-                const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
-                const I p_kept_ = p_word;
-                const F prev_abs = abs(prev);
-                const I step_size_pattern = bits(sqrt(step_size));
-                prev_top = larger<RAGGED>(prev_top, bits(prev_abs), i, end);
-                largest_of_block = larger<RAGGED>(largest_of_block, step_size_pattern, i, end);
-                smallest_of_block = smaller<RAGGED>(smallest_of_block, step_size_pattern, i, end);
-                store(noise_kept + i, noise);
-                store(step_size_pattern_kept + i, step_size_pattern);
-                store(prev_kept + i, prev);
-                store(p_at + i, p_sign | p_word >> 8);
-                store(weight_low_at + i, p_kept_);
-            }
-            prev_top_kept[b] = prev_top;
-            largest_of_block_kept[b] = largest_of_block;
-            smallest_of_block_kept[b] = smallest_of_block;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I prev_top = largest(prev_top_kept + b);
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I prev_up = max(I(0x4800000), prev_top) + 32767;
-            const I prev_up_2 = where(prev_top < 0x7f800000, prev_up, I(0x7fc00000));
-            const I prev_divisor = min(I(0x7f7fffff), prev_up_2 & 0x7fff8000);
-            const F prev_divisor_mul = as_float(prev_divisor) * 0.003937007859349251f;
-            const I step_size_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
-            const I step_size_above = (step_size_largest + 0x80000 >> 22) + 1;
-            const I step_size_below = smallest_of_block - 0x80000 >> 22;
-            const I step_size_units = min(I(64), max(I(1), step_size_above - max(I(128), step_size_below)));
-            const I step_size_first = step_size_above - step_size_units;
-            const I step_size_start = step_size_first << 22;
-            const I step_size_half = step_size_units * 10240;
-            const I step_size_base = step_size_start + step_size_half;
-            const I step_size_base_sub = 0x5f700000 - step_size_base;
-            const I step_size_cells_2 = min(I(255), to_int(256.5f / to_float(step_size_units)));
-            const I step_size_scale = step_size_cells_2 << 2;
-            const I step_size_half_add = step_size_half * step_size_scale - 0x800000;
-            const I step_size_header_2 = step_size_first - 128 << 8 | step_size_cells_2;
-            store(step_size_half_add_kept + b, step_size_half_add);
-            store(step_size_base_kept + b, step_size_base);
-            store(step_size_base_sub_kept + b, step_size_base_sub);
-            store(step_size_scale_kept + b, step_size_scale);
-            store(prev_divisor_mul_kept + b, prev_divisor_mul);
-            store(prev_scale_at + b, prev_up_2 >> 15);
-            store(step_size_range_at + b, step_size_header_2);
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(prev_codes_at, b + TILE / BLOCK);
-            fetch<BLOCK>(step_size_codes_at, b + TILE / BLOCK);
-            const I step_size_half_add(step_size_half_add_kept[b]);
-            const I step_size_base(step_size_base_kept[b]);
-            const I step_size_base_sub(step_size_base_sub_kept[b]);
-            const I step_size_scale(step_size_scale_kept[b]);
-            const F prev_divisor_mul(prev_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I noise = load(noise_kept + i);
-                const I step_size_pattern = load(step_size_pattern_kept + i);
-                const F prev = load(prev_kept + i);
-                const I step_size_offset = lshr(noise, 8) + step_size_half_add;
-                const I step_size_position = max(I(0), min(step_size_pattern - step_size_base, step_size_base_sub)) * step_size_scale + step_size_offset;
-                store(prev_codes_at + i, bits(fma(prev, 1.0f / fma(0.003937007859349251f, abs(prev), prev_divisor_mul), 12583040.0f)));
-                store_byte<3>(step_size_codes_at + i, step_size_position);
-            }
-        }
-    }
-};
-
-template <class Grad>
-struct rprop_float16_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 6;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];         // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];  // uint8 [n]  read and written
-        float *__restrict prev_at = (float *)at[3];            // float32 [n]  read and written
-        float *__restrict step_size_at = (float *)at[4];       // float32 [n]  read and written
-        const F etaminus(scalars[0]);
-        const F etaplus(scalars[1]);
-        const F step_size_min(scalars[2]);
-        const F step_size_max(scalars[3]);
-        const F grad_scale(scalars[4]);
-        const F where_lt_one_t_zero_lr(scalars[5]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/rprop.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const F g_cast = g_stored;
-            const F prev = load(prev_at + i);
-            const F g = grad_scale * g_cast;
-            const F step_size = load(step_size_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const I p_high = extend16(extend16(to_int(p_stored)));
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low - 128;
-            const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 0x38000000;
-            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-            // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-            const F agreement = grad_scale * (g_cast * prev);                      // 22  agreement = g * prev
-            const M agreement_lt = agreement < 0.0f;
-            const F prev_2 = where(agreement_lt, F(0.0f), g);                      // 27  prev = where(agreement < 0, 0.0, g)
-            // 23  size = step_size + where(t > 1, 0.0, lr)
-            const F size = step_size + where_lt_one_t_zero_lr;
-            // 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
-            const F scaled = where(0.0f < agreement, etaplus * size, where(agreement_lt, etaminus * size, size));
-            // 25  step_size = clip(scaled, step_size_min, step_size_max)
-            const F step_size_2 = min(max(scaled, step_size_min), step_size_max);
-            const F p_2 = fma(-sign(prev_2), step_size_2, p);                      // 28  p = p - sign(prev) * step_size
-            const I p_bitcast = bits(p_2);
-            const I p_sign = p_bitcast >> 16 & 0x8000;
-            const I p_magnitude = p_bitcast & 0x7fffffff;
-            const F p_magnitude_bitcast = as_float(p_magnitude);
-            const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-            const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-            const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-            const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_wide_2 = lshr(p_fixed + (lshr(noise, 23) | 1), 9);
-            const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
-            const I p_kept_ = p_word;
-            store(p_at + i, p_sign | p_word >> 8);
-            store(weight_low_at + i, p_kept_);
-            store(prev_at + i, prev_2);
-            store(step_size_at + i, step_size_2);
-        }
-    }
-};
+template <class Grad> using rprop_float32 = rprop_kernel<weight_float32, Grad>;
+template <class Grad> using rprop_float32_small = rprop_small_kernel<weight_float32, Grad>;
+template <class Grad> using rprop_bfloat16 = rprop_kernel<weight_bfloat16, Grad>;
+template <class Grad> using rprop_bfloat16_small = rprop_small_kernel<weight_bfloat16, Grad>;
+template <class Grad> using rprop_float16 = rprop_kernel<weight_float16, Grad>;
+template <class Grad> using rprop_float16_small = rprop_small_kernel<weight_float16, Grad>;
 
 }  // namespace
 

@@ -14,204 +14,137 @@
 
 namespace {
 
-template <class Grad>
-struct sgd_float32 {
+// bf16, nearest
+struct weight_bfloat16 {
+    static constexpr int NOISE = 0;
+    static constexpr Part PARTS[] = {{2, true}};  // code
+    uint16_t *__restrict code_at;
+
+    weight_bfloat16(char *p, char *const *more) : code_at((uint16_t *)p) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        return widened(code_stored);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        const I x_bits = bits(x);
+        const I carry = (x_bits >> 16 & 1) + 32767;
+        store_half<2>(code_at + i, bits_or_nan(as_float(x_bits)) + carry);
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); }
+};
+
+// f16, nearest
+struct weight_float16 {
+    static constexpr int NOISE = 0;
+    static constexpr Part PARTS[] = {{2, true}};  // code
+    uint16_t *__restrict code_at;
+
+    weight_float16(char *p, char *const *more) : code_at((uint16_t *)p) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        return widen_half(code_stored);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        store(code_at + i, narrow_half(x));
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); }
+};
+
+template <class Weight, class Grad>
+struct sgd_kernel {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 2;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}};
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>();
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];  // float32 [n]  read and written
+        Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         const F lr_times_grad_scale(scalars[0]);
         const F lr_times_weight_decay(scalars[1]);
+        Words<sgd_kernel> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/sgd.py)
         for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
+            const auto noise = words.at(i);
+            const F p = weight.decode(i);
             const F g = Grad::load(g_at + i);
             // 25  p = p - lr * update
             const F p_2 = p - fma(lr_times_weight_decay, p, lr_times_grad_scale * g);
-            store(p_at + i, p_2);
+            weight.encode(i, p_2, noise);
         }
     }
 };
 
-template <class Grad>
-struct sgd_bfloat16 {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 2;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];  // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const F lr_times_grad_scale(scalars[0]);
-        const F lr_times_weight_decay(scalars[1]);
-
-        // -- elements: decode, update, encode  (specs/sgd.py)
-        for (int i = 0; i < count; i += W) {
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);  // bf16, nearest
-            const F g_stored = Grad::load(g_at + i);
-            // 25  p = p - lr * update
-            const F p_2 = p - fma(lr_times_weight_decay, p, lr_times_grad_scale * g_stored);
-            const I p_x_bits = bits(p_2);
-            const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-        }
-    }
-};
-
-template <class Grad>
-struct sgd_float16 {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 2;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];  // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const F lr_times_grad_scale(scalars[0]);
-        const F lr_times_weight_decay(scalars[1]);
-
-        // -- elements: decode, update  (specs/sgd.py)
-        for (int i = 0; i < count; i += W) {
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);  // f16, nearest
-            const F g_stored = Grad::load(g_at + i);
-            // 25  p = p - lr * update
-            const F p_2 = p - fma(lr_times_weight_decay, p, lr_times_grad_scale * g_stored);
-            store(p_at + i, narrow_half(p_2));
-        }
-    }
-};
-
-template <class Grad>
-struct sgd_float32_has_momentum {
+template <class Weight, class Grad>
+struct sgd_has_momentum_kernel {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 4;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}};
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}});
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];                // float32 [n]  read and written
+        Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict momentum_buffer_at = (float *)at[2];  // float32 [n]  read and written
+        // float32 [n]  read and written
+        float *__restrict momentum_buffer_at = (float *)at[parts<Weight>() + 1];
         const F scalar_0(scalars[0]);
         const F scalar_1(scalars[1]);
         const F where_lt_one_t_momentum_zero(scalars[2]);
         const F minus_lr(scalars[3]);
+        Words<sgd_has_momentum_kernel> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/sgd.py)
         for (int i = 0; i < count; i += W) {
+            const auto noise = words.at(i);
             const F momentum_buffer = load(momentum_buffer_at + i);
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             const F g = Grad::load(g_at + i);
             // 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
             const F momentum_buffer_2 = fma(where_lt_one_t_momentum_zero, momentum_buffer, fma(scalar_1, p, scalar_0 * g));
             const F p_2 = fma(minus_lr, momentum_buffer_2, p);  // 25  p = p - lr * update
-            store(p_at + i, p_2);
+            weight.encode(i, p_2, noise);
             store(momentum_buffer_at + i, momentum_buffer_2);
         }
     }
 };
 
-template <class Grad>
-struct sgd_bfloat16_has_momentum {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 4;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];          // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict momentum_buffer_at = (float *)at[2];  // float32 [n]  read and written
-        const F scalar_0(scalars[0]);
-        const F scalar_1(scalars[1]);
-        const F where_lt_one_t_momentum_zero(scalars[2]);
-        const F minus_lr(scalars[3]);
-
-        // -- elements: decode, update, encode  (specs/sgd.py)
-        for (int i = 0; i < count; i += W) {
-            const F momentum_buffer = load(momentum_buffer_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);                      // bf16, nearest
-            const F g_stored = Grad::load(g_at + i);
-            // 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-            const F momentum_buffer_2 = fma(where_lt_one_t_momentum_zero, momentum_buffer, fma(scalar_1, p, scalar_0 * g_stored));
-            const F p_2 = fma(minus_lr, momentum_buffer_2, p);  // 25  p = p - lr * update
-            const I p_x_bits = bits(p_2);
-            const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-            store(momentum_buffer_at + i, momentum_buffer_2);
-        }
-    }
-};
-
-template <class Grad>
-struct sgd_float16_has_momentum {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 4;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];          // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict momentum_buffer_at = (float *)at[2];  // float32 [n]  read and written
-        const F scalar_0(scalars[0]);
-        const F scalar_1(scalars[1]);
-        const F where_lt_one_t_momentum_zero(scalars[2]);
-        const F minus_lr(scalars[3]);
-
-        // -- elements: decode, update  (specs/sgd.py)
-        for (int i = 0; i < count; i += W) {
-            const F momentum_buffer = load(momentum_buffer_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);                   // f16, nearest
-            const F g_stored = Grad::load(g_at + i);
-            // 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-            const F momentum_buffer_2 = fma(where_lt_one_t_momentum_zero, momentum_buffer, fma(scalar_1, p, scalar_0 * g_stored));
-            const F p_2 = fma(minus_lr, momentum_buffer_2, p);  // 25  p = p - lr * update
-            store(p_at + i, narrow_half(p_2));
-            store(momentum_buffer_at + i, momentum_buffer_2);
-        }
-    }
-};
-
-template <class Grad>
-struct sgd_float32_nesterov_has_momentum {
+template <class Weight, class Grad>
+struct sgd_nesterov_has_momentum_kernel {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 6;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}};
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}});
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];                // float32 [n]  read and written
+        Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict momentum_buffer_at = (float *)at[2];  // float32 [n]  read and written
+        // float32 [n]  read and written
+        float *__restrict momentum_buffer_at = (float *)at[parts<Weight>() + 1];
         const F momentum(scalars[0]);
         const F weight_decay(scalars[1]);
         const F grad_scale(scalars[2]);
         const F where_lt_one_t_momentum_zero(scalars[3]);
         const F where_lt_one_t_one_minus_dampening_one(scalars[4]);
         const F minus_lr(scalars[5]);
+        Words<sgd_nesterov_has_momentum_kernel> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/sgd.py)
         for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
+            const auto noise = words.at(i);
+            const F p = weight.decode(i);
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
             const F momentum_buffer = load(momentum_buffer_at + i);
@@ -221,89 +154,21 @@ struct sgd_float32_nesterov_has_momentum {
             // 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
             const F update = fma(momentum, momentum_buffer_2, g_3);
             const F p_2 = fma(minus_lr, update, p);                  // 25  p = p - lr * update
-            store(p_at + i, p_2);
+            weight.encode(i, p_2, noise);
             store(momentum_buffer_at + i, momentum_buffer_2);
         }
     }
 };
 
-template <class Grad>
-struct sgd_bfloat16_nesterov_has_momentum {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 6;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];          // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict momentum_buffer_at = (float *)at[2];  // float32 [n]  read and written
-        const F momentum(scalars[0]);
-        const F weight_decay(scalars[1]);
-        const F grad_scale(scalars[2]);
-        const F where_lt_one_t_momentum_zero(scalars[3]);
-        const F where_lt_one_t_one_minus_dampening_one(scalars[4]);
-        const F minus_lr(scalars[5]);
-
-        // -- elements: decode, update, encode  (specs/sgd.py)
-        for (int i = 0; i < count; i += W) {
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);                           // bf16, nearest
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F momentum_buffer = load(momentum_buffer_at + i);
-            const F g_2 = fma(weight_decay, p, g);                   // 20  g = l2(g, p, weight_decay)
-            // 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-            const F momentum_buffer_2 = fma(where_lt_one_t_one_minus_dampening_one, g_2, where_lt_one_t_momentum_zero * momentum_buffer);
-            // 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-            const F update = fma(momentum, momentum_buffer_2, g_2);
-            const F p_2 = fma(minus_lr, update, p);                  // 25  p = p - lr * update
-            const I p_x_bits = bits(p_2);
-            const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-            store(momentum_buffer_at + i, momentum_buffer_2);
-        }
-    }
-};
-
-template <class Grad>
-struct sgd_float16_nesterov_has_momentum {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 6;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];          // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict momentum_buffer_at = (float *)at[2];  // float32 [n]  read and written
-        const F momentum(scalars[0]);
-        const F weight_decay(scalars[1]);
-        const F grad_scale(scalars[2]);
-        const F where_lt_one_t_momentum_zero(scalars[3]);
-        const F where_lt_one_t_one_minus_dampening_one(scalars[4]);
-        const F minus_lr(scalars[5]);
-
-        // -- elements: decode, update  (specs/sgd.py)
-        for (int i = 0; i < count; i += W) {
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);                        // f16, nearest
-            const F g_stored = Grad::load(g_at + i);
-            const F g = grad_scale * g_stored;
-            const F momentum_buffer = load(momentum_buffer_at + i);
-            const F g_2 = fma(weight_decay, p, g);                   // 20  g = l2(g, p, weight_decay)
-            // 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-            const F momentum_buffer_2 = fma(where_lt_one_t_one_minus_dampening_one, g_2, where_lt_one_t_momentum_zero * momentum_buffer);
-            // 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-            const F update = fma(momentum, momentum_buffer_2, g_2);
-            const F p_2 = fma(minus_lr, update, p);                  // 25  p = p - lr * update
-            store(p_at + i, narrow_half(p_2));
-            store(momentum_buffer_at + i, momentum_buffer_2);
-        }
-    }
-};
+template <class Grad> using sgd_float32 = sgd_kernel<weight_float32, Grad>;
+template <class Grad> using sgd_bfloat16 = sgd_kernel<weight_bfloat16, Grad>;
+template <class Grad> using sgd_float16 = sgd_kernel<weight_float16, Grad>;
+template <class Grad> using sgd_float32_has_momentum = sgd_has_momentum_kernel<weight_float32, Grad>;
+template <class Grad> using sgd_bfloat16_has_momentum = sgd_has_momentum_kernel<weight_bfloat16, Grad>;
+template <class Grad> using sgd_float16_has_momentum = sgd_has_momentum_kernel<weight_float16, Grad>;
+template <class Grad> using sgd_float32_nesterov_has_momentum = sgd_nesterov_has_momentum_kernel<weight_float32, Grad>;
+template <class Grad> using sgd_bfloat16_nesterov_has_momentum = sgd_nesterov_has_momentum_kernel<weight_bfloat16, Grad>;
+template <class Grad> using sgd_float16_nesterov_has_momentum = sgd_nesterov_has_momentum_kernel<weight_float16, Grad>;
 
 }  // namespace
 

@@ -16,238 +16,68 @@
 
 namespace {
 
-template <class Grad>
-struct sgdp_float32_no_projected {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 4;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}};
+// bf16, nearest
+struct weight_bfloat16 {
+    static constexpr int NOISE = 0;
+    static constexpr Part PARTS[] = {{2, true}};  // code
+    uint16_t *__restrict code_at;
 
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];                // float32 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict momentum_buffer_at = (float *)at[2];  // float32 [n]  read and written
-        const F momentum(scalars[0]);
-        const F one_minus_dampening_times_grad_scale(scalars[1]);
-        const F scalar_1(scalars[2]);
-        const F minus_lr(scalars[3]);
-
-        // -- elements: decode, update  (specs/sgdp.py)
-        for (int i = 0; i < count; i += W) {
-            const F g = Grad::load(g_at + i);
-            const F momentum_buffer = load(momentum_buffer_at + i);
-            const F p = load(p_at + i);
-            // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
-            const F momentum_buffer_2 = fma(one_minus_dampening_times_grad_scale, g, momentum * momentum_buffer);
-            const F p_2 = scalar_1 * p;                           // 29  p = decoupled(p, lr, weight_decay)
-            const F p_3 = fma(minus_lr, momentum_buffer_2, p_2);  // 30  p = p - lr * update
-            store(p_at + i, p_3);
-            store(momentum_buffer_at + i, momentum_buffer_2);
-        }
+    weight_bfloat16(char *p, char *const *more) : code_at((uint16_t *)p) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        return widened(code_stored);
     }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        const I x_bits = bits(x);
+        const I carry = (x_bits >> 16 & 1) + 32767;
+        store_half<2>(code_at + i, bits_or_nan(as_float(x_bits)) + carry);
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); }
 };
 
-template <class Grad>
-struct sgdp_bfloat16_no_projected {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 4;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}};
+// f16, nearest
+struct weight_float16 {
+    static constexpr int NOISE = 0;
+    static constexpr Part PARTS[] = {{2, true}};  // code
+    uint16_t *__restrict code_at;
 
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];          // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict momentum_buffer_at = (float *)at[2];  // float32 [n]  read and written
-        const F momentum(scalars[0]);
-        const F one_minus_dampening_times_grad_scale(scalars[1]);
-        const F scalar_1(scalars[2]);
-        const F minus_lr(scalars[3]);
-
-        // -- elements: decode, update, encode  (specs/sgdp.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F momentum_buffer = load(momentum_buffer_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);                        // bf16, nearest
-            // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
-            const F momentum_buffer_2 = fma(one_minus_dampening_times_grad_scale, g_stored, momentum * momentum_buffer);
-            const F p_2 = scalar_1 * p;                           // 29  p = decoupled(p, lr, weight_decay)
-            const F p_3 = fma(minus_lr, momentum_buffer_2, p_2);  // 30  p = p - lr * update
-            const I p_x_bits = bits(p_3);
-            const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-            store(momentum_buffer_at + i, momentum_buffer_2);
-        }
+    weight_float16(char *p, char *const *more) : code_at((uint16_t *)p) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        return widen_half(code_stored);
     }
-};
-
-template <class Grad>
-struct sgdp_float16_no_projected {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 4;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];          // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict momentum_buffer_at = (float *)at[2];  // float32 [n]  read and written
-        const F momentum(scalars[0]);
-        const F one_minus_dampening_times_grad_scale(scalars[1]);
-        const F scalar_1(scalars[2]);
-        const F minus_lr(scalars[3]);
-
-        // -- elements: decode, update  (specs/sgdp.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F momentum_buffer = load(momentum_buffer_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);                     // f16, nearest
-            // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
-            const F momentum_buffer_2 = fma(one_minus_dampening_times_grad_scale, g_stored, momentum * momentum_buffer);
-            const F p_2 = scalar_1 * p;                           // 29  p = decoupled(p, lr, weight_decay)
-            const F p_3 = fma(minus_lr, momentum_buffer_2, p_2);  // 30  p = p - lr * update
-            store(p_at + i, narrow_half(p_3));
-            store(momentum_buffer_at + i, momentum_buffer_2);
-        }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        store(code_at + i, narrow_half(x));
     }
-};
-
-template <class Grad>
-struct sgdp_float32_nesterov_no_projected {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];                // float32 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict momentum_buffer_at = (float *)at[2];  // float32 [n]  read and written
-        const F momentum(scalars[0]);
-        const F one_minus_dampening_times_grad_scale(scalars[1]);
-        const F lr_times_grad_scale(scalars[2]);
-        const F lr_times_momentum(scalars[3]);
-        const F scalar_3(scalars[4]);
-
-        // -- elements: decode, update  (specs/sgdp.py)
-        for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
-            const F g = Grad::load(g_at + i);
-            const F momentum_buffer = load(momentum_buffer_at + i);
-            // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
-            const F momentum_buffer_2 = fma(one_minus_dampening_times_grad_scale, g, momentum * momentum_buffer);
-            // 30  p = p - lr * update
-            const F p_2 = fma(scalar_3, p, -fma(lr_times_momentum, momentum_buffer_2, lr_times_grad_scale * g));
-            store(p_at + i, p_2);
-            store(momentum_buffer_at + i, momentum_buffer_2);
-        }
-    }
-};
-
-template <class Grad>
-struct sgdp_bfloat16_nesterov_no_projected {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];          // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict momentum_buffer_at = (float *)at[2];  // float32 [n]  read and written
-        const F momentum(scalars[0]);
-        const F one_minus_dampening_times_grad_scale(scalars[1]);
-        const F lr_times_grad_scale(scalars[2]);
-        const F lr_times_momentum(scalars[3]);
-        const F scalar_3(scalars[4]);
-
-        // -- elements: decode, update, encode  (specs/sgdp.py)
-        for (int i = 0; i < count; i += W) {
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);  // bf16, nearest
-            const F g_stored = Grad::load(g_at + i);
-            const F momentum_buffer = load(momentum_buffer_at + i);
-            const F g_cast = g_stored;
-            // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
-            const F momentum_buffer_2 = fma(one_minus_dampening_times_grad_scale, g_cast, momentum * momentum_buffer);
-            // 30  p = p - lr * update
-            const F p_2 = fma(scalar_3, p, -fma(lr_times_momentum, momentum_buffer_2, lr_times_grad_scale * g_cast));
-            const I p_x_bits = bits(p_2);
-            const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-            store(momentum_buffer_at + i, momentum_buffer_2);
-        }
-    }
-};
-
-template <class Grad>
-struct sgdp_float16_nesterov_no_projected {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];          // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict momentum_buffer_at = (float *)at[2];  // float32 [n]  read and written
-        const F momentum(scalars[0]);
-        const F one_minus_dampening_times_grad_scale(scalars[1]);
-        const F lr_times_grad_scale(scalars[2]);
-        const F lr_times_momentum(scalars[3]);
-        const F scalar_3(scalars[4]);
-
-        // -- elements: decode, update  (specs/sgdp.py)
-        for (int i = 0; i < count; i += W) {
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);  // f16, nearest
-            const F g_stored = Grad::load(g_at + i);
-            const F momentum_buffer = load(momentum_buffer_at + i);
-            const F g_cast = g_stored;
-            // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
-            const F momentum_buffer_2 = fma(one_minus_dampening_times_grad_scale, g_cast, momentum * momentum_buffer);
-            // 30  p = p - lr * update
-            const F p_2 = fma(scalar_3, p, -fma(lr_times_momentum, momentum_buffer_2, lr_times_grad_scale * g_cast));
-            store(p_at + i, narrow_half(p_2));
-            store(momentum_buffer_at + i, momentum_buffer_2);
-        }
-    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); }
 };
 
 // a sweep: update (specs/sgdp.py:27)
-template <class Grad>
-struct sgdp_float32_1 {
+template <class Weight, class Grad>
+struct sgdp_kernel_1 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // momentum_buffer
-        {3, 20, 4, ROW, false, true, TOTAL, 3},  // row_sum_for_invariant
-        {4, 21, 4, ROW, false, true, TOTAL, 4},  // row_sum_for_invariant_2
-        {5, 22, 4, ROW, false, true, TOTAL, 5},  // row_sum_for_invariant_3
-        {6, 23, 4, ROW, false, true, TOTAL, 6},  // row_sum_of_p
-    };
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, false, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {2, -1, 4, ELEMENT, true, true, NONE, 1},  // momentum_buffer
+        {3, 20, 4, ROW, false, true, TOTAL, 2},  // row_sum_for_invariant
+        {4, 21, 4, ROW, false, true, TOTAL, 3},  // row_sum_for_invariant_2
+        {5, 22, 4, ROW, false, true, TOTAL, 4},  // row_sum_for_invariant_3
+        {6, 23, 4, ROW, false, true, TOTAL, 5},  // row_sum_of_p
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        const float *__restrict p_at = (const float *)at[0];            // float32 [n]  read
+        Weight weight(at[6], at + 7);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict momentum_buffer_at = (float *)at[2];          // float32 [n]  read and written
-        float *__restrict row_sum_for_invariant_at = (float *)at[3];    // float32 [row]  for row_sum
-        float *__restrict row_sum_for_invariant_2_at = (float *)at[4];  // float32 [row]  for row_sum
-        float *__restrict row_sum_for_invariant_3_at = (float *)at[5];  // float32 [row]  for row_sum
-        float *__restrict row_sum_of_p_at = (float *)at[6];             // float32 [row]  for row_sum
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        float *__restrict momentum_buffer_at = (float *)at[1];          // float32 [n]  read and written
+        float *__restrict row_sum_for_invariant_at = (float *)at[2];    // float32 [row]  for row_sum
+        float *__restrict row_sum_for_invariant_2_at = (float *)at[3];  // float32 [row]  for row_sum
+        float *__restrict row_sum_for_invariant_3_at = (float *)at[4];  // float32 [row]  for row_sum
+        float *__restrict row_sum_of_p_at = (float *)at[5];             // float32 [row]  for row_sum
         const F momentum(known.scalars[0]);
         const F one_minus_dampening_times_grad_scale(known.scalars[1]);
 
@@ -255,7 +85,7 @@ struct sgdp_float32_1 {
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
             const F momentum_buffer_2 = fma(one_minus_dampening_times_grad_scale, g, momentum * momentum_buffer);
             store(momentum_buffer_at + i, momentum_buffer_2);
@@ -268,13 +98,13 @@ struct sgdp_float32_1 {
 };
 
 // row: values of rows
-template <class Grad>
-struct sgdp_float32_2 {
+template <class Weight, class Grad>
+struct sgdp_kernel_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {7, -1, 4, WHOLE, false, true, LARGEST, 0},  // tensor_max_for_invariant
         {8, -1, 4, ROW, false, true, NONE, 1},  // row_sum_of_p_over_row_mul_3
         {9, -1, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_invariant
@@ -285,7 +115,7 @@ struct sgdp_float32_2 {
         {4, -1, 4, ROW, true, false, NONE, 7},  // row_sum_for_invariant_2
         {5, -1, 4, ROW, true, false, NONE, 8},  // row_sum_for_invariant_3
         {6, -1, 4, ROW, true, false, NONE, 9},  // row_sum_of_p
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -324,16 +154,16 @@ struct sgdp_float32_2 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct sgdp_float32_3 {
+template <class Weight, class Grad>
+struct sgdp_kernel_3 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {13, -1, 4, WHOLE, false, true, NONE, 0},  // delta_over_sqrt_columns
         {14, -1, 4, WHOLE, false, true, NONE, 1},  // delta_over_sqrt_elements
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -351,13 +181,13 @@ struct sgdp_float32_3 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct sgdp_float32_4 {
+template <class Weight, class Grad>
+struct sgdp_kernel_4 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {15, -1, 4, WHOLE, false, true, NONE, 0},  // lt_tensor_div_delta_over_sqrt_elements
         {16, -1, 4, WHOLE, false, true, NONE, 1},  // tensor_sum_of_p_over_tensor_mul_3_2
         {9, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_invariant
@@ -365,7 +195,7 @@ struct sgdp_float32_4 {
         {11, -1, 4, WHOLE, true, false, NONE, 4},  // tensor_sum_for_invariant_3
         {14, -1, 4, WHOLE, true, false, NONE, 5},  // delta_over_sqrt_elements
         {12, -1, 4, WHOLE, true, false, NONE, 6},  // tensor_sum_of_p
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -402,19 +232,19 @@ struct sgdp_float32_4 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct sgdp_float32_5 {
+template <class Weight, class Grad>
+struct sgdp_kernel_5 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {17, -1, 4, WHOLE, false, true, NONE, 0},  // tensor_lt
         {18, -1, 4, WHOLE, false, true, NONE, 1},  // one_minus_lr_times_weight_decay_2
         {7, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_max_for_invariant
         {13, -1, 4, WHOLE, true, false, NONE, 3},  // delta_over_sqrt_columns
         {15, -1, 4, WHOLE, true, false, NONE, 4},  // lt_tensor_div_delta_over_sqrt_elements
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -448,18 +278,18 @@ struct sgdp_float32_5 {
 };
 
 // row: values of rows
-template <class Grad>
-struct sgdp_float32_6 {
+template <class Weight, class Grad>
+struct sgdp_kernel_6 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {19, -1, 4, ROW, false, true, NONE, 0},  // row_sum_of_p_over_row_mul_3_2
         {17, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_lt
         {8, -1, 4, ROW, true, false, NONE, 2},  // row_sum_of_p_over_row_mul_3
         {16, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_of_p_over_tensor_mul_3_2
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -481,51 +311,57 @@ struct sgdp_float32_6 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct sgdp_float32_7 {
+template <class Weight, class Grad>
+struct sgdp_kernel_7 {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {2, -1, 4, ELEMENT, true, false, NONE, 1},  // momentum_buffer
-        {18, -1, 4, WHOLE, true, false, NONE, 2},  // one_minus_lr_times_weight_decay_2
-        {19, -1, 4, ROW, true, false, NONE, 3},  // row_sum_of_p_over_row_mul_3_2
-    };
+    static constexpr bool MATRICES = true, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {2, -1, 4, ELEMENT, true, false, NONE, 0},  // momentum_buffer
+        {18, -1, 4, WHOLE, true, false, NONE, 1},  // one_minus_lr_times_weight_decay_2
+        {19, -1, 4, ROW, true, false, NONE, 2},  // row_sum_of_p_over_row_mul_3_2
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                            // float32 [n]  read and written
-        const float *__restrict momentum_buffer_at = (const float *)at[1];  // float32 [n]  read
+        Weight weight(at[3], at + 4);
+        const float *__restrict momentum_buffer_at = (const float *)at[0];  // float32 [n]  read
         // float32 [tensor]  read
-        const float *__restrict one_minus_lr_times_weight_decay_2_at = (const float *)at[2];
+        const float *__restrict one_minus_lr_times_weight_decay_2_at = (const float *)at[1];
         // float32 [row]  read
-        const float *__restrict row_sum_of_p_over_row_mul_3_2_at = (const float *)at[3];
+        const float *__restrict row_sum_of_p_over_row_mul_3_2_at = (const float *)at[2];
+        const int32_t step_key = known.step_key;
+        const int32_t stream_key = known.stream_key;
         const F minus_lr(known.scalars[8]);
         const F one_minus_lr_times_weight_decay_2 = F(*one_minus_lr_times_weight_decay_2_at);
+        Words<sgdp_kernel_7> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/sgdp.py)
         for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
+            const auto noise = words.at(i);
+            const F p = weight.decode(i);
             const F momentum_buffer = load(momentum_buffer_at + i);
             // 27  update, invariant = without_radial(update, p, g, delta, eps)
             const F update = fma(-load(row_sum_of_p_over_row_mul_3_2_at + (i & row_mask)), p, momentum_buffer);
             const F p_2 = p * one_minus_lr_times_weight_decay_2;  // 29  p = decoupled(p, lr, weight_decay)
             const F p_3 = fma(minus_lr, update, p_2);             // 30  p = p - lr * update
-            store(p_at + i, p_3);
+            weight.encode(i, p_3, noise);
         }
     }
 };
 
 // a sweep: update (specs/sgdp.py:27)
-template <class Grad>
-struct sgdp_bfloat16_1 {
+template <class Weight, class Grad>
+struct sgdp_kernel_1_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 4, ELEMENT, true, true, NONE, 2},  // momentum_buffer
@@ -533,7 +369,7 @@ struct sgdp_bfloat16_1 {
         {4, 21, 4, ROW, false, true, TOTAL, 4},  // row_sum_for_invariant_2
         {5, 22, 4, ROW, false, true, TOTAL, 5},  // row_sum_for_invariant_3
         {6, 23, 4, ROW, false, true, TOTAL, 6},  // row_sum_of_momentum_buffer
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -567,13 +403,13 @@ struct sgdp_bfloat16_1 {
 };
 
 // row: values of rows
-template <class Grad>
-struct sgdp_bfloat16_2 {
+template <class Weight, class Grad>
+struct sgdp_kernel_2_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {7, -1, 4, WHOLE, false, true, LARGEST, 0},  // tensor_max_for_invariant
         {8, -1, 4, ROW, false, true, NONE, 1},  // row_sum_of_momentum_buffer_over_row_mul_3
         {9, -1, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_invariant
@@ -584,7 +420,7 @@ struct sgdp_bfloat16_2 {
         {4, -1, 4, ROW, true, false, NONE, 7},  // row_sum_for_invariant_2
         {5, -1, 4, ROW, true, false, NONE, 8},  // row_sum_for_invariant_3
         {6, -1, 4, ROW, true, false, NONE, 9},  // row_sum_of_momentum_buffer
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -625,13 +461,13 @@ struct sgdp_bfloat16_2 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct sgdp_bfloat16_4 {
+template <class Weight, class Grad>
+struct sgdp_kernel_4_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {15, -1, 4, WHOLE, false, true, NONE, 0},  // lt_tensor_div_delta_over_sqrt_elements
         {16, -1, 4, WHOLE, false, true, NONE, 1},  // tensor_sum_of_momentum_buffer_over_tensor_mul_3_2
         {9, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_invariant
@@ -639,7 +475,7 @@ struct sgdp_bfloat16_4 {
         {11, -1, 4, WHOLE, true, false, NONE, 4},  // tensor_sum_for_invariant_3
         {14, -1, 4, WHOLE, true, false, NONE, 5},  // delta_over_sqrt_elements
         {12, -1, 4, WHOLE, true, false, NONE, 6},  // tensor_sum_of_momentum_buffer
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -677,18 +513,18 @@ struct sgdp_bfloat16_4 {
 };
 
 // row: values of rows
-template <class Grad>
-struct sgdp_bfloat16_6 {
+template <class Weight, class Grad>
+struct sgdp_kernel_6_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {19, -1, 4, ROW, false, true, NONE, 0},  // row_sum_of_momentum_buffer_over_row_mul_3_2
         {17, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_lt
         {8, -1, 4, ROW, true, false, NONE, 2},  // row_sum_of_momentum_buffer_over_row_mul_3
         {16, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_of_momentum_buffer_over_tensor_mul_3_2
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -711,18 +547,18 @@ struct sgdp_bfloat16_6 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct sgdp_bfloat16_7 {
+template <class Weight, class Grad>
+struct sgdp_kernel_7_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {2, -1, 4, ELEMENT, true, false, NONE, 1},  // momentum_buffer
         {18, -1, 4, WHOLE, true, false, NONE, 2},  // one_minus_lr_times_weight_decay_2
         {19, -1, 4, ROW, true, false, NONE, 3},  // row_sum_of_momentum_buffer_over_row_mul_3_2
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -752,13 +588,13 @@ struct sgdp_bfloat16_7 {
 };
 
 // a sweep: update (specs/sgdp.py:27)
-template <class Grad>
-struct sgdp_float16_1 {
+template <class Weight, class Grad>
+struct sgdp_kernel_1_3 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 4, ELEMENT, true, true, NONE, 2},  // momentum_buffer
@@ -766,7 +602,7 @@ struct sgdp_float16_1 {
         {4, 21, 4, ROW, false, true, TOTAL, 4},  // row_sum_for_invariant_2
         {5, 22, 4, ROW, false, true, TOTAL, 5},  // row_sum_for_invariant_3
         {6, 23, 4, ROW, false, true, TOTAL, 6},  // row_sum_of_momentum_buffer
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -800,18 +636,18 @@ struct sgdp_float16_1 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct sgdp_float16_7 {
+template <class Weight, class Grad>
+struct sgdp_kernel_7_3 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {2, -1, 4, ELEMENT, true, false, NONE, 1},  // momentum_buffer
         {18, -1, 4, WHOLE, true, false, NONE, 2},  // one_minus_lr_times_weight_decay_2
         {19, -1, 4, ROW, true, false, NONE, 3},  // row_sum_of_momentum_buffer_over_row_mul_3_2
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -838,40 +674,77 @@ struct sgdp_float16_7 {
     }
 };
 
+template <class Weight, class Grad>
+struct sgdp_no_projected_kernel {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 4;
+    // bytes per entry, of what, written
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}});
+
+    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
+                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+        Weight weight(at[0], at + 2);
+        // float [n]  read
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
+        // float32 [n]  read and written
+        float *__restrict momentum_buffer_at = (float *)at[parts<Weight>() + 1];
+        const F momentum(scalars[0]);
+        const F one_minus_dampening_times_grad_scale(scalars[1]);
+        const F scalar_1(scalars[2]);
+        const F minus_lr(scalars[3]);
+        Words<sgdp_no_projected_kernel> words(count, first, stream_key, step_key);
+
+        // -- elements: decode, update  (specs/sgdp.py)
+        for (int i = 0; i < count; i += W) {
+            const auto noise = words.at(i);
+            const F g = Grad::load(g_at + i);
+            const F momentum_buffer = load(momentum_buffer_at + i);
+            const F p = weight.decode(i);
+            // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
+            const F momentum_buffer_2 = fma(one_minus_dampening_times_grad_scale, g, momentum * momentum_buffer);
+            const F p_2 = scalar_1 * p;                           // 29  p = decoupled(p, lr, weight_decay)
+            const F p_3 = fma(minus_lr, momentum_buffer_2, p_2);  // 30  p = p - lr * update
+            weight.encode(i, p_3, noise);
+            store(momentum_buffer_at + i, momentum_buffer_2);
+        }
+    }
+};
+
 // a sweep: update (specs/sgdp.py:27)
-template <class Grad>
-struct sgdp_float32_nesterov_1 {
+template <class Weight, class Grad>
+struct sgdp_nesterov_kernel_1 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, false, NONE, 2},  // momentum_buffer
-        {3, 20, 4, ROW, false, true, TOTAL, 3},  // row_sum_for_invariant
-        {4, 21, 4, ROW, false, true, TOTAL, 4},  // row_sum_for_invariant_2
-        {5, 22, 4, ROW, false, true, TOTAL, 5},  // row_sum_for_invariant_3
-        {6, 23, 4, ROW, false, true, TOTAL, 6},  // row_sum_of_p
-    };
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, false, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {2, -1, 4, ELEMENT, true, false, NONE, 1},  // momentum_buffer
+        {3, 20, 4, ROW, false, true, TOTAL, 2},  // row_sum_for_invariant
+        {4, 21, 4, ROW, false, true, TOTAL, 3},  // row_sum_for_invariant_2
+        {5, 22, 4, ROW, false, true, TOTAL, 4},  // row_sum_for_invariant_3
+        {6, 23, 4, ROW, false, true, TOTAL, 5},  // row_sum_of_p
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        const float *__restrict p_at = (const float *)at[0];                // float32 [n]  read
+        Weight weight(at[6], at + 7);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const float *__restrict momentum_buffer_at = (const float *)at[2];  // float32 [n]  read
-        float *__restrict row_sum_for_invariant_at = (float *)at[3];        // float32 [row]  for row_sum
-        float *__restrict row_sum_for_invariant_2_at = (float *)at[4];      // float32 [row]  for row_sum
-        float *__restrict row_sum_for_invariant_3_at = (float *)at[5];      // float32 [row]  for row_sum
-        float *__restrict row_sum_of_p_at = (float *)at[6];                 // float32 [row]  for row_sum
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        const float *__restrict momentum_buffer_at = (const float *)at[1];  // float32 [n]  read
+        float *__restrict row_sum_for_invariant_at = (float *)at[2];        // float32 [row]  for row_sum
+        float *__restrict row_sum_for_invariant_2_at = (float *)at[3];      // float32 [row]  for row_sum
+        float *__restrict row_sum_for_invariant_3_at = (float *)at[4];      // float32 [row]  for row_sum
+        float *__restrict row_sum_of_p_at = (float *)at[5];                 // float32 [row]  for row_sum
         const F grad_scale(known.scalars[0]);
         const F momentum_times_momentum(known.scalars[1]);
         const F scalar_1(known.scalars[2]);
 
         // -- elements: decode, update  (specs/sgdp.py)
         for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             const F g = Grad::load(g_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
             // 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
@@ -885,13 +758,13 @@ struct sgdp_float32_nesterov_1 {
 };
 
 // row: values of rows
-template <class Grad>
-struct sgdp_float32_nesterov_2 {
+template <class Weight, class Grad>
+struct sgdp_nesterov_kernel_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {7, -1, 4, WHOLE, false, true, LARGEST, 0},  // tensor_max_for_invariant
         {8, -1, 4, ROW, false, true, NONE, 1},  // row_sum_of_p_over_row_mul_3
         {9, -1, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_invariant
@@ -902,7 +775,7 @@ struct sgdp_float32_nesterov_2 {
         {4, -1, 4, ROW, true, false, NONE, 7},  // row_sum_for_invariant_2
         {5, -1, 4, ROW, true, false, NONE, 8},  // row_sum_for_invariant_3
         {6, -1, 4, ROW, true, false, NONE, 9},  // row_sum_of_p
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -941,13 +814,13 @@ struct sgdp_float32_nesterov_2 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct sgdp_float32_nesterov_4 {
+template <class Weight, class Grad>
+struct sgdp_nesterov_kernel_4 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {15, -1, 4, WHOLE, false, true, NONE, 0},  // lt_tensor_div_delta_over_sqrt_elements
         {16, -1, 4, WHOLE, false, true, NONE, 1},  // tensor_sum_of_p_over_tensor_mul_3_2
         {9, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_invariant
@@ -955,7 +828,7 @@ struct sgdp_float32_nesterov_4 {
         {11, -1, 4, WHOLE, true, false, NONE, 4},  // tensor_sum_for_invariant_3
         {14, -1, 4, WHOLE, true, false, NONE, 5},  // delta_over_sqrt_elements
         {12, -1, 4, WHOLE, true, false, NONE, 6},  // tensor_sum_of_p
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -992,39 +865,45 @@ struct sgdp_float32_nesterov_4 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct sgdp_float32_nesterov_7 {
+template <class Weight, class Grad>
+struct sgdp_nesterov_kernel_7 {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // momentum_buffer
-        {18, -1, 4, WHOLE, true, false, NONE, 3},  // one_minus_lr_times_weight_decay_2
-        {19, -1, 4, ROW, true, false, NONE, 4},  // row_sum_of_p_over_row_mul_3_2
-    };
+    static constexpr bool MATRICES = true, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {2, -1, 4, ELEMENT, true, true, NONE, 1},  // momentum_buffer
+        {18, -1, 4, WHOLE, true, false, NONE, 2},  // one_minus_lr_times_weight_decay_2
+        {19, -1, 4, ROW, true, false, NONE, 3},  // row_sum_of_p_over_row_mul_3_2
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                // float32 [n]  read and written
+        Weight weight(at[4], at + 5);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict momentum_buffer_at = (float *)at[2];  // float32 [n]  read and written
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        float *__restrict momentum_buffer_at = (float *)at[1];  // float32 [n]  read and written
         // float32 [tensor]  read
-        const float *__restrict one_minus_lr_times_weight_decay_2_at = (const float *)at[3];
+        const float *__restrict one_minus_lr_times_weight_decay_2_at = (const float *)at[2];
         // float32 [row]  read
-        const float *__restrict row_sum_of_p_over_row_mul_3_2_at = (const float *)at[4];
+        const float *__restrict row_sum_of_p_over_row_mul_3_2_at = (const float *)at[3];
+        const int32_t step_key = known.step_key;
+        const int32_t stream_key = known.stream_key;
         const F momentum(known.scalars[9]);
         const F grad_scale(known.scalars[0]);
         const F one_minus_dampening_times_grad_scale(known.scalars[10]);
         const F minus_lr(known.scalars[8]);
         const F one_minus_lr_times_weight_decay_2 = F(*one_minus_lr_times_weight_decay_2_at);
+        Words<sgdp_nesterov_kernel_7> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/sgdp.py)
         for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
+            const auto noise = words.at(i);
+            const F p = weight.decode(i);
             const F g = Grad::load(g_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
             const F g_2 = grad_scale * g;
@@ -1036,20 +915,20 @@ struct sgdp_float32_nesterov_7 {
             const F update_2 = fma(-load(row_sum_of_p_over_row_mul_3_2_at + (i & row_mask)), p, update);
             const F p_2 = p * one_minus_lr_times_weight_decay_2;     // 29  p = decoupled(p, lr, weight_decay)
             const F p_3 = fma(minus_lr, update_2, p_2);              // 30  p = p - lr * update
-            store(p_at + i, p_3);
+            weight.encode(i, p_3, noise);
             store(momentum_buffer_at + i, momentum_buffer_2);
         }
     }
 };
 
 // a sweep: update (specs/sgdp.py:27)
-template <class Grad>
-struct sgdp_bfloat16_nesterov_1 {
+template <class Weight, class Grad>
+struct sgdp_nesterov_kernel_1_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 4, ELEMENT, true, false, NONE, 2},  // momentum_buffer
@@ -1057,7 +936,7 @@ struct sgdp_bfloat16_nesterov_1 {
         {4, 21, 4, ROW, false, true, TOTAL, 4},  // row_sum_for_invariant_2
         {5, 22, 4, ROW, false, true, TOTAL, 5},  // row_sum_for_invariant_3
         {6, 23, 4, ROW, false, true, TOTAL, 6},  // row_sum_of_update
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -1091,13 +970,13 @@ struct sgdp_bfloat16_nesterov_1 {
 };
 
 // row: values of rows
-template <class Grad>
-struct sgdp_bfloat16_nesterov_2 {
+template <class Weight, class Grad>
+struct sgdp_nesterov_kernel_2_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {7, -1, 4, WHOLE, false, true, LARGEST, 0},  // tensor_max_for_invariant
         {8, -1, 4, ROW, false, true, NONE, 1},  // row_sum_of_update_over_row_mul_3
         {9, -1, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_invariant
@@ -1108,7 +987,7 @@ struct sgdp_bfloat16_nesterov_2 {
         {4, -1, 4, ROW, true, false, NONE, 7},  // row_sum_for_invariant_2
         {5, -1, 4, ROW, true, false, NONE, 8},  // row_sum_for_invariant_3
         {6, -1, 4, ROW, true, false, NONE, 9},  // row_sum_of_update
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -1147,13 +1026,13 @@ struct sgdp_bfloat16_nesterov_2 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct sgdp_bfloat16_nesterov_4 {
+template <class Weight, class Grad>
+struct sgdp_nesterov_kernel_4_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {15, -1, 4, WHOLE, false, true, NONE, 0},  // lt_tensor_div_delta_over_sqrt_elements
         {16, -1, 4, WHOLE, false, true, NONE, 1},  // tensor_sum_of_update_over_tensor_mul_3_2
         {9, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_invariant
@@ -1161,7 +1040,7 @@ struct sgdp_bfloat16_nesterov_4 {
         {11, -1, 4, WHOLE, true, false, NONE, 4},  // tensor_sum_for_invariant_3
         {14, -1, 4, WHOLE, true, false, NONE, 5},  // delta_over_sqrt_elements
         {12, -1, 4, WHOLE, true, false, NONE, 6},  // tensor_sum_of_update
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -1198,18 +1077,18 @@ struct sgdp_bfloat16_nesterov_4 {
 };
 
 // row: values of rows
-template <class Grad>
-struct sgdp_bfloat16_nesterov_6 {
+template <class Weight, class Grad>
+struct sgdp_nesterov_kernel_6 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {19, -1, 4, ROW, false, true, NONE, 0},  // row_sum_of_update_over_row_mul_3_2
         {17, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_lt
         {8, -1, 4, ROW, true, false, NONE, 2},  // row_sum_of_update_over_row_mul_3
         {16, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_of_update_over_tensor_mul_3_2
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -1232,19 +1111,19 @@ struct sgdp_bfloat16_nesterov_6 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct sgdp_bfloat16_nesterov_7 {
+template <class Weight, class Grad>
+struct sgdp_nesterov_kernel_7_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 4, ELEMENT, true, true, NONE, 2},  // momentum_buffer
         {18, -1, 4, WHOLE, true, false, NONE, 3},  // one_minus_lr_times_weight_decay_2
         {19, -1, 4, ROW, true, false, NONE, 4},  // row_sum_of_update_over_row_mul_3_2
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -1287,13 +1166,13 @@ struct sgdp_bfloat16_nesterov_7 {
 };
 
 // a sweep: update (specs/sgdp.py:27)
-template <class Grad>
-struct sgdp_float16_nesterov_1 {
+template <class Weight, class Grad>
+struct sgdp_nesterov_kernel_1_3 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 4, ELEMENT, true, false, NONE, 2},  // momentum_buffer
@@ -1301,7 +1180,7 @@ struct sgdp_float16_nesterov_1 {
         {4, 21, 4, ROW, false, true, TOTAL, 4},  // row_sum_for_invariant_2
         {5, 22, 4, ROW, false, true, TOTAL, 5},  // row_sum_for_invariant_3
         {6, 23, 4, ROW, false, true, TOTAL, 6},  // row_sum_of_update
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -1335,19 +1214,19 @@ struct sgdp_float16_nesterov_1 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct sgdp_float16_nesterov_7 {
+template <class Weight, class Grad>
+struct sgdp_nesterov_kernel_7_3 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 4, ELEMENT, true, true, NONE, 2},  // momentum_buffer
         {18, -1, 4, WHOLE, true, false, NONE, 3},  // one_minus_lr_times_weight_decay_2
         {19, -1, 4, ROW, true, false, NONE, 4},  // row_sum_of_update_over_row_mul_3_2
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -1387,14 +1266,51 @@ struct sgdp_float16_nesterov_7 {
     }
 };
 
-template <class Grad>
-struct sgdp_float32 {
+template <class Weight, class Grad>
+struct sgdp_nesterov_no_projected_kernel {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
+    // bytes per entry, of what, written
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}});
+
+    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
+                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+        Weight weight(at[0], at + 2);
+        // float [n]  read
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
+        // float32 [n]  read and written
+        float *__restrict momentum_buffer_at = (float *)at[parts<Weight>() + 1];
+        const F momentum(scalars[0]);
+        const F one_minus_dampening_times_grad_scale(scalars[1]);
+        const F lr_times_grad_scale(scalars[2]);
+        const F lr_times_momentum(scalars[3]);
+        const F scalar_3(scalars[4]);
+        Words<sgdp_nesterov_no_projected_kernel> words(count, first, stream_key, step_key);
+
+        // -- elements: decode, update  (specs/sgdp.py)
+        for (int i = 0; i < count; i += W) {
+            const auto noise = words.at(i);
+            const F p = weight.decode(i);
+            const F g = Grad::load(g_at + i);
+            const F momentum_buffer = load(momentum_buffer_at + i);
+            // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
+            const F momentum_buffer_2 = fma(one_minus_dampening_times_grad_scale, g, momentum * momentum_buffer);
+            // 30  p = p - lr * update
+            const F p_2 = fma(scalar_3, p, -fma(lr_times_momentum, momentum_buffer_2, lr_times_grad_scale * g));
+            weight.encode(i, p_2, noise);
+            store(momentum_buffer_at + i, momentum_buffer_2);
+        }
+    }
+};
+
+template <class Weight, class Grad>
+struct sgdp_step {
     typedef void staged;
     static constexpr int SCALARS = 9, BLOCK = 1;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {4, ELEMENT},  // momentum_buffer
         {4, ROW},  // row_sum_for_invariant
         {4, ROW},  // row_sum_for_invariant_2
@@ -1417,20 +1333,20 @@ struct sgdp_float32 {
         {4, ROW + 8},  // partial results of row_sum_for_invariant_2
         {4, ROW + 8},  // partial results of row_sum_for_invariant_3
         {4, ROW + 8},  // partial results of row_sum_of_p
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<sgdp_float32_1<Grad>>(),
-        stage<sgdp_float32_2<Grad>>(),
-        stage<sgdp_float32_3<Grad>>(),
-        stage<sgdp_float32_4<Grad>>(),
-        stage<sgdp_float32_5<Grad>>(),
-        stage<sgdp_float32_6<Grad>>(),
-        stage<sgdp_float32_7<Grad>>(),
+        stage<sgdp_kernel_1<Weight, Grad>>(),
+        stage<sgdp_kernel_2<Weight, Grad>>(),
+        stage<sgdp_kernel_3<Weight, Grad>>(),
+        stage<sgdp_kernel_4<Weight, Grad>>(),
+        stage<sgdp_kernel_5<Weight, Grad>>(),
+        stage<sgdp_kernel_6<Weight, Grad>>(),
+        stage<sgdp_kernel_7<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct sgdp_bfloat16 {
+template <class Weight, class Grad>
+struct sgdp_step_2 {
     typedef void staged;
     static constexpr int SCALARS = 9, BLOCK = 1;
     // bytes per entry, what there is one of
@@ -1461,18 +1377,18 @@ struct sgdp_bfloat16 {
         {4, ROW + 8},  // partial results of row_sum_of_momentum_buffer
     };
     static constexpr Stage STAGES[] = {
-        stage<sgdp_bfloat16_1<Grad>>(),
-        stage<sgdp_bfloat16_2<Grad>>(),
-        stage<sgdp_float32_3<Grad>>(),
-        stage<sgdp_bfloat16_4<Grad>>(),
-        stage<sgdp_float32_5<Grad>>(),
-        stage<sgdp_bfloat16_6<Grad>>(),
-        stage<sgdp_bfloat16_7<Grad>>(),
+        stage<sgdp_kernel_1_2<Weight, Grad>>(),
+        stage<sgdp_kernel_2_2<Weight, Grad>>(),
+        stage<sgdp_kernel_3<Weight, Grad>>(),
+        stage<sgdp_kernel_4_2<Weight, Grad>>(),
+        stage<sgdp_kernel_5<Weight, Grad>>(),
+        stage<sgdp_kernel_6_2<Weight, Grad>>(),
+        stage<sgdp_kernel_7_2<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct sgdp_float16 {
+template <class Weight, class Grad>
+struct sgdp_step_3 {
     typedef void staged;
     static constexpr int SCALARS = 9, BLOCK = 1;
     // bytes per entry, what there is one of
@@ -1503,24 +1419,22 @@ struct sgdp_float16 {
         {4, ROW + 8},  // partial results of row_sum_of_momentum_buffer
     };
     static constexpr Stage STAGES[] = {
-        stage<sgdp_float16_1<Grad>>(),
-        stage<sgdp_bfloat16_2<Grad>>(),
-        stage<sgdp_float32_3<Grad>>(),
-        stage<sgdp_bfloat16_4<Grad>>(),
-        stage<sgdp_float32_5<Grad>>(),
-        stage<sgdp_bfloat16_6<Grad>>(),
-        stage<sgdp_float16_7<Grad>>(),
+        stage<sgdp_kernel_1_3<Weight, Grad>>(),
+        stage<sgdp_kernel_2_2<Weight, Grad>>(),
+        stage<sgdp_kernel_3<Weight, Grad>>(),
+        stage<sgdp_kernel_4_2<Weight, Grad>>(),
+        stage<sgdp_kernel_5<Weight, Grad>>(),
+        stage<sgdp_kernel_6_2<Weight, Grad>>(),
+        stage<sgdp_kernel_7_3<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct sgdp_float32_nesterov {
+template <class Weight, class Grad>
+struct sgdp_nesterov_step {
     typedef void staged;
     static constexpr int SCALARS = 11, BLOCK = 1;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {4, ELEMENT},  // momentum_buffer
         {4, ROW},  // row_sum_for_invariant
         {4, ROW},  // row_sum_for_invariant_2
@@ -1543,20 +1457,20 @@ struct sgdp_float32_nesterov {
         {4, ROW + 8},  // partial results of row_sum_for_invariant_2
         {4, ROW + 8},  // partial results of row_sum_for_invariant_3
         {4, ROW + 8},  // partial results of row_sum_of_p
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<sgdp_float32_nesterov_1<Grad>>(),
-        stage<sgdp_float32_nesterov_2<Grad>>(),
-        stage<sgdp_float32_3<Grad>>(),
-        stage<sgdp_float32_nesterov_4<Grad>>(),
-        stage<sgdp_float32_5<Grad>>(),
-        stage<sgdp_float32_6<Grad>>(),
-        stage<sgdp_float32_nesterov_7<Grad>>(),
+        stage<sgdp_nesterov_kernel_1<Weight, Grad>>(),
+        stage<sgdp_nesterov_kernel_2<Weight, Grad>>(),
+        stage<sgdp_kernel_3<Weight, Grad>>(),
+        stage<sgdp_nesterov_kernel_4<Weight, Grad>>(),
+        stage<sgdp_kernel_5<Weight, Grad>>(),
+        stage<sgdp_kernel_6<Weight, Grad>>(),
+        stage<sgdp_nesterov_kernel_7<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct sgdp_bfloat16_nesterov {
+template <class Weight, class Grad>
+struct sgdp_nesterov_step_2 {
     typedef void staged;
     static constexpr int SCALARS = 11, BLOCK = 1;
     // bytes per entry, what there is one of
@@ -1587,18 +1501,18 @@ struct sgdp_bfloat16_nesterov {
         {4, ROW + 8},  // partial results of row_sum_of_update
     };
     static constexpr Stage STAGES[] = {
-        stage<sgdp_bfloat16_nesterov_1<Grad>>(),
-        stage<sgdp_bfloat16_nesterov_2<Grad>>(),
-        stage<sgdp_float32_3<Grad>>(),
-        stage<sgdp_bfloat16_nesterov_4<Grad>>(),
-        stage<sgdp_float32_5<Grad>>(),
-        stage<sgdp_bfloat16_nesterov_6<Grad>>(),
-        stage<sgdp_bfloat16_nesterov_7<Grad>>(),
+        stage<sgdp_nesterov_kernel_1_2<Weight, Grad>>(),
+        stage<sgdp_nesterov_kernel_2_2<Weight, Grad>>(),
+        stage<sgdp_kernel_3<Weight, Grad>>(),
+        stage<sgdp_nesterov_kernel_4_2<Weight, Grad>>(),
+        stage<sgdp_kernel_5<Weight, Grad>>(),
+        stage<sgdp_nesterov_kernel_6<Weight, Grad>>(),
+        stage<sgdp_nesterov_kernel_7_2<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct sgdp_float16_nesterov {
+template <class Weight, class Grad>
+struct sgdp_nesterov_step_3 {
     typedef void staged;
     static constexpr int SCALARS = 11, BLOCK = 1;
     // bytes per entry, what there is one of
@@ -1629,15 +1543,28 @@ struct sgdp_float16_nesterov {
         {4, ROW + 8},  // partial results of row_sum_of_update
     };
     static constexpr Stage STAGES[] = {
-        stage<sgdp_float16_nesterov_1<Grad>>(),
-        stage<sgdp_bfloat16_nesterov_2<Grad>>(),
-        stage<sgdp_float32_3<Grad>>(),
-        stage<sgdp_bfloat16_nesterov_4<Grad>>(),
-        stage<sgdp_float32_5<Grad>>(),
-        stage<sgdp_bfloat16_nesterov_6<Grad>>(),
-        stage<sgdp_float16_nesterov_7<Grad>>(),
+        stage<sgdp_nesterov_kernel_1_3<Weight, Grad>>(),
+        stage<sgdp_nesterov_kernel_2_2<Weight, Grad>>(),
+        stage<sgdp_kernel_3<Weight, Grad>>(),
+        stage<sgdp_nesterov_kernel_4_2<Weight, Grad>>(),
+        stage<sgdp_kernel_5<Weight, Grad>>(),
+        stage<sgdp_nesterov_kernel_6<Weight, Grad>>(),
+        stage<sgdp_nesterov_kernel_7_3<Weight, Grad>>(),
     };
 };
+
+template <class Grad> using sgdp_float32 = sgdp_step<weight_float32, Grad>;
+template <class Grad> using sgdp_bfloat16 = sgdp_step_2<weight_float32, Grad>;
+template <class Grad> using sgdp_float16 = sgdp_step_3<weight_float32, Grad>;
+template <class Grad> using sgdp_float32_no_projected = sgdp_no_projected_kernel<weight_float32, Grad>;
+template <class Grad> using sgdp_bfloat16_no_projected = sgdp_no_projected_kernel<weight_bfloat16, Grad>;
+template <class Grad> using sgdp_float16_no_projected = sgdp_no_projected_kernel<weight_float16, Grad>;
+template <class Grad> using sgdp_float32_nesterov = sgdp_nesterov_step<weight_float32, Grad>;
+template <class Grad> using sgdp_bfloat16_nesterov = sgdp_nesterov_step_2<weight_float32, Grad>;
+template <class Grad> using sgdp_float16_nesterov = sgdp_nesterov_step_3<weight_float32, Grad>;
+template <class Grad> using sgdp_float32_nesterov_no_projected = sgdp_nesterov_no_projected_kernel<weight_float32, Grad>;
+template <class Grad> using sgdp_bfloat16_nesterov_no_projected = sgdp_nesterov_no_projected_kernel<weight_bfloat16, Grad>;
+template <class Grad> using sgdp_float16_nesterov_no_projected = sgdp_nesterov_no_projected_kernel<weight_float16, Grad>;
 
 }  // namespace
 

@@ -16,1135 +16,84 @@
 
 namespace {
 
-template <class Grad>
-struct sgdp_float32_no_projected {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2), SCALARS = 4;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
+// bf16 and 8 more bits, stochastic
+struct weight_bfloat16 {
+    static constexpr int NOISE = 8;
+    static constexpr Part PARTS[] = {{2, true}, {1, true}};  // code, low
+    uint16_t *__restrict code_at;
+    uint8_t *__restrict low_at;
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    weight_bfloat16(char *p, char *const *more) : code_at((uint16_t *)p), low_at((uint8_t *)more[0]) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        const U8 low_code = raw(low_at + i);
+        return as_float(joined(code_stored, low_code) - 32768);
     }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];                          // float32 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[2];  // uint8 [n]  read and written
-        int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[3];  // int16 [blocks of 64]  read and written
-        const F momentum(scalars[0]);
-        const F one_minus_dampening_times_grad_scale(scalars[1]);
-        const F scalar_1(scalars[2]);
-        const F minus_lr(scalars[3]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) float momentum_buffer_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float momentum_buffer_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float momentum_buffer_divisor_mul_kept[TILE / BLOCK];
-        I momentum_buffer_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
-            const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
-            const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 0x7fffffff;
-            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2));
-            const F momentum_buffer_scale_mul = momentum * momentum_buffer_scale_2;
-            store(momentum_buffer_scale_mul_kept + b, momentum_buffer_scale_mul);
-        }
-
-        // -- elements: decode, update, encode  (specs/sgdp.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
-            I momentum_buffer_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const F g = Grad::load(g_at + i);
-                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
-                const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
-                const F momentum_buffer_bend = abs(momentum_buffer_code_2);
-                const F p = load(p_at + i);
-                // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
-                const F momentum_buffer = fma(one_minus_dampening_times_grad_scale, g, momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
-                const F p_2 = scalar_1 * p;                         // 29  p = decoupled(p, lr, weight_decay)
-                const F p_3 = fma(minus_lr, momentum_buffer, p_2);  // 30  p = p - lr * update
-                const F momentum_buffer_abs = abs(momentum_buffer);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(momentum_buffer_abs), i, end);
-                store(momentum_buffer_kept + i, momentum_buffer);
-                store(noise_kept + i, noise);
-                store(p_at + i, p_3);
-            }
-            momentum_buffer_top_kept[b] = momentum_buffer_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
-            const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
-            const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
-            const F momentum_buffer_divisor_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
-            store(momentum_buffer_divisor_mul_kept + b, momentum_buffer_divisor_mul);
-            store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
-            const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I noise = load(noise_kept + i);
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
-            }
-        }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        const I word = bits_or_nan(x) + (integer<P>(noise) | 0x8000);
+        store_half<2>(code_at + i, word);
+        store_byte<1>(low_at + i, word);
     }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); fetch<N>(low_at, b); }
 };
 
-template <class Grad>
-struct sgdp_float32_no_projected_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 4;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}};
+// f16 and 8 more bits, stochastic
+struct weight_float16 {
+    static constexpr int NOISE = 8;
+    static constexpr Part PARTS[] = {{2, true}, {1, true}};  // code, low
+    uint16_t *__restrict code_at;
+    uint8_t *__restrict low_at;
 
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];                // float32 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict momentum_buffer_at = (float *)at[2];  // float32 [n]  read and written
-        const F momentum(scalars[0]);
-        const F one_minus_dampening_times_grad_scale(scalars[1]);
-        const F scalar_1(scalars[2]);
-        const F minus_lr(scalars[3]);
-
-        // -- elements: decode, update  (specs/sgdp.py)
-        for (int i = 0; i < count; i += W) {
-            const F g = Grad::load(g_at + i);
-            const F momentum_buffer = load(momentum_buffer_at + i);
-            const F p = load(p_at + i);
-            // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
-            const F momentum_buffer_2 = fma(one_minus_dampening_times_grad_scale, g, momentum * momentum_buffer);
-            const F p_2 = scalar_1 * p;                           // 29  p = decoupled(p, lr, weight_decay)
-            const F p_3 = fma(minus_lr, momentum_buffer_2, p_2);  // 30  p = p - lr * update
-            store(p_at + i, p_3);
-            store(momentum_buffer_at + i, momentum_buffer_2);
-        }
+    weight_float16(char *p, char *const *more) : code_at((uint16_t *)p), low_at((uint8_t *)more[0]) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        const I high = extend16(extend16(to_int(code_stored)));
+        const U8 low_code = raw(low_at + i);
+        const I low = to_int(low_code);
+        const I offset = low - 128;
+        const I wide = ((high & 32767) << 8) + offset;
+        const I subnormal = bits(2.3283064365386963e-10f * to_float(wide));
+        const I normal = (wide << 5) + 0x38000000;
+        const I finite = where(wide < 0x40000, subnormal, normal);
+        return as_float(bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000))) | (high & 0x8000) << 16);
     }
-};
-
-template <class Grad>
-struct sgdp_bfloat16_no_projected {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2), SCALARS = 4;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        const I x_bitcast = bits(x);
+        const I sign_ = x_bitcast >> 16 & 0x8000;
+        const I magnitude = x_bitcast & 0x7fffffff;
+        const F magnitude_bitcast = as_float(magnitude);
+        const M is_subnormal = magnitude_bitcast < 6.103515625e-05f;
+        const I subnormal = to_int(2199023255552.0f * magnitude_bitcast);
+        const I rebiased = min(I(0xf800000), magnitude - 0x38000000);
+        const I fixed = where(is_subnormal, subnormal, rebiased << 4);
+        const I wide = lshr(fixed + middle<P, 9>(noise), 9);
+        const I word = where(x == x, wide, I(0x7e0000)) + 128;
+        const I kept_ = word;
+        store(code_at + i, sign_ | word >> 8);
+        store(low_at + i, kept_);
     }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                    // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];             // uint8 [n]  read and written
-        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[3];  // uint8 [n]  read and written
-        int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
-        const F momentum(scalars[0]);
-        const F one_minus_dampening_times_grad_scale(scalars[1]);
-        const F scalar_1(scalars[2]);
-        const F minus_lr(scalars[3]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) float momentum_buffer_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float momentum_buffer_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float momentum_buffer_divisor_mul_kept[TILE / BLOCK];
-        I momentum_buffer_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
-            const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
-            const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 0x7fffffff;
-            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2));
-            const F momentum_buffer_scale_mul = momentum * momentum_buffer_scale_2;
-            store(momentum_buffer_scale_mul_kept + b, momentum_buffer_scale_mul);
-        }
-
-        // -- elements: decode, update, encode  (specs/sgdp.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
-            fetch<BLOCK>(weight_low_at, b);
-            const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
-            I momentum_buffer_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
-                const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
-                const F momentum_buffer_bend = abs(momentum_buffer_code_2);
-                // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
-                const F momentum_buffer = fma(one_minus_dampening_times_grad_scale, g_stored, momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const F momentum_buffer_abs = abs(momentum_buffer);
-                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(momentum_buffer_abs), i, end);
-                store(momentum_buffer_kept + i, momentum_buffer);
-                store(noise_kept + i, noise);
-            }
-            momentum_buffer_top_kept[b] = momentum_buffer_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
-            const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
-            const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
-            const F momentum_buffer_divisor_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
-            store(momentum_buffer_divisor_mul_kept + b, momentum_buffer_divisor_mul);
-            store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
-        }
-
-        // -- elements: decode, update, encode  (specs/sgdp.py)
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I noise = load(noise_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-                const F p_2 = scalar_1 * p;                                       // 29  p = decoupled(p, lr, weight_decay)
-                const F p_3 = fma(minus_lr, momentum_buffer, p_2);                // 30  p = p - lr * update
-                const I p_word = bits_or_nan(p_3) + (noise & 255 | 0x8000);
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
-            }
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
-            const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I noise = load(noise_kept + i);
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
-            }
-        }
-    }
-};
-
-template <class Grad>
-struct sgdp_bfloat16_no_projected_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 4;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];          // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];   // uint8 [n]  read and written
-        float *__restrict momentum_buffer_at = (float *)at[3];  // float32 [n]  read and written
-        const F momentum(scalars[0]);
-        const F one_minus_dampening_times_grad_scale(scalars[1]);
-        const F scalar_1(scalars[2]);
-        const F minus_lr(scalars[3]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/sgdp.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const F momentum_buffer = load(momentum_buffer_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-            // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
-            const F momentum_buffer_2 = fma(one_minus_dampening_times_grad_scale, g_stored, momentum * momentum_buffer);
-            const F p_2 = scalar_1 * p;                                       // 29  p = decoupled(p, lr, weight_decay)
-            const F p_3 = fma(minus_lr, momentum_buffer_2, p_2);              // 30  p = p - lr * update
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 0x8000);
-            store_half<2>(p_at + i, p_word);
-            store_byte<1>(weight_low_at + i, p_word);
-            store(momentum_buffer_at + i, momentum_buffer_2);
-        }
-    }
-};
-
-template <class Grad>
-struct sgdp_float16_no_projected {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2), SCALARS = 4;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                    // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];             // uint8 [n]  read and written
-        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[3];  // uint8 [n]  read and written
-        int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
-        const F momentum(scalars[0]);
-        const F one_minus_dampening_times_grad_scale(scalars[1]);
-        const F scalar_1(scalars[2]);
-        const F minus_lr(scalars[3]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) float momentum_buffer_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float momentum_buffer_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float momentum_buffer_divisor_mul_kept[TILE / BLOCK];
-        I momentum_buffer_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
-            const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
-            const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 0x7fffffff;
-            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2));
-            const F momentum_buffer_scale_mul = momentum * momentum_buffer_scale_2;
-            store(momentum_buffer_scale_mul_kept + b, momentum_buffer_scale_mul);
-        }
-
-        // -- elements: decode, update, encode  (specs/sgdp.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
-            fetch<BLOCK>(weight_low_at, b);
-            const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
-            I momentum_buffer_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
-                const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
-                const F momentum_buffer_bend = abs(momentum_buffer_code_2);
-                // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
-                const F momentum_buffer = fma(one_minus_dampening_times_grad_scale, g_stored, momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const F momentum_buffer_abs = abs(momentum_buffer);
-                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(momentum_buffer_abs), i, end);
-                store(momentum_buffer_kept + i, momentum_buffer);
-                store(noise_kept + i, noise);
-            }
-            momentum_buffer_top_kept[b] = momentum_buffer_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
-            const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
-            const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
-            const F momentum_buffer_divisor_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
-            store(momentum_buffer_divisor_mul_kept + b, momentum_buffer_divisor_mul);
-            store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
-        }
-
-        // -- elements: decode, update, encode  (specs/sgdp.py)
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I noise = load(noise_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const I p_high = extend16(extend16(to_int(p_stored)));
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low - 128;
-                const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 0x38000000;
-                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-                // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-                const F p_2 = scalar_1 * p;                         // 29  p = decoupled(p, lr, weight_decay)
-                const F p_3 = fma(minus_lr, momentum_buffer, p_2);  // 30  p = p - lr * update
-                const I p_bitcast = bits(p_3);
-                const I p_sign = p_bitcast >> 16 & 0x8000;
-                const I p_magnitude = p_bitcast & 0x7fffffff;
-                const F p_magnitude_bitcast = as_float(p_magnitude);
-                const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-                const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-                const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-                const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-                const I p_wide_2 = lshr(p_fixed + ((noise & 255) << 1 | 1), 9);
-                const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
-                const I p_kept_ = p_word;
-                store(p_at + i, p_sign | p_word >> 8);
-                store(weight_low_at + i, p_kept_);
-            }
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
-            const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I noise = load(noise_kept + i);
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
-            }
-        }
-    }
-};
-
-template <class Grad>
-struct sgdp_float16_no_projected_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 4;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];          // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];   // uint8 [n]  read and written
-        float *__restrict momentum_buffer_at = (float *)at[3];  // float32 [n]  read and written
-        const F momentum(scalars[0]);
-        const F one_minus_dampening_times_grad_scale(scalars[1]);
-        const F scalar_1(scalars[2]);
-        const F minus_lr(scalars[3]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/sgdp.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const F momentum_buffer = load(momentum_buffer_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const I p_high = extend16(extend16(to_int(p_stored)));
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low - 128;
-            const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 0x38000000;
-            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-            // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-            // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
-            const F momentum_buffer_2 = fma(one_minus_dampening_times_grad_scale, g_stored, momentum * momentum_buffer);
-            const F p_2 = scalar_1 * p;                           // 29  p = decoupled(p, lr, weight_decay)
-            const F p_3 = fma(minus_lr, momentum_buffer_2, p_2);  // 30  p = p - lr * update
-            const I p_bitcast = bits(p_3);
-            const I p_sign = p_bitcast >> 16 & 0x8000;
-            const I p_magnitude = p_bitcast & 0x7fffffff;
-            const F p_magnitude_bitcast = as_float(p_magnitude);
-            const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-            const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-            const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-            const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_wide_2 = lshr(p_fixed + (lshr(noise, 23) | 1), 9);
-            const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
-            const I p_kept_ = p_word;
-            store(p_at + i, p_sign | p_word >> 8);
-            store(weight_low_at + i, p_kept_);
-            store(momentum_buffer_at + i, momentum_buffer_2);
-        }
-    }
-};
-
-template <class Grad>
-struct sgdp_float32_nesterov_no_projected {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2), SCALARS = 5;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];                          // float32 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[2];  // uint8 [n]  read and written
-        int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[3];  // int16 [blocks of 64]  read and written
-        const F momentum(scalars[0]);
-        const F one_minus_dampening_times_grad_scale(scalars[1]);
-        const F lr_times_grad_scale(scalars[2]);
-        const F lr_times_momentum(scalars[3]);
-        const F scalar_3(scalars[4]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) float momentum_buffer_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float momentum_buffer_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float momentum_buffer_divisor_mul_kept[TILE / BLOCK];
-        I momentum_buffer_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
-            const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
-            const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 0x7fffffff;
-            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2));
-            const F momentum_buffer_scale_mul = momentum * momentum_buffer_scale_2;
-            store(momentum_buffer_scale_mul_kept + b, momentum_buffer_scale_mul);
-        }
-
-        // -- elements: decode, update, encode  (specs/sgdp.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
-            I momentum_buffer_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const F p = load(p_at + i);
-                const F g = Grad::load(g_at + i);
-                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
-                const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
-                const F momentum_buffer_bend = abs(momentum_buffer_code_2);
-                // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
-                const F momentum_buffer = fma(one_minus_dampening_times_grad_scale, g, momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
-                // 30  p = p - lr * update
-                const F p_2 = fma(scalar_3, p, -fma(lr_times_momentum, momentum_buffer, lr_times_grad_scale * g));
-                const F momentum_buffer_abs = abs(momentum_buffer);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(momentum_buffer_abs), i, end);
-                store(momentum_buffer_kept + i, momentum_buffer);
-                store(noise_kept + i, noise);
-                store(p_at + i, p_2);
-            }
-            momentum_buffer_top_kept[b] = momentum_buffer_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
-            const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
-            const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
-            const F momentum_buffer_divisor_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
-            store(momentum_buffer_divisor_mul_kept + b, momentum_buffer_divisor_mul);
-            store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
-            const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I noise = load(noise_kept + i);
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
-            }
-        }
-    }
-};
-
-template <class Grad>
-struct sgdp_float32_nesterov_no_projected_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];                // float32 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict momentum_buffer_at = (float *)at[2];  // float32 [n]  read and written
-        const F momentum(scalars[0]);
-        const F one_minus_dampening_times_grad_scale(scalars[1]);
-        const F lr_times_grad_scale(scalars[2]);
-        const F lr_times_momentum(scalars[3]);
-        const F scalar_3(scalars[4]);
-
-        // -- elements: decode, update  (specs/sgdp.py)
-        for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
-            const F g = Grad::load(g_at + i);
-            const F momentum_buffer = load(momentum_buffer_at + i);
-            // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
-            const F momentum_buffer_2 = fma(one_minus_dampening_times_grad_scale, g, momentum * momentum_buffer);
-            // 30  p = p - lr * update
-            const F p_2 = fma(scalar_3, p, -fma(lr_times_momentum, momentum_buffer_2, lr_times_grad_scale * g));
-            store(p_at + i, p_2);
-            store(momentum_buffer_at + i, momentum_buffer_2);
-        }
-    }
-};
-
-template <class Grad>
-struct sgdp_bfloat16_nesterov_no_projected {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2), SCALARS = 5;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                    // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];             // uint8 [n]  read and written
-        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[3];  // uint8 [n]  read and written
-        int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
-        const F momentum(scalars[0]);
-        const F one_minus_dampening_times_grad_scale(scalars[1]);
-        const F lr_times_grad_scale(scalars[2]);
-        const F lr_times_momentum(scalars[3]);
-        const F scalar_3(scalars[4]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) float momentum_buffer_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float momentum_buffer_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float momentum_buffer_divisor_mul_kept[TILE / BLOCK];
-        I momentum_buffer_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
-            const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
-            const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 0x7fffffff;
-            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2));
-            const F momentum_buffer_scale_mul = momentum * momentum_buffer_scale_2;
-            store(momentum_buffer_scale_mul_kept + b, momentum_buffer_scale_mul);
-        }
-
-        // -- elements: decode, update, encode  (specs/sgdp.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
-            fetch<BLOCK>(g_at, b);
-            fetch<BLOCK>(weight_low_at, b);
-            const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
-            I momentum_buffer_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
-                const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
-                const F momentum_buffer_bend = abs(momentum_buffer_code_2);
-                const F g_cast = g_stored;
-                // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
-                const F momentum_buffer = fma(one_minus_dampening_times_grad_scale, g_cast, momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const F momentum_buffer_abs = abs(momentum_buffer);
-                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(momentum_buffer_abs), i, end);
-                store(momentum_buffer_kept + i, momentum_buffer);
-                store(noise_kept + i, noise);
-            }
-            momentum_buffer_top_kept[b] = momentum_buffer_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
-            const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
-            const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
-            const F momentum_buffer_divisor_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
-            store(momentum_buffer_divisor_mul_kept + b, momentum_buffer_divisor_mul);
-            store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
-        }
-
-        // -- elements: decode, update, encode  (specs/sgdp.py)
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I noise = load(noise_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-                const F g_stored = Grad::load(g_at + i);
-                const F g_cast = g_stored;
-                // 30  p = p - lr * update
-                const F p_2 = fma(scalar_3, p, -fma(lr_times_momentum, momentum_buffer, lr_times_grad_scale * g_cast));
-                const I p_word = bits_or_nan(p_2) + (noise & 255 | 0x8000);
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
-            }
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
-            const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I noise = load(noise_kept + i);
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
-            }
-        }
-    }
-};
-
-template <class Grad>
-struct sgdp_bfloat16_nesterov_no_projected_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];          // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];   // uint8 [n]  read and written
-        float *__restrict momentum_buffer_at = (float *)at[3];  // float32 [n]  read and written
-        const F momentum(scalars[0]);
-        const F one_minus_dampening_times_grad_scale(scalars[1]);
-        const F lr_times_grad_scale(scalars[2]);
-        const F lr_times_momentum(scalars[3]);
-        const F scalar_3(scalars[4]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/sgdp.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const U16 p_stored = raw(p_at + i);
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-            const F g_stored = Grad::load(g_at + i);
-            const F momentum_buffer = load(momentum_buffer_at + i);
-            const F g_cast = g_stored;
-            // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
-            const F momentum_buffer_2 = fma(one_minus_dampening_times_grad_scale, g_cast, momentum * momentum_buffer);
-            // 30  p = p - lr * update
-            const F p_2 = fma(scalar_3, p, -fma(lr_times_momentum, momentum_buffer_2, lr_times_grad_scale * g_cast));
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = bits_or_nan(p_2) + (lshr(noise, 24) + 0x8000);
-            store_half<2>(p_at + i, p_word);
-            store_byte<1>(weight_low_at + i, p_word);
-            store(momentum_buffer_at + i, momentum_buffer_2);
-        }
-    }
-};
-
-template <class Grad>
-struct sgdp_float16_nesterov_no_projected {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2), SCALARS = 5;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                    // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];             // uint8 [n]  read and written
-        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[3];  // uint8 [n]  read and written
-        int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
-        const F momentum(scalars[0]);
-        const F one_minus_dampening_times_grad_scale(scalars[1]);
-        const F lr_times_grad_scale(scalars[2]);
-        const F lr_times_momentum(scalars[3]);
-        const F scalar_3(scalars[4]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) float momentum_buffer_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float momentum_buffer_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float momentum_buffer_divisor_mul_kept[TILE / BLOCK];
-        I momentum_buffer_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
-            const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
-            const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 0x7fffffff;
-            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2));
-            const F momentum_buffer_scale_mul = momentum * momentum_buffer_scale_2;
-            store(momentum_buffer_scale_mul_kept + b, momentum_buffer_scale_mul);
-        }
-
-        // -- elements: decode, update, encode  (specs/sgdp.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
-            fetch<BLOCK>(g_at, b);
-            fetch<BLOCK>(weight_low_at, b);
-            const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
-            I momentum_buffer_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
-                const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
-                const F momentum_buffer_bend = abs(momentum_buffer_code_2);
-                const F g_cast = g_stored;
-                // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
-                const F momentum_buffer = fma(one_minus_dampening_times_grad_scale, g_cast, momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const F momentum_buffer_abs = abs(momentum_buffer);
-                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(momentum_buffer_abs), i, end);
-                store(momentum_buffer_kept + i, momentum_buffer);
-                store(noise_kept + i, noise);
-            }
-            momentum_buffer_top_kept[b] = momentum_buffer_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
-            const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
-            const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
-            const F momentum_buffer_divisor_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
-            store(momentum_buffer_divisor_mul_kept + b, momentum_buffer_divisor_mul);
-            store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
-        }
-
-        // -- elements: decode, update, encode  (specs/sgdp.py)
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I noise = load(noise_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const I p_high = extend16(extend16(to_int(p_stored)));
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low - 128;
-                const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 0x38000000;
-                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-                // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-                const F g_stored = Grad::load(g_at + i);
-                const F g_cast = g_stored;
-                // 30  p = p - lr * update
-                const F p_2 = fma(scalar_3, p, -fma(lr_times_momentum, momentum_buffer, lr_times_grad_scale * g_cast));
-                const I p_bitcast = bits(p_2);
-                const I p_sign = p_bitcast >> 16 & 0x8000;
-                const I p_magnitude = p_bitcast & 0x7fffffff;
-                const F p_magnitude_bitcast = as_float(p_magnitude);
-                const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-                const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-                const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-                const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-                const I p_wide_2 = lshr(p_fixed + ((noise & 255) << 1 | 1), 9);
-                const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
-                const I p_kept_ = p_word;
-                store(p_at + i, p_sign | p_word >> 8);
-                store(weight_low_at + i, p_kept_);
-            }
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
-            const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I noise = load(noise_kept + i);
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
-            }
-        }
-    }
-};
-
-template <class Grad>
-struct sgdp_float16_nesterov_no_projected_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];          // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];   // uint8 [n]  read and written
-        float *__restrict momentum_buffer_at = (float *)at[3];  // float32 [n]  read and written
-        const F momentum(scalars[0]);
-        const F one_minus_dampening_times_grad_scale(scalars[1]);
-        const F lr_times_grad_scale(scalars[2]);
-        const F lr_times_momentum(scalars[3]);
-        const F scalar_3(scalars[4]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/sgdp.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const U16 p_stored = raw(p_at + i);
-            const I p_high = extend16(extend16(to_int(p_stored)));
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low - 128;
-            const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 0x38000000;
-            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-            // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-            const F g_stored = Grad::load(g_at + i);
-            const F momentum_buffer = load(momentum_buffer_at + i);
-            const F g_cast = g_stored;
-            // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
-            const F momentum_buffer_2 = fma(one_minus_dampening_times_grad_scale, g_cast, momentum * momentum_buffer);
-            // 30  p = p - lr * update
-            const F p_2 = fma(scalar_3, p, -fma(lr_times_momentum, momentum_buffer_2, lr_times_grad_scale * g_cast));
-            const I p_bitcast = bits(p_2);
-            const I p_sign = p_bitcast >> 16 & 0x8000;
-            const I p_magnitude = p_bitcast & 0x7fffffff;
-            const F p_magnitude_bitcast = as_float(p_magnitude);
-            const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-            const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-            const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-            const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_wide_2 = lshr(p_fixed + (lshr(noise, 23) | 1), 9);
-            const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
-            const I p_kept_ = p_word;
-            store(p_at + i, p_sign | p_word >> 8);
-            store(weight_low_at + i, p_kept_);
-            store(momentum_buffer_at + i, momentum_buffer_2);
-        }
-    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); fetch<N>(low_at, b); }
 };
 
 // a sweep: update (specs/sgdp.py:27)
-template <class Grad>
-struct sgdp_float32_1 {
+template <class Weight, class Grad>
+struct sgdp_kernel_1 {
+    // random bits of momentum_buffer, p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{12, false}, {Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({0}), KEPT = NOISE.mask({0});
     static constexpr int BLOCK = 64, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // momentum_buffer_codes
-        {3, -1, 2, BLOCK_OF, true, true, NONE, 3},  // momentum_buffer_scale
-        {4, 21, 4, ROW, false, true, TOTAL, 4},  // row_sum_for_invariant
-        {5, 22, 4, ROW, false, true, TOTAL, 5},  // row_sum_for_invariant_2
-        {6, 23, 4, ROW, false, true, TOTAL, 6},  // row_sum_for_invariant_3
-        {7, 24, 4, ROW, false, true, TOTAL, 7},  // row_sum_of_p
-    };
+    static constexpr bool MATRICES = true, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, false, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {2, -1, 1, ELEMENT, true, true, NONE, 1},  // momentum_buffer_codes
+        {3, -1, 2, BLOCK_OF, true, true, NONE, 2},  // momentum_buffer_scale
+        {4, 21, 4, ROW, false, true, TOTAL, 3},  // row_sum_for_invariant
+        {5, 22, 4, ROW, false, true, TOTAL, 4},  // row_sum_for_invariant_2
+        {6, 23, 4, ROW, false, true, TOTAL, 5},  // row_sum_for_invariant_3
+        {7, 24, 4, ROW, false, true, TOTAL, 6},  // row_sum_of_p
+    });
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
                      int row_mask, const Known &known) {
@@ -1154,39 +103,24 @@ struct sgdp_float32_1 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     int row_mask, const Known &known) {
-        const float *__restrict p_at = (const float *)at[0];              // float32 [n]  read
+        Weight weight(at[7], at + 8);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[2];  // uint8 [n]  read and written
-        int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[3];  // int16 [blocks of 64]  read and written
-        float *__restrict row_sum_for_invariant_at = (float *)at[4];      // float32 [row]  for row_sum
-        float *__restrict row_sum_for_invariant_2_at = (float *)at[5];    // float32 [row]  for row_sum
-        float *__restrict row_sum_for_invariant_3_at = (float *)at[6];    // float32 [row]  for row_sum
-        float *__restrict row_sum_of_p_at = (float *)at[7];               // float32 [row]  for row_sum
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[1];  // uint8 [n]  read and written
+        int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[2];  // int16 [blocks of 64]  read and written
+        float *__restrict row_sum_for_invariant_at = (float *)at[3];      // float32 [row]  for row_sum
+        float *__restrict row_sum_for_invariant_2_at = (float *)at[4];    // float32 [row]  for row_sum
+        float *__restrict row_sum_for_invariant_3_at = (float *)at[5];    // float32 [row]  for row_sum
+        float *__restrict row_sum_of_p_at = (float *)at[6];               // float32 [row]  for row_sum
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F momentum(known.scalars[0]);
         const F one_minus_dampening_times_grad_scale(known.scalars[1]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float momentum_buffer_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
         alignas(64) float momentum_buffer_scale_mul_kept[TILE / BLOCK];
         alignas(64) float momentum_buffer_divisor_mul_kept[TILE / BLOCK];
         I momentum_buffer_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
+        Words<sgdp_kernel_1> words(BLOCK * blocks, first, stream_key, step_key);
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
@@ -1201,27 +135,23 @@ struct sgdp_float32_1 {
         // -- elements: decode, update, encode  (specs/sgdp.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch_weight<BLOCK>(weight, b + TILE / BLOCK);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
+                const auto noise = words.at(i);
                 const F g = Grad::load(g_at + i);
                 const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
-                const F p = load(p_at + i);
+                const F p = weight.decode(i);
                 // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
                 const F momentum_buffer = fma(one_minus_dampening_times_grad_scale, g, momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
                 const F momentum_buffer_abs = abs(momentum_buffer);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(momentum_buffer_abs), i, end);
+                words.keep(noise, i);
                 store(momentum_buffer_kept + i, momentum_buffer);
-                store(noise_kept + i, noise);
                 store(row_sum_for_invariant_at + i, p * g);
                 store(row_sum_for_invariant_2_at + i, p * p);
                 store(row_sum_for_invariant_3_at + i, g * g);
@@ -1248,23 +178,23 @@ struct sgdp_float32_1 {
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
                 const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
+                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + integer<0>(noise) >> 12);
             }
         }
     }
 };
 
 // row: values of rows
-template <class Grad>
-struct sgdp_float32_2 {
+template <class Weight, class Grad>
+struct sgdp_kernel_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {8, -1, 4, WHOLE, false, true, LARGEST, 0},  // tensor_max_for_invariant
         {9, -1, 4, ROW, false, true, NONE, 1},  // row_sum_of_p_over_row_mul_3
         {10, -1, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_invariant
@@ -1275,7 +205,7 @@ struct sgdp_float32_2 {
         {5, -1, 4, ROW, true, false, NONE, 7},  // row_sum_for_invariant_2
         {6, -1, 4, ROW, true, false, NONE, 8},  // row_sum_for_invariant_3
         {7, -1, 4, ROW, true, false, NONE, 9},  // row_sum_of_p
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -1314,16 +244,16 @@ struct sgdp_float32_2 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct sgdp_float32_3 {
+template <class Weight, class Grad>
+struct sgdp_kernel_3 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {14, -1, 4, WHOLE, false, true, NONE, 0},  // delta_over_sqrt_columns
         {15, -1, 4, WHOLE, false, true, NONE, 1},  // delta_over_sqrt_elements
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -1341,13 +271,13 @@ struct sgdp_float32_3 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct sgdp_float32_4 {
+template <class Weight, class Grad>
+struct sgdp_kernel_4 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {16, -1, 4, WHOLE, false, true, NONE, 0},  // lt_tensor_div_delta_over_sqrt_elements
         {17, -1, 4, WHOLE, false, true, NONE, 1},  // tensor_sum_of_p_over_tensor_mul_3_2
         {10, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_invariant
@@ -1355,7 +285,7 @@ struct sgdp_float32_4 {
         {12, -1, 4, WHOLE, true, false, NONE, 4},  // tensor_sum_for_invariant_3
         {15, -1, 4, WHOLE, true, false, NONE, 5},  // delta_over_sqrt_elements
         {13, -1, 4, WHOLE, true, false, NONE, 6},  // tensor_sum_of_p
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -1392,19 +322,19 @@ struct sgdp_float32_4 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct sgdp_float32_5 {
+template <class Weight, class Grad>
+struct sgdp_kernel_5 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {18, -1, 4, WHOLE, false, true, NONE, 0},  // tensor_lt
         {19, -1, 4, WHOLE, false, true, NONE, 1},  // one_minus_lr_times_weight_decay_2
         {8, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_max_for_invariant
         {14, -1, 4, WHOLE, true, false, NONE, 3},  // delta_over_sqrt_columns
         {16, -1, 4, WHOLE, true, false, NONE, 4},  // lt_tensor_div_delta_over_sqrt_elements
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -1438,18 +368,18 @@ struct sgdp_float32_5 {
 };
 
 // row: values of rows
-template <class Grad>
-struct sgdp_float32_6 {
+template <class Weight, class Grad>
+struct sgdp_kernel_6 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {20, -1, 4, ROW, false, true, NONE, 0},  // row_sum_of_p_over_row_mul_3_2
         {18, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_lt
         {9, -1, 4, ROW, true, false, NONE, 2},  // row_sum_of_p_over_row_mul_3
         {17, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_of_p_over_tensor_mul_3_2
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -1471,34 +401,39 @@ struct sgdp_float32_6 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct sgdp_float32_7 {
+template <class Weight, class Grad>
+struct sgdp_kernel_7 {
+    // random bits of momentum_buffer, p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{12, false}, {Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 64, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {2, -1, 1, ELEMENT, true, false, NONE, 1},  // momentum_buffer_codes
-        {3, -1, 2, BLOCK_OF, true, false, NONE, 2},  // momentum_buffer_scale
-        {19, -1, 4, WHOLE, true, false, NONE, 3},  // one_minus_lr_times_weight_decay_2
-        {20, -1, 4, ROW, true, false, NONE, 4},  // row_sum_of_p_over_row_mul_3_2
-    };
+    static constexpr bool MATRICES = true, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {2, -1, 1, ELEMENT, true, false, NONE, 0},  // momentum_buffer_codes
+        {3, -1, 2, BLOCK_OF, true, false, NONE, 1},  // momentum_buffer_scale
+        {19, -1, 4, WHOLE, true, false, NONE, 2},  // one_minus_lr_times_weight_decay_2
+        {20, -1, 4, ROW, true, false, NONE, 3},  // row_sum_of_p_over_row_mul_3_2
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];  // float32 [n]  read and written
+        Weight weight(at[4], at + 5);
         // uint8 [n]  read
-        const uint8_t *__restrict momentum_buffer_codes_at = (const uint8_t *)at[1];
+        const uint8_t *__restrict momentum_buffer_codes_at = (const uint8_t *)at[0];
         // int16 [blocks of 64]  read
-        const int16_t *__restrict momentum_buffer_scale_at = (const int16_t *)at[2];
+        const int16_t *__restrict momentum_buffer_scale_at = (const int16_t *)at[1];
         // float32 [tensor]  read
-        const float *__restrict one_minus_lr_times_weight_decay_2_at = (const float *)at[3];
+        const float *__restrict one_minus_lr_times_weight_decay_2_at = (const float *)at[2];
         // float32 [row]  read
-        const float *__restrict row_sum_of_p_over_row_mul_3_2_at = (const float *)at[4];
+        const float *__restrict row_sum_of_p_over_row_mul_3_2_at = (const float *)at[3];
+        const int32_t step_key = known.step_key;
+        const int32_t stream_key = known.stream_key;
         const F minus_lr(known.scalars[8]);
         const F one_minus_lr_times_weight_decay_2 = F(*one_minus_lr_times_weight_decay_2_at);
         alignas(64) float momentum_buffer_scale_2_kept[TILE / BLOCK];
+        Words<sgdp_kernel_7> words(BLOCK * blocks, first, stream_key, step_key);
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
@@ -1511,12 +446,13 @@ struct sgdp_float32_7 {
 
         // -- elements: decode, update  (specs/sgdp.py)
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch_weight<BLOCK>(weight, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
             const F momentum_buffer_scale_2(momentum_buffer_scale_2_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const F p = load(p_at + i);
+                const auto noise = words.at(i);
+                const F p = weight.decode(i);
                 const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
@@ -1525,39 +461,38 @@ struct sgdp_float32_7 {
                 const F update = fma(-load(row_sum_of_p_over_row_mul_3_2_at + (i & row_mask)), p, momentum_buffer_value);
                 const F p_2 = p * one_minus_lr_times_weight_decay_2;  // 29  p = decoupled(p, lr, weight_decay)
                 const F p_3 = fma(minus_lr, update, p_2);             // 30  p = p - lr * update
-                store(p_at + i, p_3);
+                weight.encode(i, p_3, noise);
             }
         }
     }
 };
 
 // a sweep: update (specs/sgdp.py:27)
-template <class Grad>
-struct sgdp_float32_small_1 {
+template <class Weight, class Grad>
+struct sgdp_small_kernel_1 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // momentum_buffer
-        {3, 20, 4, ROW, false, true, TOTAL, 3},  // row_sum_for_invariant
-        {4, 21, 4, ROW, false, true, TOTAL, 4},  // row_sum_for_invariant_2
-        {5, 22, 4, ROW, false, true, TOTAL, 5},  // row_sum_for_invariant_3
-        {6, 23, 4, ROW, false, true, TOTAL, 6},  // row_sum_of_p
-    };
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, false, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {2, -1, 4, ELEMENT, true, true, NONE, 1},  // momentum_buffer
+        {3, 20, 4, ROW, false, true, TOTAL, 2},  // row_sum_for_invariant
+        {4, 21, 4, ROW, false, true, TOTAL, 3},  // row_sum_for_invariant_2
+        {5, 22, 4, ROW, false, true, TOTAL, 4},  // row_sum_for_invariant_3
+        {6, 23, 4, ROW, false, true, TOTAL, 5},  // row_sum_of_p
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        const float *__restrict p_at = (const float *)at[0];            // float32 [n]  read
+        Weight weight(at[6], at + 7);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict momentum_buffer_at = (float *)at[2];          // float32 [n]  read and written
-        float *__restrict row_sum_for_invariant_at = (float *)at[3];    // float32 [row]  for row_sum
-        float *__restrict row_sum_for_invariant_2_at = (float *)at[4];  // float32 [row]  for row_sum
-        float *__restrict row_sum_for_invariant_3_at = (float *)at[5];  // float32 [row]  for row_sum
-        float *__restrict row_sum_of_p_at = (float *)at[6];             // float32 [row]  for row_sum
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        float *__restrict momentum_buffer_at = (float *)at[1];          // float32 [n]  read and written
+        float *__restrict row_sum_for_invariant_at = (float *)at[2];    // float32 [row]  for row_sum
+        float *__restrict row_sum_for_invariant_2_at = (float *)at[3];  // float32 [row]  for row_sum
+        float *__restrict row_sum_for_invariant_3_at = (float *)at[4];  // float32 [row]  for row_sum
+        float *__restrict row_sum_of_p_at = (float *)at[5];             // float32 [row]  for row_sum
         const F momentum(known.scalars[0]);
         const F one_minus_dampening_times_grad_scale(known.scalars[1]);
 
@@ -1565,7 +500,7 @@ struct sgdp_float32_small_1 {
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
             const F momentum_buffer_2 = fma(one_minus_dampening_times_grad_scale, g, momentum * momentum_buffer);
             store(momentum_buffer_at + i, momentum_buffer_2);
@@ -1578,13 +513,13 @@ struct sgdp_float32_small_1 {
 };
 
 // row: values of rows
-template <class Grad>
-struct sgdp_float32_small_2 {
+template <class Weight, class Grad>
+struct sgdp_small_kernel_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {7, -1, 4, WHOLE, false, true, LARGEST, 0},  // tensor_max_for_invariant
         {8, -1, 4, ROW, false, true, NONE, 1},  // row_sum_of_p_over_row_mul_3
         {9, -1, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_invariant
@@ -1595,7 +530,7 @@ struct sgdp_float32_small_2 {
         {4, -1, 4, ROW, true, false, NONE, 7},  // row_sum_for_invariant_2
         {5, -1, 4, ROW, true, false, NONE, 8},  // row_sum_for_invariant_3
         {6, -1, 4, ROW, true, false, NONE, 9},  // row_sum_of_p
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -1634,16 +569,16 @@ struct sgdp_float32_small_2 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct sgdp_float32_small_3 {
+template <class Weight, class Grad>
+struct sgdp_small_kernel_3 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {13, -1, 4, WHOLE, false, true, NONE, 0},  // delta_over_sqrt_columns
         {14, -1, 4, WHOLE, false, true, NONE, 1},  // delta_over_sqrt_elements
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -1661,13 +596,13 @@ struct sgdp_float32_small_3 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct sgdp_float32_small_4 {
+template <class Weight, class Grad>
+struct sgdp_small_kernel_4 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {15, -1, 4, WHOLE, false, true, NONE, 0},  // lt_tensor_div_delta_over_sqrt_elements
         {16, -1, 4, WHOLE, false, true, NONE, 1},  // tensor_sum_of_p_over_tensor_mul_3_2
         {9, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_invariant
@@ -1675,7 +610,7 @@ struct sgdp_float32_small_4 {
         {11, -1, 4, WHOLE, true, false, NONE, 4},  // tensor_sum_for_invariant_3
         {14, -1, 4, WHOLE, true, false, NONE, 5},  // delta_over_sqrt_elements
         {12, -1, 4, WHOLE, true, false, NONE, 6},  // tensor_sum_of_p
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -1712,19 +647,19 @@ struct sgdp_float32_small_4 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct sgdp_float32_small_5 {
+template <class Weight, class Grad>
+struct sgdp_small_kernel_5 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {17, -1, 4, WHOLE, false, true, NONE, 0},  // tensor_lt
         {18, -1, 4, WHOLE, false, true, NONE, 1},  // one_minus_lr_times_weight_decay_2
         {7, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_max_for_invariant
         {13, -1, 4, WHOLE, true, false, NONE, 3},  // delta_over_sqrt_columns
         {15, -1, 4, WHOLE, true, false, NONE, 4},  // lt_tensor_div_delta_over_sqrt_elements
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -1758,18 +693,18 @@ struct sgdp_float32_small_5 {
 };
 
 // row: values of rows
-template <class Grad>
-struct sgdp_float32_small_6 {
+template <class Weight, class Grad>
+struct sgdp_small_kernel_6 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {19, -1, 4, ROW, false, true, NONE, 0},  // row_sum_of_p_over_row_mul_3_2
         {17, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_lt
         {8, -1, 4, ROW, true, false, NONE, 2},  // row_sum_of_p_over_row_mul_3
         {16, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_of_p_over_tensor_mul_3_2
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -1791,51 +726,60 @@ struct sgdp_float32_small_6 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct sgdp_float32_small_7 {
+template <class Weight, class Grad>
+struct sgdp_small_kernel_7 {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {2, -1, 4, ELEMENT, true, false, NONE, 1},  // momentum_buffer
-        {18, -1, 4, WHOLE, true, false, NONE, 2},  // one_minus_lr_times_weight_decay_2
-        {19, -1, 4, ROW, true, false, NONE, 3},  // row_sum_of_p_over_row_mul_3_2
-    };
+    static constexpr bool MATRICES = true, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {2, -1, 4, ELEMENT, true, false, NONE, 0},  // momentum_buffer
+        {18, -1, 4, WHOLE, true, false, NONE, 1},  // one_minus_lr_times_weight_decay_2
+        {19, -1, 4, ROW, true, false, NONE, 2},  // row_sum_of_p_over_row_mul_3_2
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                            // float32 [n]  read and written
-        const float *__restrict momentum_buffer_at = (const float *)at[1];  // float32 [n]  read
+        Weight weight(at[3], at + 4);
+        const float *__restrict momentum_buffer_at = (const float *)at[0];  // float32 [n]  read
         // float32 [tensor]  read
-        const float *__restrict one_minus_lr_times_weight_decay_2_at = (const float *)at[2];
+        const float *__restrict one_minus_lr_times_weight_decay_2_at = (const float *)at[1];
         // float32 [row]  read
-        const float *__restrict row_sum_of_p_over_row_mul_3_2_at = (const float *)at[3];
+        const float *__restrict row_sum_of_p_over_row_mul_3_2_at = (const float *)at[2];
+        const int32_t step_key = known.step_key;
+        const int32_t stream_key = known.stream_key;
         const F minus_lr(known.scalars[8]);
         const F one_minus_lr_times_weight_decay_2 = F(*one_minus_lr_times_weight_decay_2_at);
+        Words<sgdp_small_kernel_7> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/sgdp.py)
         for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
+            const auto noise = words.at(i);
+            const F p = weight.decode(i);
             const F momentum_buffer = load(momentum_buffer_at + i);
             // 27  update, invariant = without_radial(update, p, g, delta, eps)
             const F update = fma(-load(row_sum_of_p_over_row_mul_3_2_at + (i & row_mask)), p, momentum_buffer);
             const F p_2 = p * one_minus_lr_times_weight_decay_2;  // 29  p = decoupled(p, lr, weight_decay)
             const F p_3 = fma(minus_lr, update, p_2);             // 30  p = p - lr * update
-            store(p_at + i, p_3);
+            weight.encode(i, p_3, noise);
         }
     }
 };
 
 // a sweep: update (specs/sgdp.py:27)
-template <class Grad>
-struct sgdp_bfloat16_1 {
+template <class Weight, class Grad>
+struct sgdp_kernel_1_2 {
+    // random bits of momentum_buffer, p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{12, false}, {8, false}});
+    static constexpr int DRAWN = NOISE.mask({0}), KEPT = NOISE.mask({0});
     static constexpr int BLOCK = 64, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    static constexpr bool MATRICES = true, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
@@ -1845,7 +789,7 @@ struct sgdp_bfloat16_1 {
         {6, 23, 4, ROW, false, true, TOTAL, 6},  // row_sum_for_invariant_2
         {7, 24, 4, ROW, false, true, TOTAL, 7},  // row_sum_for_invariant_3
         {8, 25, 4, ROW, false, true, TOTAL, 8},  // row_sum_of_momentum_buffer
-    };
+    });
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
                      int row_mask, const Known &known) {
@@ -1869,26 +813,11 @@ struct sgdp_bfloat16_1 {
         const int32_t stream_key = known.stream_key;
         const F momentum(known.scalars[0]);
         const F one_minus_dampening_times_grad_scale(known.scalars[1]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float momentum_buffer_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
         alignas(64) float momentum_buffer_scale_mul_kept[TILE / BLOCK];
         alignas(64) float momentum_buffer_divisor_mul_kept[TILE / BLOCK];
         I momentum_buffer_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
+        Words<sgdp_kernel_1_2> words(BLOCK * blocks, first, stream_key, step_key);
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
@@ -1909,8 +838,7 @@ struct sgdp_bfloat16_1 {
             I momentum_buffer_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
+                const auto noise = words.at(i);
                 const F g_stored = Grad::load(g_at + i);
                 const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
@@ -1922,12 +850,9 @@ struct sgdp_bfloat16_1 {
                 // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
                 const F momentum_buffer = fma(one_minus_dampening_times_grad_scale, g_cast, momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
                 const F momentum_buffer_abs = abs(momentum_buffer);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(momentum_buffer_abs), i, end);
+                words.keep(noise, i);
                 store(momentum_buffer_kept + i, momentum_buffer);
-                store(noise_kept + i, noise);
                 store(row_sum_for_invariant_at + i, p * g_cast);
                 store(row_sum_for_invariant_2_at + i, p * p);
                 store(row_sum_for_invariant_3_at + i, g_cast * g_cast);
@@ -1954,23 +879,23 @@ struct sgdp_bfloat16_1 {
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
                 const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
+                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + integer<0>(noise) >> 12);
             }
         }
     }
 };
 
 // row: values of rows
-template <class Grad>
-struct sgdp_bfloat16_2 {
+template <class Weight, class Grad>
+struct sgdp_kernel_2_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {9, -1, 4, WHOLE, false, true, LARGEST, 0},  // tensor_max_for_invariant
         {10, -1, 4, ROW, false, true, NONE, 1},  // row_sum_of_momentum_buffer_over_row_mul_3
         {11, -1, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_invariant
@@ -1981,7 +906,7 @@ struct sgdp_bfloat16_2 {
         {6, -1, 4, ROW, true, false, NONE, 7},  // row_sum_for_invariant_2
         {7, -1, 4, ROW, true, false, NONE, 8},  // row_sum_for_invariant_3
         {8, -1, 4, ROW, true, false, NONE, 9},  // row_sum_of_momentum_buffer
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -2022,16 +947,16 @@ struct sgdp_bfloat16_2 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct sgdp_bfloat16_3 {
+template <class Weight, class Grad>
+struct sgdp_kernel_3_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {15, -1, 4, WHOLE, false, true, NONE, 0},  // delta_over_sqrt_columns
         {16, -1, 4, WHOLE, false, true, NONE, 1},  // delta_over_sqrt_elements
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -2049,13 +974,13 @@ struct sgdp_bfloat16_3 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct sgdp_bfloat16_4 {
+template <class Weight, class Grad>
+struct sgdp_kernel_4_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {17, -1, 4, WHOLE, false, true, NONE, 0},  // lt_tensor_div_delta_over_sqrt_elements
         {18, -1, 4, WHOLE, false, true, NONE, 1},  // tensor_sum_of_momentum_buffer_over_tensor_mul_3_2
         {11, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_invariant
@@ -2063,7 +988,7 @@ struct sgdp_bfloat16_4 {
         {13, -1, 4, WHOLE, true, false, NONE, 4},  // tensor_sum_for_invariant_3
         {16, -1, 4, WHOLE, true, false, NONE, 5},  // delta_over_sqrt_elements
         {14, -1, 4, WHOLE, true, false, NONE, 6},  // tensor_sum_of_momentum_buffer
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -2101,19 +1026,19 @@ struct sgdp_bfloat16_4 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct sgdp_bfloat16_5 {
+template <class Weight, class Grad>
+struct sgdp_kernel_5_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {19, -1, 4, WHOLE, false, true, NONE, 0},  // tensor_lt
         {20, -1, 4, WHOLE, false, true, NONE, 1},  // one_minus_lr_times_weight_decay_2
         {9, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_max_for_invariant
         {15, -1, 4, WHOLE, true, false, NONE, 3},  // delta_over_sqrt_columns
         {17, -1, 4, WHOLE, true, false, NONE, 4},  // lt_tensor_div_delta_over_sqrt_elements
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -2147,18 +1072,18 @@ struct sgdp_bfloat16_5 {
 };
 
 // row: values of rows
-template <class Grad>
-struct sgdp_bfloat16_6 {
+template <class Weight, class Grad>
+struct sgdp_kernel_6_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {21, -1, 4, ROW, false, true, NONE, 0},  // row_sum_of_momentum_buffer_over_row_mul_3_2
         {19, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_lt
         {10, -1, 4, ROW, true, false, NONE, 2},  // row_sum_of_momentum_buffer_over_row_mul_3
         {18, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_of_momentum_buffer_over_tensor_mul_3_2
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -2181,20 +1106,23 @@ struct sgdp_bfloat16_6 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct sgdp_bfloat16_7 {
+template <class Weight, class Grad>
+struct sgdp_kernel_7_2 {
+    // random bits of momentum_buffer, p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{12, false}, {8, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 64, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    static constexpr bool MATRICES = true, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {2, -1, 1, ELEMENT, true, true, NONE, 1},  // weight_low
         {3, -1, 1, ELEMENT, true, false, NONE, 2},  // momentum_buffer_codes
         {4, -1, 2, BLOCK_OF, true, false, NONE, 3},  // momentum_buffer_scale
         {20, -1, 4, WHOLE, true, false, NONE, 4},  // one_minus_lr_times_weight_decay_2
         {21, -1, 4, ROW, true, false, NONE, 5},  // row_sum_of_momentum_buffer_over_row_mul_3_2
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -2212,22 +1140,8 @@ struct sgdp_bfloat16_7 {
         const int32_t stream_key = known.stream_key;
         const F minus_lr(known.scalars[8]);
         const F one_minus_lr_times_weight_decay_2 = F(*one_minus_lr_times_weight_decay_2_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float momentum_buffer_scale_2_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
+        Words<sgdp_kernel_7_2> words(BLOCK * blocks, first, stream_key, step_key);
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
@@ -2246,8 +1160,7 @@ struct sgdp_bfloat16_7 {
             const F momentum_buffer_scale_2(momentum_buffer_scale_2_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
+                const auto noise = words.at(i);
                 const U16 p_stored = raw(p_at + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
@@ -2259,10 +1172,7 @@ struct sgdp_bfloat16_7 {
                 const F update = fma(-load(row_sum_of_momentum_buffer_over_row_mul_3_2_at + (i & row_mask)), p, momentum_buffer_value);
                 const F p_2 = p * one_minus_lr_times_weight_decay_2;              // 29  p = decoupled(p, lr, weight_decay)
                 const F p_3 = fma(minus_lr, update, p_2);                         // 30  p = p - lr * update
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = bits_or_nan(p_3) + (noise & 255 | 0x8000);
+                const I p_word = bits_or_nan(p_3) + (integer<P>(noise) | 0x8000);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -2271,13 +1181,13 @@ struct sgdp_bfloat16_7 {
 };
 
 // a sweep: update (specs/sgdp.py:27)
-template <class Grad>
-struct sgdp_bfloat16_small_1 {
+template <class Weight, class Grad>
+struct sgdp_small_kernel_1_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
@@ -2286,7 +1196,7 @@ struct sgdp_bfloat16_small_1 {
         {5, 22, 4, ROW, false, true, TOTAL, 5},  // row_sum_for_invariant_2
         {6, 23, 4, ROW, false, true, TOTAL, 6},  // row_sum_for_invariant_3
         {7, 24, 4, ROW, false, true, TOTAL, 7},  // row_sum_of_momentum_buffer
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -2322,13 +1232,13 @@ struct sgdp_bfloat16_small_1 {
 };
 
 // row: values of rows
-template <class Grad>
-struct sgdp_bfloat16_small_2 {
+template <class Weight, class Grad>
+struct sgdp_small_kernel_2_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {8, -1, 4, WHOLE, false, true, LARGEST, 0},  // tensor_max_for_invariant
         {9, -1, 4, ROW, false, true, NONE, 1},  // row_sum_of_momentum_buffer_over_row_mul_3
         {10, -1, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_invariant
@@ -2339,7 +1249,7 @@ struct sgdp_bfloat16_small_2 {
         {5, -1, 4, ROW, true, false, NONE, 7},  // row_sum_for_invariant_2
         {6, -1, 4, ROW, true, false, NONE, 8},  // row_sum_for_invariant_3
         {7, -1, 4, ROW, true, false, NONE, 9},  // row_sum_of_momentum_buffer
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -2380,13 +1290,13 @@ struct sgdp_bfloat16_small_2 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct sgdp_bfloat16_small_4 {
+template <class Weight, class Grad>
+struct sgdp_small_kernel_4_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {16, -1, 4, WHOLE, false, true, NONE, 0},  // lt_tensor_div_delta_over_sqrt_elements
         {17, -1, 4, WHOLE, false, true, NONE, 1},  // tensor_sum_of_momentum_buffer_over_tensor_mul_3_2
         {10, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_invariant
@@ -2394,7 +1304,7 @@ struct sgdp_bfloat16_small_4 {
         {12, -1, 4, WHOLE, true, false, NONE, 4},  // tensor_sum_for_invariant_3
         {15, -1, 4, WHOLE, true, false, NONE, 5},  // delta_over_sqrt_elements
         {13, -1, 4, WHOLE, true, false, NONE, 6},  // tensor_sum_of_momentum_buffer
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -2432,18 +1342,18 @@ struct sgdp_bfloat16_small_4 {
 };
 
 // row: values of rows
-template <class Grad>
-struct sgdp_bfloat16_small_6 {
+template <class Weight, class Grad>
+struct sgdp_small_kernel_6_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {20, -1, 4, ROW, false, true, NONE, 0},  // row_sum_of_momentum_buffer_over_row_mul_3_2
         {18, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_lt
         {9, -1, 4, ROW, true, false, NONE, 2},  // row_sum_of_momentum_buffer_over_row_mul_3
         {17, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_of_momentum_buffer_over_tensor_mul_3_2
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -2466,19 +1376,22 @@ struct sgdp_bfloat16_small_6 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct sgdp_bfloat16_small_7 {
+template <class Weight, class Grad>
+struct sgdp_small_kernel_7_2 {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{8, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    static constexpr bool MATRICES = true, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {2, -1, 1, ELEMENT, true, true, NONE, 1},  // weight_low
         {3, -1, 4, ELEMENT, true, false, NONE, 2},  // momentum_buffer
         {19, -1, 4, WHOLE, true, false, NONE, 3},  // one_minus_lr_times_weight_decay_2
         {20, -1, 4, ROW, true, false, NONE, 4},  // row_sum_of_momentum_buffer_over_row_mul_3_2
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -2493,26 +1406,11 @@ struct sgdp_bfloat16_small_7 {
         const int32_t stream_key = known.stream_key;
         const F minus_lr(known.scalars[8]);
         const F one_minus_lr_times_weight_decay_2 = F(*one_minus_lr_times_weight_decay_2_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
+        Words<sgdp_small_kernel_7_2> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update, encode  (specs/sgdp.py)
         for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
+            const auto noise = words.at(i);
             const U16 p_stored = raw(p_at + i);
             const U8 weight_low_code = raw(weight_low_at + i);
             const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
@@ -2521,10 +1419,7 @@ struct sgdp_bfloat16_small_7 {
             const F update = fma(-load(row_sum_of_momentum_buffer_over_row_mul_3_2_at + (i & row_mask)), p, momentum_buffer);
             const F p_2 = p * one_minus_lr_times_weight_decay_2;              // 29  p = decoupled(p, lr, weight_decay)
             const F p_3 = fma(minus_lr, update, p_2);                         // 30  p = p - lr * update
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 0x8000);
+            const I p_word = bits_or_nan(p_3) + (integer<P>(noise) | 0x8000);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
         }
@@ -2532,13 +1427,16 @@ struct sgdp_bfloat16_small_7 {
 };
 
 // a sweep: update (specs/sgdp.py:27)
-template <class Grad>
-struct sgdp_float16_1 {
+template <class Weight, class Grad>
+struct sgdp_kernel_1_3 {
+    // random bits of momentum_buffer, p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{12, false}, {8, false}});
+    static constexpr int DRAWN = NOISE.mask({0}), KEPT = NOISE.mask({0});
     static constexpr int BLOCK = 64, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    static constexpr bool MATRICES = true, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
@@ -2548,7 +1446,7 @@ struct sgdp_float16_1 {
         {6, 23, 4, ROW, false, true, TOTAL, 6},  // row_sum_for_invariant_2
         {7, 24, 4, ROW, false, true, TOTAL, 7},  // row_sum_for_invariant_3
         {8, 25, 4, ROW, false, true, TOTAL, 8},  // row_sum_of_momentum_buffer
-    };
+    });
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
                      int row_mask, const Known &known) {
@@ -2572,26 +1470,11 @@ struct sgdp_float16_1 {
         const int32_t stream_key = known.stream_key;
         const F momentum(known.scalars[0]);
         const F one_minus_dampening_times_grad_scale(known.scalars[1]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float momentum_buffer_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
         alignas(64) float momentum_buffer_scale_mul_kept[TILE / BLOCK];
         alignas(64) float momentum_buffer_divisor_mul_kept[TILE / BLOCK];
         I momentum_buffer_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
+        Words<sgdp_kernel_1_3> words(BLOCK * blocks, first, stream_key, step_key);
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
@@ -2613,8 +1496,7 @@ struct sgdp_float16_1 {
             I momentum_buffer_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
+                const auto noise = words.at(i);
                 const F g_stored = Grad::load(g_at + i);
                 const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
@@ -2623,12 +1505,9 @@ struct sgdp_float16_1 {
                 // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
                 const F momentum_buffer = fma(one_minus_dampening_times_grad_scale, g_cast, momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
                 const F momentum_buffer_abs = abs(momentum_buffer);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(momentum_buffer_abs), i, end);
+                words.keep(noise, i);
                 store(momentum_buffer_kept + i, momentum_buffer);
-                store(noise_kept + i, noise);
                 store(row_sum_for_invariant_3_at + i, g_cast * g_cast);
             }
             momentum_buffer_top_kept[b] = momentum_buffer_top;
@@ -2676,30 +1555,33 @@ struct sgdp_float16_1 {
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
                 const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
+                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + integer<0>(noise) >> 12);
             }
         }
     }
 };
 
 // a sweep: the update
-template <class Grad>
-struct sgdp_float16_7 {
+template <class Weight, class Grad>
+struct sgdp_kernel_7_3 {
+    // random bits of momentum_buffer, p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{12, false}, {8, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 64, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    static constexpr bool MATRICES = true, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {2, -1, 1, ELEMENT, true, true, NONE, 1},  // weight_low
         {3, -1, 1, ELEMENT, true, false, NONE, 2},  // momentum_buffer_codes
         {4, -1, 2, BLOCK_OF, true, false, NONE, 3},  // momentum_buffer_scale
         {20, -1, 4, WHOLE, true, false, NONE, 4},  // one_minus_lr_times_weight_decay_2
         {21, -1, 4, ROW, true, false, NONE, 5},  // row_sum_of_momentum_buffer_over_row_mul_3_2
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -2717,22 +1599,8 @@ struct sgdp_float16_7 {
         const int32_t stream_key = known.stream_key;
         const F minus_lr(known.scalars[8]);
         const F one_minus_lr_times_weight_decay_2 = F(*one_minus_lr_times_weight_decay_2_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float momentum_buffer_scale_2_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
+        Words<sgdp_kernel_7_3> words(BLOCK * blocks, first, stream_key, step_key);
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
@@ -2751,8 +1619,7 @@ struct sgdp_float16_7 {
             const F momentum_buffer_scale_2(momentum_buffer_scale_2_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
+                const auto noise = words.at(i);
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
@@ -2780,10 +1647,7 @@ struct sgdp_float16_7 {
                 const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
                 const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
                 const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_wide_2 = lshr(p_fixed + ((noise & 255) << 1 | 1), 9);
+                const I p_wide_2 = lshr(p_fixed + middle<P, 9>(noise), 9);
                 const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
                 const I p_kept_ = p_word;
                 store(p_at + i, p_sign | p_word >> 8);
@@ -2794,13 +1658,13 @@ struct sgdp_float16_7 {
 };
 
 // a sweep: update (specs/sgdp.py:27)
-template <class Grad>
-struct sgdp_float16_small_1 {
+template <class Weight, class Grad>
+struct sgdp_small_kernel_1_3 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
@@ -2809,7 +1673,7 @@ struct sgdp_float16_small_1 {
         {5, 22, 4, ROW, false, true, TOTAL, 5},  // row_sum_for_invariant_2
         {6, 23, 4, ROW, false, true, TOTAL, 6},  // row_sum_for_invariant_3
         {7, 24, 4, ROW, false, true, TOTAL, 7},  // row_sum_of_momentum_buffer
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -2853,19 +1717,22 @@ struct sgdp_float16_small_1 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct sgdp_float16_small_7 {
+template <class Weight, class Grad>
+struct sgdp_small_kernel_7_3 {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{8, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    static constexpr bool MATRICES = true, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {2, -1, 1, ELEMENT, true, true, NONE, 1},  // weight_low
         {3, -1, 4, ELEMENT, true, false, NONE, 2},  // momentum_buffer
         {19, -1, 4, WHOLE, true, false, NONE, 3},  // one_minus_lr_times_weight_decay_2
         {20, -1, 4, ROW, true, false, NONE, 4},  // row_sum_of_momentum_buffer_over_row_mul_3_2
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -2880,26 +1747,11 @@ struct sgdp_float16_small_7 {
         const int32_t stream_key = known.stream_key;
         const F minus_lr(known.scalars[8]);
         const F one_minus_lr_times_weight_decay_2 = F(*one_minus_lr_times_weight_decay_2_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
+        Words<sgdp_small_kernel_7_3> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update, encode  (specs/sgdp.py)
         for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
+            const auto noise = words.at(i);
             const U16 p_stored = raw(p_at + i);
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
@@ -2924,10 +1776,7 @@ struct sgdp_float16_small_7 {
             const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
             const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
             const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_wide_2 = lshr(p_fixed + (lshr(noise, 23) | 1), 9);
+            const I p_wide_2 = lshr(p_fixed + middle<P, 9>(noise), 9);
             const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
             const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
@@ -2936,37 +1785,187 @@ struct sgdp_float16_small_7 {
     }
 };
 
+template <class Weight, class Grad>
+struct sgdp_no_projected_kernel {
+    // random bits of momentum_buffer, p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{12, false}, {Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P, 0}), KEPT = NOISE.mask({P, 0});
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 1 + count(KEPT)), SCALARS = 4;
+    // bytes per entry, of what, written
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{1, ELEMENT, true}, {2, BLOCK_OF, true}});
+
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
+        Weight weight(at[0], at + 2);
+        // float [n]  read
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
+        // uint8 [n]  read and written
+        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[parts<Weight>() + 1];
+        // int16 [blocks of 64]  read and written
+        int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[parts<Weight>() + 2];
+        const F momentum(scalars[0]);
+        const F one_minus_dampening_times_grad_scale(scalars[1]);
+        const F scalar_1(scalars[2]);
+        const F minus_lr(scalars[3]);
+        alignas(64) float momentum_buffer_kept[TILE];
+        alignas(64) float momentum_buffer_scale_mul_kept[TILE / BLOCK];
+        alignas(64) float momentum_buffer_divisor_mul_kept[TILE / BLOCK];
+        I momentum_buffer_top_kept[TILE / BLOCK];
+        Words<sgdp_no_projected_kernel> words(BLOCK * blocks, first, stream_key, step_key);
+
+        // -- blocks
+        for (int b = 0; b < blocks; b += W) {
+            const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
+            const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
+            const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 0x7fffffff;
+            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2));
+            const F momentum_buffer_scale_mul = momentum * momentum_buffer_scale_2;
+            store(momentum_buffer_scale_mul_kept + b, momentum_buffer_scale_mul);
+        }
+
+        const auto update_weight = [&](int i, F momentum_buffer, const auto &noise) {
+            const F p = weight.decode(i);
+            const F p_2 = scalar_1 * p;                         // 29  p = decoupled(p, lr, weight_decay)
+            const F p_3 = fma(minus_lr, momentum_buffer, p_2);  // 30  p = p - lr * update
+            weight.encode(i, p_3, noise);
+        };
+        // -- elements: decode, update, encode  (specs/sgdp.py)
+        for (int b = 0; b < blocks; b++) {
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch_weight<BLOCK>(weight, b);
+            if constexpr (!apart<Weight>()) { fetch<BLOCK>(g_at, b + TILE / BLOCK); }
+            const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
+            I momentum_buffer_top(INT32_MIN);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const auto noise = words.at(i);
+                const F g = Grad::load(g_at + i);
+                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
+                const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
+                const F momentum_buffer_bend = abs(momentum_buffer_code_2);
+                // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
+                const F momentum_buffer = fma(one_minus_dampening_times_grad_scale, g, momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
+                const F momentum_buffer_abs = abs(momentum_buffer);
+                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(momentum_buffer_abs), i, end);
+                words.keep(noise, i);
+                store(momentum_buffer_kept + i, momentum_buffer);
+                if constexpr (!apart<Weight>())
+                    update_weight(i, momentum_buffer, noise);
+            }
+            momentum_buffer_top_kept[b] = momentum_buffer_top;
+        }
+
+        // -- blocks
+        for (int b = 0; b < blocks; b += W) {
+            const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
+            const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
+            const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
+            const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
+            const F momentum_buffer_divisor_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
+            store(momentum_buffer_divisor_mul_kept + b, momentum_buffer_divisor_mul);
+            store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
+        }
+
+        // -- elements: decode, update  (specs/sgdp.py)
+        if constexpr (apart<Weight>()) for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
+                const F momentum_buffer = load(momentum_buffer_kept + i);
+                update_weight(i, momentum_buffer, noise);
+            }
+        }
+
+        // -- elements: encode
+        for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
+            const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
+                const F momentum_buffer = load(momentum_buffer_kept + i);
+                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
+                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + integer<0>(noise) >> 12);
+            }
+        }
+    }
+};
+
+template <class Weight, class Grad>
+struct sgdp_no_projected_small_kernel {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 4;
+    // bytes per entry, of what, written
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}});
+
+    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
+                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+        Weight weight(at[0], at + 2);
+        // float [n]  read
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
+        // float32 [n]  read and written
+        float *__restrict momentum_buffer_at = (float *)at[parts<Weight>() + 1];
+        const F momentum(scalars[0]);
+        const F one_minus_dampening_times_grad_scale(scalars[1]);
+        const F scalar_1(scalars[2]);
+        const F minus_lr(scalars[3]);
+        Words<sgdp_no_projected_small_kernel> words(count, first, stream_key, step_key);
+
+        // -- elements: decode, update  (specs/sgdp.py)
+        for (int i = 0; i < count; i += W) {
+            const auto noise = words.at(i);
+            const F g = Grad::load(g_at + i);
+            const F momentum_buffer = load(momentum_buffer_at + i);
+            const F p = weight.decode(i);
+            // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
+            const F momentum_buffer_2 = fma(one_minus_dampening_times_grad_scale, g, momentum * momentum_buffer);
+            const F p_2 = scalar_1 * p;                           // 29  p = decoupled(p, lr, weight_decay)
+            const F p_3 = fma(minus_lr, momentum_buffer_2, p_2);  // 30  p = p - lr * update
+            weight.encode(i, p_3, noise);
+            store(momentum_buffer_at + i, momentum_buffer_2);
+        }
+    }
+};
+
 // a sweep: update (specs/sgdp.py:27)
-template <class Grad>
-struct sgdp_float32_nesterov_1 {
+template <class Weight, class Grad>
+struct sgdp_nesterov_kernel_1 {
     static constexpr int BLOCK = 64, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, false, NONE, 2},  // momentum_buffer_codes
-        {3, -1, 2, BLOCK_OF, true, false, NONE, 3},  // momentum_buffer_scale
-        {4, 21, 4, ROW, false, true, TOTAL, 4},  // row_sum_for_invariant
-        {5, 22, 4, ROW, false, true, TOTAL, 5},  // row_sum_for_invariant_2
-        {6, 23, 4, ROW, false, true, TOTAL, 6},  // row_sum_for_invariant_3
-        {7, 24, 4, ROW, false, true, TOTAL, 7},  // row_sum_of_p
-    };
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, false, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {2, -1, 1, ELEMENT, true, false, NONE, 1},  // momentum_buffer_codes
+        {3, -1, 2, BLOCK_OF, true, false, NONE, 2},  // momentum_buffer_scale
+        {4, 21, 4, ROW, false, true, TOTAL, 3},  // row_sum_for_invariant
+        {5, 22, 4, ROW, false, true, TOTAL, 4},  // row_sum_for_invariant_2
+        {6, 23, 4, ROW, false, true, TOTAL, 5},  // row_sum_for_invariant_3
+        {7, 24, 4, ROW, false, true, TOTAL, 6},  // row_sum_of_p
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        const float *__restrict p_at = (const float *)at[0];            // float32 [n]  read
+        Weight weight(at[7], at + 8);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         // uint8 [n]  read
-        const uint8_t *__restrict momentum_buffer_codes_at = (const uint8_t *)at[2];
+        const uint8_t *__restrict momentum_buffer_codes_at = (const uint8_t *)at[1];
         // int16 [blocks of 64]  read
-        const int16_t *__restrict momentum_buffer_scale_at = (const int16_t *)at[3];
-        float *__restrict row_sum_for_invariant_at = (float *)at[4];    // float32 [row]  for row_sum
-        float *__restrict row_sum_for_invariant_2_at = (float *)at[5];  // float32 [row]  for row_sum
-        float *__restrict row_sum_for_invariant_3_at = (float *)at[6];  // float32 [row]  for row_sum
-        float *__restrict row_sum_of_p_at = (float *)at[7];             // float32 [row]  for row_sum
+        const int16_t *__restrict momentum_buffer_scale_at = (const int16_t *)at[2];
+        float *__restrict row_sum_for_invariant_at = (float *)at[3];    // float32 [row]  for row_sum
+        float *__restrict row_sum_for_invariant_2_at = (float *)at[4];  // float32 [row]  for row_sum
+        float *__restrict row_sum_for_invariant_3_at = (float *)at[5];  // float32 [row]  for row_sum
+        float *__restrict row_sum_of_p_at = (float *)at[6];             // float32 [row]  for row_sum
         const F grad_scale(known.scalars[0]);
         const F momentum_times_momentum(known.scalars[1]);
         const F scalar_1(known.scalars[2]);
@@ -2984,13 +1983,13 @@ struct sgdp_float32_nesterov_1 {
 
         // -- elements: decode, update  (specs/sgdp.py)
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch_weight<BLOCK>(weight, b + TILE / BLOCK);
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const F p = load(p_at + i);
+                const F p = weight.decode(i);
                 const F g = Grad::load(g_at + i);
                 const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
@@ -3007,13 +2006,13 @@ struct sgdp_float32_nesterov_1 {
 };
 
 // row: values of rows
-template <class Grad>
-struct sgdp_float32_nesterov_2 {
+template <class Weight, class Grad>
+struct sgdp_nesterov_kernel_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {8, -1, 4, WHOLE, false, true, LARGEST, 0},  // tensor_max_for_invariant
         {9, -1, 4, ROW, false, true, NONE, 1},  // row_sum_of_p_over_row_mul_3
         {10, -1, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_invariant
@@ -3024,7 +2023,7 @@ struct sgdp_float32_nesterov_2 {
         {5, -1, 4, ROW, true, false, NONE, 7},  // row_sum_for_invariant_2
         {6, -1, 4, ROW, true, false, NONE, 8},  // row_sum_for_invariant_3
         {7, -1, 4, ROW, true, false, NONE, 9},  // row_sum_of_p
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -3063,13 +2062,13 @@ struct sgdp_float32_nesterov_2 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct sgdp_float32_nesterov_4 {
+template <class Weight, class Grad>
+struct sgdp_nesterov_kernel_4 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {16, -1, 4, WHOLE, false, true, NONE, 0},  // lt_tensor_div_delta_over_sqrt_elements
         {17, -1, 4, WHOLE, false, true, NONE, 1},  // tensor_sum_of_p_over_tensor_mul_3_2
         {10, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_invariant
@@ -3077,7 +2076,7 @@ struct sgdp_float32_nesterov_4 {
         {12, -1, 4, WHOLE, true, false, NONE, 4},  // tensor_sum_for_invariant_3
         {15, -1, 4, WHOLE, true, false, NONE, 5},  // delta_over_sqrt_elements
         {13, -1, 4, WHOLE, true, false, NONE, 6},  // tensor_sum_of_p
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -3114,20 +2113,22 @@ struct sgdp_float32_nesterov_4 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct sgdp_float32_nesterov_7 {
+template <class Weight, class Grad>
+struct sgdp_nesterov_kernel_7 {
+    // random bits of momentum_buffer, p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{12, false}, {Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P, 0}), KEPT = NOISE.mask({P, 0});
     static constexpr int BLOCK = 64, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // momentum_buffer_codes
-        {3, -1, 2, BLOCK_OF, true, true, NONE, 3},  // momentum_buffer_scale
-        {19, -1, 4, WHOLE, true, false, NONE, 4},  // one_minus_lr_times_weight_decay_2
-        {20, -1, 4, ROW, true, false, NONE, 5},  // row_sum_of_p_over_row_mul_3_2
-    };
+    static constexpr bool MATRICES = true, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {2, -1, 1, ELEMENT, true, true, NONE, 1},  // momentum_buffer_codes
+        {3, -1, 2, BLOCK_OF, true, true, NONE, 2},  // momentum_buffer_scale
+        {19, -1, 4, WHOLE, true, false, NONE, 3},  // one_minus_lr_times_weight_decay_2
+        {20, -1, 4, ROW, true, false, NONE, 4},  // row_sum_of_p_over_row_mul_3_2
+    });
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
                      int row_mask, const Known &known) {
@@ -3137,15 +2138,15 @@ struct sgdp_float32_nesterov_7 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                          // float32 [n]  read and written
+        Weight weight(at[5], at + 6);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[2];  // uint8 [n]  read and written
-        int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[3];  // int16 [blocks of 64]  read and written
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[1];  // uint8 [n]  read and written
+        int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[2];  // int16 [blocks of 64]  read and written
         // float32 [tensor]  read
-        const float *__restrict one_minus_lr_times_weight_decay_2_at = (const float *)at[4];
+        const float *__restrict one_minus_lr_times_weight_decay_2_at = (const float *)at[3];
         // float32 [row]  read
-        const float *__restrict row_sum_of_p_over_row_mul_3_2_at = (const float *)at[5];
+        const float *__restrict row_sum_of_p_over_row_mul_3_2_at = (const float *)at[4];
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F momentum(known.scalars[9]);
@@ -3153,26 +2154,11 @@ struct sgdp_float32_nesterov_7 {
         const F one_minus_dampening_times_grad_scale(known.scalars[10]);
         const F minus_lr(known.scalars[8]);
         const F one_minus_lr_times_weight_decay_2 = F(*one_minus_lr_times_weight_decay_2_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float momentum_buffer_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
         alignas(64) float momentum_buffer_scale_mul_kept[TILE / BLOCK];
         alignas(64) float momentum_buffer_divisor_mul_kept[TILE / BLOCK];
         I momentum_buffer_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
+        Words<sgdp_nesterov_kernel_7> words(BLOCK * blocks, first, stream_key, step_key);
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
@@ -3184,38 +2170,41 @@ struct sgdp_float32_nesterov_7 {
             store(momentum_buffer_scale_mul_kept + b, momentum_buffer_scale_mul);
         }
 
+        const auto update_weight = [&](int i, F momentum_buffer, const auto &noise) {
+            const F p = weight.decode(i);
+            const F g = Grad::load(g_at + i);
+            const F g_2 = grad_scale * g;
+            // 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
+            const F update = fma(momentum, momentum_buffer, g_2);
+            // 27  update, invariant = without_radial(update, p, g, delta, eps)
+            const F update_2 = fma(-load(row_sum_of_p_over_row_mul_3_2_at + (i & row_mask)), p, update);
+            const F p_2 = p * one_minus_lr_times_weight_decay_2;   // 29  p = decoupled(p, lr, weight_decay)
+            const F p_3 = fma(minus_lr, update_2, p_2);            // 30  p = p - lr * update
+            weight.encode(i, p_3, noise);
+        };
         // -- elements: decode, update, encode  (specs/sgdp.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch_weight<BLOCK>(weight, b);
+            fetch<BLOCK>(g_at, b);
+            if constexpr (!apart<Weight>()) { fetch<BLOCK>(g_at, b + TILE / BLOCK); }
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const F p = load(p_at + i);
+                const auto noise = words.at(i);
                 const F g = Grad::load(g_at + i);
                 const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
-                const F g_2 = grad_scale * g;
                 // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
                 const F momentum_buffer = fma(one_minus_dampening_times_grad_scale, g, momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
-                // 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-                const F update = fma(momentum, momentum_buffer, g_2);
-                // 27  update, invariant = without_radial(update, p, g, delta, eps)
-                const F update_2 = fma(-load(row_sum_of_p_over_row_mul_3_2_at + (i & row_mask)), p, update);
-                const F p_2 = p * one_minus_lr_times_weight_decay_2;   // 29  p = decoupled(p, lr, weight_decay)
-                const F p_3 = fma(minus_lr, update_2, p_2);            // 30  p = p - lr * update
                 const F momentum_buffer_abs = abs(momentum_buffer);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(momentum_buffer_abs), i, end);
+                words.keep(noise, i);
                 store(momentum_buffer_kept + i, momentum_buffer);
-                store(noise_kept + i, noise);
-                store(p_at + i, p_3);
+                if constexpr (!apart<Weight>())
+                    update_weight(i, momentum_buffer, noise);
             }
             momentum_buffer_top_kept[b] = momentum_buffer_top;
         }
@@ -3231,56 +2220,65 @@ struct sgdp_float32_nesterov_7 {
             store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
         }
 
+        // -- elements: decode, update  (specs/sgdp.py)
+        if constexpr (apart<Weight>()) for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
+                const F momentum_buffer = load(momentum_buffer_kept + i);
+                update_weight(i, momentum_buffer, noise);
+            }
+        }
+
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
                 const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
+                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + integer<0>(noise) >> 12);
             }
         }
     }
 };
 
 // a sweep: update (specs/sgdp.py:27)
-template <class Grad>
-struct sgdp_float32_nesterov_small_1 {
+template <class Weight, class Grad>
+struct sgdp_nesterov_small_kernel_1 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, false, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, false, NONE, 2},  // momentum_buffer
-        {3, 20, 4, ROW, false, true, TOTAL, 3},  // row_sum_for_invariant
-        {4, 21, 4, ROW, false, true, TOTAL, 4},  // row_sum_for_invariant_2
-        {5, 22, 4, ROW, false, true, TOTAL, 5},  // row_sum_for_invariant_3
-        {6, 23, 4, ROW, false, true, TOTAL, 6},  // row_sum_of_p
-    };
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, false, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {2, -1, 4, ELEMENT, true, false, NONE, 1},  // momentum_buffer
+        {3, 20, 4, ROW, false, true, TOTAL, 2},  // row_sum_for_invariant
+        {4, 21, 4, ROW, false, true, TOTAL, 3},  // row_sum_for_invariant_2
+        {5, 22, 4, ROW, false, true, TOTAL, 4},  // row_sum_for_invariant_3
+        {6, 23, 4, ROW, false, true, TOTAL, 5},  // row_sum_of_p
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        const float *__restrict p_at = (const float *)at[0];                // float32 [n]  read
+        Weight weight(at[6], at + 7);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const float *__restrict momentum_buffer_at = (const float *)at[2];  // float32 [n]  read
-        float *__restrict row_sum_for_invariant_at = (float *)at[3];        // float32 [row]  for row_sum
-        float *__restrict row_sum_for_invariant_2_at = (float *)at[4];      // float32 [row]  for row_sum
-        float *__restrict row_sum_for_invariant_3_at = (float *)at[5];      // float32 [row]  for row_sum
-        float *__restrict row_sum_of_p_at = (float *)at[6];                 // float32 [row]  for row_sum
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        const float *__restrict momentum_buffer_at = (const float *)at[1];  // float32 [n]  read
+        float *__restrict row_sum_for_invariant_at = (float *)at[2];        // float32 [row]  for row_sum
+        float *__restrict row_sum_for_invariant_2_at = (float *)at[3];      // float32 [row]  for row_sum
+        float *__restrict row_sum_for_invariant_3_at = (float *)at[4];      // float32 [row]  for row_sum
+        float *__restrict row_sum_of_p_at = (float *)at[5];                 // float32 [row]  for row_sum
         const F grad_scale(known.scalars[0]);
         const F momentum_times_momentum(known.scalars[1]);
         const F scalar_1(known.scalars[2]);
 
         // -- elements: decode, update  (specs/sgdp.py)
         for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             const F g = Grad::load(g_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
             // 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
@@ -3294,13 +2292,13 @@ struct sgdp_float32_nesterov_small_1 {
 };
 
 // row: values of rows
-template <class Grad>
-struct sgdp_float32_nesterov_small_2 {
+template <class Weight, class Grad>
+struct sgdp_nesterov_small_kernel_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {7, -1, 4, WHOLE, false, true, LARGEST, 0},  // tensor_max_for_invariant
         {8, -1, 4, ROW, false, true, NONE, 1},  // row_sum_of_p_over_row_mul_3
         {9, -1, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_invariant
@@ -3311,7 +2309,7 @@ struct sgdp_float32_nesterov_small_2 {
         {4, -1, 4, ROW, true, false, NONE, 7},  // row_sum_for_invariant_2
         {5, -1, 4, ROW, true, false, NONE, 8},  // row_sum_for_invariant_3
         {6, -1, 4, ROW, true, false, NONE, 9},  // row_sum_of_p
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -3350,13 +2348,13 @@ struct sgdp_float32_nesterov_small_2 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct sgdp_float32_nesterov_small_4 {
+template <class Weight, class Grad>
+struct sgdp_nesterov_small_kernel_4 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {15, -1, 4, WHOLE, false, true, NONE, 0},  // lt_tensor_div_delta_over_sqrt_elements
         {16, -1, 4, WHOLE, false, true, NONE, 1},  // tensor_sum_of_p_over_tensor_mul_3_2
         {9, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_invariant
@@ -3364,7 +2362,7 @@ struct sgdp_float32_nesterov_small_4 {
         {11, -1, 4, WHOLE, true, false, NONE, 4},  // tensor_sum_for_invariant_3
         {14, -1, 4, WHOLE, true, false, NONE, 5},  // delta_over_sqrt_elements
         {12, -1, 4, WHOLE, true, false, NONE, 6},  // tensor_sum_of_p
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -3401,39 +2399,45 @@ struct sgdp_float32_nesterov_small_4 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct sgdp_float32_nesterov_small_7 {
+template <class Weight, class Grad>
+struct sgdp_nesterov_small_kernel_7 {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ELEMENT, true, true, NONE, 2},  // momentum_buffer
-        {18, -1, 4, WHOLE, true, false, NONE, 3},  // one_minus_lr_times_weight_decay_2
-        {19, -1, 4, ROW, true, false, NONE, 4},  // row_sum_of_p_over_row_mul_3_2
-    };
+    static constexpr bool MATRICES = true, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {2, -1, 4, ELEMENT, true, true, NONE, 1},  // momentum_buffer
+        {18, -1, 4, WHOLE, true, false, NONE, 2},  // one_minus_lr_times_weight_decay_2
+        {19, -1, 4, ROW, true, false, NONE, 3},  // row_sum_of_p_over_row_mul_3_2
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                // float32 [n]  read and written
+        Weight weight(at[4], at + 5);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict momentum_buffer_at = (float *)at[2];  // float32 [n]  read and written
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        float *__restrict momentum_buffer_at = (float *)at[1];  // float32 [n]  read and written
         // float32 [tensor]  read
-        const float *__restrict one_minus_lr_times_weight_decay_2_at = (const float *)at[3];
+        const float *__restrict one_minus_lr_times_weight_decay_2_at = (const float *)at[2];
         // float32 [row]  read
-        const float *__restrict row_sum_of_p_over_row_mul_3_2_at = (const float *)at[4];
+        const float *__restrict row_sum_of_p_over_row_mul_3_2_at = (const float *)at[3];
+        const int32_t step_key = known.step_key;
+        const int32_t stream_key = known.stream_key;
         const F momentum(known.scalars[9]);
         const F grad_scale(known.scalars[0]);
         const F one_minus_dampening_times_grad_scale(known.scalars[10]);
         const F minus_lr(known.scalars[8]);
         const F one_minus_lr_times_weight_decay_2 = F(*one_minus_lr_times_weight_decay_2_at);
+        Words<sgdp_nesterov_small_kernel_7> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/sgdp.py)
         for (int i = 0; i < count; i += W) {
-            const F p = load(p_at + i);
+            const auto noise = words.at(i);
+            const F p = weight.decode(i);
             const F g = Grad::load(g_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
             const F g_2 = grad_scale * g;
@@ -3445,20 +2449,20 @@ struct sgdp_float32_nesterov_small_7 {
             const F update_2 = fma(-load(row_sum_of_p_over_row_mul_3_2_at + (i & row_mask)), p, update);
             const F p_2 = p * one_minus_lr_times_weight_decay_2;     // 29  p = decoupled(p, lr, weight_decay)
             const F p_3 = fma(minus_lr, update_2, p_2);              // 30  p = p - lr * update
-            store(p_at + i, p_3);
+            weight.encode(i, p_3, noise);
             store(momentum_buffer_at + i, momentum_buffer_2);
         }
     }
 };
 
 // a sweep: update (specs/sgdp.py:27)
-template <class Grad>
-struct sgdp_bfloat16_nesterov_1 {
+template <class Weight, class Grad>
+struct sgdp_nesterov_kernel_1_2 {
     static constexpr int BLOCK = 64, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
@@ -3468,7 +2472,7 @@ struct sgdp_bfloat16_nesterov_1 {
         {6, 23, 4, ROW, false, true, TOTAL, 6},  // row_sum_for_invariant_2
         {7, 24, 4, ROW, false, true, TOTAL, 7},  // row_sum_for_invariant_3
         {8, 25, 4, ROW, false, true, TOTAL, 8},  // row_sum_of_update
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -3528,13 +2532,13 @@ struct sgdp_bfloat16_nesterov_1 {
 };
 
 // row: values of rows
-template <class Grad>
-struct sgdp_bfloat16_nesterov_2 {
+template <class Weight, class Grad>
+struct sgdp_nesterov_kernel_2_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {9, -1, 4, WHOLE, false, true, LARGEST, 0},  // tensor_max_for_invariant
         {10, -1, 4, ROW, false, true, NONE, 1},  // row_sum_of_update_over_row_mul_3
         {11, -1, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_invariant
@@ -3545,7 +2549,7 @@ struct sgdp_bfloat16_nesterov_2 {
         {6, -1, 4, ROW, true, false, NONE, 7},  // row_sum_for_invariant_2
         {7, -1, 4, ROW, true, false, NONE, 8},  // row_sum_for_invariant_3
         {8, -1, 4, ROW, true, false, NONE, 9},  // row_sum_of_update
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -3584,13 +2588,13 @@ struct sgdp_bfloat16_nesterov_2 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct sgdp_bfloat16_nesterov_4 {
+template <class Weight, class Grad>
+struct sgdp_nesterov_kernel_4_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {17, -1, 4, WHOLE, false, true, NONE, 0},  // lt_tensor_div_delta_over_sqrt_elements
         {18, -1, 4, WHOLE, false, true, NONE, 1},  // tensor_sum_of_update_over_tensor_mul_3_2
         {11, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_invariant
@@ -3598,7 +2602,7 @@ struct sgdp_bfloat16_nesterov_4 {
         {13, -1, 4, WHOLE, true, false, NONE, 4},  // tensor_sum_for_invariant_3
         {16, -1, 4, WHOLE, true, false, NONE, 5},  // delta_over_sqrt_elements
         {14, -1, 4, WHOLE, true, false, NONE, 6},  // tensor_sum_of_update
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -3635,18 +2639,18 @@ struct sgdp_bfloat16_nesterov_4 {
 };
 
 // row: values of rows
-template <class Grad>
-struct sgdp_bfloat16_nesterov_6 {
+template <class Weight, class Grad>
+struct sgdp_nesterov_kernel_6 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {21, -1, 4, ROW, false, true, NONE, 0},  // row_sum_of_update_over_row_mul_3_2
         {19, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_lt
         {10, -1, 4, ROW, true, false, NONE, 2},  // row_sum_of_update_over_row_mul_3
         {18, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_of_update_over_tensor_mul_3_2
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -3669,13 +2673,16 @@ struct sgdp_bfloat16_nesterov_6 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct sgdp_bfloat16_nesterov_7 {
+template <class Weight, class Grad>
+struct sgdp_nesterov_kernel_7_2 {
+    // random bits of momentum_buffer, p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{12, false}, {8, false}});
+    static constexpr int DRAWN = NOISE.mask({P, 0}), KEPT = NOISE.mask({P, 0});
     static constexpr int BLOCK = 64, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    static constexpr bool MATRICES = true, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
@@ -3683,7 +2690,7 @@ struct sgdp_bfloat16_nesterov_7 {
         {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // momentum_buffer_scale
         {20, -1, 4, WHOLE, true, false, NONE, 5},  // one_minus_lr_times_weight_decay_2
         {21, -1, 4, ROW, true, false, NONE, 6},  // row_sum_of_update_over_row_mul_3_2
-    };
+    });
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
                      int row_mask, const Known &known) {
@@ -3710,26 +2717,11 @@ struct sgdp_bfloat16_nesterov_7 {
         const F one_minus_dampening_times_grad_scale(known.scalars[10]);
         const F minus_lr(known.scalars[8]);
         const F one_minus_lr_times_weight_decay_2 = F(*one_minus_lr_times_weight_decay_2_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float momentum_buffer_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
         alignas(64) float momentum_buffer_scale_mul_kept[TILE / BLOCK];
         alignas(64) float momentum_buffer_divisor_mul_kept[TILE / BLOCK];
         I momentum_buffer_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
+        Words<sgdp_nesterov_kernel_7_2> words(BLOCK * blocks, first, stream_key, step_key);
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
@@ -3751,8 +2743,7 @@ struct sgdp_bfloat16_nesterov_7 {
             I momentum_buffer_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
+                const auto noise = words.at(i);
                 const F g_stored = Grad::load(g_at + i);
                 const F g_cast = g_stored;
                 const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
@@ -3760,13 +2751,10 @@ struct sgdp_bfloat16_nesterov_7 {
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
                 const F momentum_buffer = fma(one_minus_dampening_times_grad_scale, g_cast, momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const F momentum_buffer_abs = abs(momentum_buffer);
                 momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(momentum_buffer_abs), i, end);
+                words.keep(noise, i);
                 store(momentum_buffer_kept + i, momentum_buffer);
-                store(noise_kept + i, noise);
             }
             momentum_buffer_top_kept[b] = momentum_buffer_top;
         }
@@ -3787,8 +2775,8 @@ struct sgdp_bfloat16_nesterov_7 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
                 const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I noise = load(noise_kept + i);
                 const U16 p_stored = raw(p_at + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
@@ -3801,7 +2789,7 @@ struct sgdp_bfloat16_nesterov_7 {
                 const F update_2 = fma(-load(row_sum_of_update_over_row_mul_3_2_at + (i & row_mask)), p, update);
                 const F p_2 = p * one_minus_lr_times_weight_decay_2;              // 29  p = decoupled(p, lr, weight_decay)
                 const F p_3 = fma(minus_lr, update_2, p_2);                       // 30  p = p - lr * update
-                const I p_word = bits_or_nan(p_3) + (noise & 255 | 0x8000);
+                const I p_word = bits_or_nan(p_3) + (integer<P>(noise) | 0x8000);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -3813,23 +2801,23 @@ struct sgdp_bfloat16_nesterov_7 {
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
                 const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
+                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + integer<0>(noise) >> 12);
             }
         }
     }
 };
 
 // a sweep: update (specs/sgdp.py:27)
-template <class Grad>
-struct sgdp_bfloat16_nesterov_small_1 {
+template <class Weight, class Grad>
+struct sgdp_nesterov_small_kernel_1_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
@@ -3838,7 +2826,7 @@ struct sgdp_bfloat16_nesterov_small_1 {
         {5, 22, 4, ROW, false, true, TOTAL, 5},  // row_sum_for_invariant_2
         {6, 23, 4, ROW, false, true, TOTAL, 6},  // row_sum_for_invariant_3
         {7, 24, 4, ROW, false, true, TOTAL, 7},  // row_sum_of_update
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -3874,13 +2862,13 @@ struct sgdp_bfloat16_nesterov_small_1 {
 };
 
 // row: values of rows
-template <class Grad>
-struct sgdp_bfloat16_nesterov_small_2 {
+template <class Weight, class Grad>
+struct sgdp_nesterov_small_kernel_2_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {8, -1, 4, WHOLE, false, true, LARGEST, 0},  // tensor_max_for_invariant
         {9, -1, 4, ROW, false, true, NONE, 1},  // row_sum_of_update_over_row_mul_3
         {10, -1, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_invariant
@@ -3891,7 +2879,7 @@ struct sgdp_bfloat16_nesterov_small_2 {
         {5, -1, 4, ROW, true, false, NONE, 7},  // row_sum_for_invariant_2
         {6, -1, 4, ROW, true, false, NONE, 8},  // row_sum_for_invariant_3
         {7, -1, 4, ROW, true, false, NONE, 9},  // row_sum_of_update
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -3930,13 +2918,13 @@ struct sgdp_bfloat16_nesterov_small_2 {
 };
 
 // tensor: values of tensors
-template <class Grad>
-struct sgdp_bfloat16_nesterov_small_4 {
+template <class Weight, class Grad>
+struct sgdp_nesterov_small_kernel_4_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = WHOLE;
     static constexpr bool MATRICES = false, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {16, -1, 4, WHOLE, false, true, NONE, 0},  // lt_tensor_div_delta_over_sqrt_elements
         {17, -1, 4, WHOLE, false, true, NONE, 1},  // tensor_sum_of_update_over_tensor_mul_3_2
         {10, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_invariant
@@ -3944,7 +2932,7 @@ struct sgdp_bfloat16_nesterov_small_4 {
         {12, -1, 4, WHOLE, true, false, NONE, 4},  // tensor_sum_for_invariant_3
         {15, -1, 4, WHOLE, true, false, NONE, 5},  // delta_over_sqrt_elements
         {13, -1, 4, WHOLE, true, false, NONE, 6},  // tensor_sum_of_update
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -3981,18 +2969,18 @@ struct sgdp_bfloat16_nesterov_small_4 {
 };
 
 // row: values of rows
-template <class Grad>
-struct sgdp_bfloat16_nesterov_small_6 {
+template <class Weight, class Grad>
+struct sgdp_nesterov_small_kernel_6 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {20, -1, 4, ROW, false, true, NONE, 0},  // row_sum_of_update_over_row_mul_3_2
         {18, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_lt
         {9, -1, 4, ROW, true, false, NONE, 2},  // row_sum_of_update_over_row_mul_3
         {17, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_of_update_over_tensor_mul_3_2
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -4015,20 +3003,23 @@ struct sgdp_bfloat16_nesterov_small_6 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct sgdp_bfloat16_nesterov_small_7 {
+template <class Weight, class Grad>
+struct sgdp_nesterov_small_kernel_7_2 {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{8, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    static constexpr bool MATRICES = true, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // momentum_buffer
         {19, -1, 4, WHOLE, true, false, NONE, 4},  // one_minus_lr_times_weight_decay_2
         {20, -1, 4, ROW, true, false, NONE, 5},  // row_sum_of_update_over_row_mul_3_2
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -4048,26 +3039,11 @@ struct sgdp_bfloat16_nesterov_small_7 {
         const F one_minus_dampening_times_grad_scale(known.scalars[10]);
         const F minus_lr(known.scalars[8]);
         const F one_minus_lr_times_weight_decay_2 = F(*one_minus_lr_times_weight_decay_2_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
+        Words<sgdp_nesterov_small_kernel_7_2> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update, encode  (specs/sgdp.py)
         for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
+            const auto noise = words.at(i);
             const U16 p_stored = raw(p_at + i);
             const U8 weight_low_code = raw(weight_low_at + i);
             const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
@@ -4083,10 +3059,7 @@ struct sgdp_bfloat16_nesterov_small_7 {
             const F update_2 = fma(-load(row_sum_of_update_over_row_mul_3_2_at + (i & row_mask)), p, update);
             const F p_2 = p * one_minus_lr_times_weight_decay_2;              // 29  p = decoupled(p, lr, weight_decay)
             const F p_3 = fma(minus_lr, update_2, p_2);                       // 30  p = p - lr * update
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 0x8000);
+            const I p_word = bits_or_nan(p_3) + (integer<P>(noise) | 0x8000);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(momentum_buffer_at + i, momentum_buffer_2);
@@ -4095,13 +3068,13 @@ struct sgdp_bfloat16_nesterov_small_7 {
 };
 
 // a sweep: update (specs/sgdp.py:27)
-template <class Grad>
-struct sgdp_float16_nesterov_1 {
+template <class Weight, class Grad>
+struct sgdp_nesterov_kernel_1_3 {
     static constexpr int BLOCK = 64, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
@@ -4111,7 +3084,7 @@ struct sgdp_float16_nesterov_1 {
         {6, 23, 4, ROW, false, true, TOTAL, 6},  // row_sum_for_invariant_2
         {7, 24, 4, ROW, false, true, TOTAL, 7},  // row_sum_for_invariant_3
         {8, 25, 4, ROW, false, true, TOTAL, 8},  // row_sum_of_update
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -4179,13 +3152,16 @@ struct sgdp_float16_nesterov_1 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct sgdp_float16_nesterov_7 {
+template <class Weight, class Grad>
+struct sgdp_nesterov_kernel_7_3 {
+    // random bits of momentum_buffer, p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{12, false}, {8, false}});
+    static constexpr int DRAWN = NOISE.mask({P, 0}), KEPT = NOISE.mask({P, 0});
     static constexpr int BLOCK = 64, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    static constexpr bool MATRICES = true, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
@@ -4193,7 +3169,7 @@ struct sgdp_float16_nesterov_7 {
         {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // momentum_buffer_scale
         {20, -1, 4, WHOLE, true, false, NONE, 5},  // one_minus_lr_times_weight_decay_2
         {21, -1, 4, ROW, true, false, NONE, 6},  // row_sum_of_update_over_row_mul_3_2
-    };
+    });
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
                      int row_mask, const Known &known) {
@@ -4220,26 +3196,11 @@ struct sgdp_float16_nesterov_7 {
         const F one_minus_dampening_times_grad_scale(known.scalars[10]);
         const F minus_lr(known.scalars[8]);
         const F one_minus_lr_times_weight_decay_2 = F(*one_minus_lr_times_weight_decay_2_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float momentum_buffer_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
         alignas(64) float momentum_buffer_scale_mul_kept[TILE / BLOCK];
         alignas(64) float momentum_buffer_divisor_mul_kept[TILE / BLOCK];
         I momentum_buffer_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
+        Words<sgdp_nesterov_kernel_7_3> words(BLOCK * blocks, first, stream_key, step_key);
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
@@ -4261,8 +3222,7 @@ struct sgdp_float16_nesterov_7 {
             I momentum_buffer_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
+                const auto noise = words.at(i);
                 const F g_stored = Grad::load(g_at + i);
                 const F g_cast = g_stored;
                 const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
@@ -4270,13 +3230,10 @@ struct sgdp_float16_nesterov_7 {
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
                 const F momentum_buffer = fma(one_minus_dampening_times_grad_scale, g_cast, momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const F momentum_buffer_abs = abs(momentum_buffer);
                 momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(momentum_buffer_abs), i, end);
+                words.keep(noise, i);
                 store(momentum_buffer_kept + i, momentum_buffer);
-                store(noise_kept + i, noise);
             }
             momentum_buffer_top_kept[b] = momentum_buffer_top;
         }
@@ -4297,8 +3254,8 @@ struct sgdp_float16_nesterov_7 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
                 const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I noise = load(noise_kept + i);
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
@@ -4327,7 +3284,7 @@ struct sgdp_float16_nesterov_7 {
                 const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
                 const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
                 const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-                const I p_wide_2 = lshr(p_fixed + ((noise & 255) << 1 | 1), 9);
+                const I p_wide_2 = lshr(p_fixed + middle<P, 9>(noise), 9);
                 const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
                 const I p_kept_ = p_word;
                 store(p_at + i, p_sign | p_word >> 8);
@@ -4341,23 +3298,23 @@ struct sgdp_float16_nesterov_7 {
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
                 const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
+                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + integer<0>(noise) >> 12);
             }
         }
     }
 };
 
 // a sweep: update (specs/sgdp.py:27)
-template <class Grad>
-struct sgdp_float16_nesterov_small_1 {
+template <class Weight, class Grad>
+struct sgdp_nesterov_small_kernel_1_3 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
@@ -4366,7 +3323,7 @@ struct sgdp_float16_nesterov_small_1 {
         {5, 22, 4, ROW, false, true, TOTAL, 5},  // row_sum_for_invariant_2
         {6, 23, 4, ROW, false, true, TOTAL, 6},  // row_sum_for_invariant_3
         {7, 24, 4, ROW, false, true, TOTAL, 7},  // row_sum_of_update
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -4410,20 +3367,23 @@ struct sgdp_float16_nesterov_small_1 {
 };
 
 // a sweep: the update
-template <class Grad>
-struct sgdp_float16_nesterov_small_7 {
+template <class Weight, class Grad>
+struct sgdp_nesterov_small_kernel_7_3 {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{8, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    static constexpr bool MATRICES = true, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // momentum_buffer
         {19, -1, 4, WHOLE, true, false, NONE, 4},  // one_minus_lr_times_weight_decay_2
         {20, -1, 4, ROW, true, false, NONE, 5},  // row_sum_of_update_over_row_mul_3_2
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -4443,26 +3403,11 @@ struct sgdp_float16_nesterov_small_7 {
         const F one_minus_dampening_times_grad_scale(known.scalars[10]);
         const F minus_lr(known.scalars[8]);
         const F one_minus_lr_times_weight_decay_2 = F(*one_minus_lr_times_weight_decay_2_at);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
+        Words<sgdp_nesterov_small_kernel_7_3> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update, encode  (specs/sgdp.py)
         for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
+            const auto noise = words.at(i);
             const U16 p_stored = raw(p_at + i);
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
@@ -4494,10 +3439,7 @@ struct sgdp_float16_nesterov_small_7 {
             const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
             const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
             const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_wide_2 = lshr(p_fixed + (lshr(noise, 23) | 1), 9);
+            const I p_wide_2 = lshr(p_fixed + middle<P, 9>(noise), 9);
             const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
             const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
@@ -4507,93 +3449,331 @@ struct sgdp_float16_nesterov_small_7 {
     }
 };
 
-template <class Grad>
-struct sgdp_float32 {
+template <class Weight, class Grad>
+struct sgdp_nesterov_no_projected_kernel {
+    // random bits of momentum_buffer, p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{12, false}, {Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P, 0}), KEPT = NOISE.mask({P, 0});
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 1 + count(KEPT)), SCALARS = 5;
+    // bytes per entry, of what, written
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{1, ELEMENT, true}, {2, BLOCK_OF, true}});
+
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
+        Weight weight(at[0], at + 2);
+        // float [n]  read
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
+        // uint8 [n]  read and written
+        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[parts<Weight>() + 1];
+        // int16 [blocks of 64]  read and written
+        int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[parts<Weight>() + 2];
+        const F momentum(scalars[0]);
+        const F one_minus_dampening_times_grad_scale(scalars[1]);
+        const F lr_times_grad_scale(scalars[2]);
+        const F lr_times_momentum(scalars[3]);
+        const F scalar_3(scalars[4]);
+        alignas(64) float momentum_buffer_kept[TILE];
+        alignas(64) float momentum_buffer_scale_mul_kept[TILE / BLOCK];
+        alignas(64) float momentum_buffer_divisor_mul_kept[TILE / BLOCK];
+        I momentum_buffer_top_kept[TILE / BLOCK];
+        Words<sgdp_nesterov_no_projected_kernel> words(BLOCK * blocks, first, stream_key, step_key);
+
+        // -- blocks
+        for (int b = 0; b < blocks; b += W) {
+            const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
+            const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
+            const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 0x7fffffff;
+            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2));
+            const F momentum_buffer_scale_mul = momentum * momentum_buffer_scale_2;
+            store(momentum_buffer_scale_mul_kept + b, momentum_buffer_scale_mul);
+        }
+
+        const auto update_weight = [&](int i, F momentum_buffer, const auto &noise) {
+            const F p = weight.decode(i);
+            const F g = Grad::load(g_at + i);
+            // 30  p = p - lr * update
+            const F p_2 = fma(scalar_3, p, -fma(lr_times_momentum, momentum_buffer, lr_times_grad_scale * g));
+            weight.encode(i, p_2, noise);
+        };
+        // -- elements: decode, update, encode  (specs/sgdp.py)
+        for (int b = 0; b < blocks; b++) {
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch_weight<BLOCK>(weight, b);
+            fetch<BLOCK>(g_at, b);
+            if constexpr (!apart<Weight>()) { fetch<BLOCK>(g_at, b + TILE / BLOCK); }
+            const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
+            I momentum_buffer_top(INT32_MIN);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const auto noise = words.at(i);
+                const F g = Grad::load(g_at + i);
+                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
+                const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
+                const F momentum_buffer_bend = abs(momentum_buffer_code_2);
+                // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
+                const F momentum_buffer = fma(one_minus_dampening_times_grad_scale, g, momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
+                const F momentum_buffer_abs = abs(momentum_buffer);
+                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(momentum_buffer_abs), i, end);
+                words.keep(noise, i);
+                store(momentum_buffer_kept + i, momentum_buffer);
+                if constexpr (!apart<Weight>())
+                    update_weight(i, momentum_buffer, noise);
+            }
+            momentum_buffer_top_kept[b] = momentum_buffer_top;
+        }
+
+        // -- blocks
+        for (int b = 0; b < blocks; b += W) {
+            const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
+            const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
+            const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
+            const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
+            const F momentum_buffer_divisor_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
+            store(momentum_buffer_divisor_mul_kept + b, momentum_buffer_divisor_mul);
+            store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
+        }
+
+        // -- elements: decode, update  (specs/sgdp.py)
+        if constexpr (apart<Weight>()) for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
+                const F momentum_buffer = load(momentum_buffer_kept + i);
+                update_weight(i, momentum_buffer, noise);
+            }
+        }
+
+        // -- elements: encode
+        for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
+            const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
+                const F momentum_buffer = load(momentum_buffer_kept + i);
+                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
+                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + integer<0>(noise) >> 12);
+            }
+        }
+    }
+};
+
+template <class Weight, class Grad>
+struct sgdp_nesterov_no_projected_small_kernel {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
+    // bytes per entry, of what, written
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}});
+
+    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
+                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+        Weight weight(at[0], at + 2);
+        // float [n]  read
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
+        // float32 [n]  read and written
+        float *__restrict momentum_buffer_at = (float *)at[parts<Weight>() + 1];
+        const F momentum(scalars[0]);
+        const F one_minus_dampening_times_grad_scale(scalars[1]);
+        const F lr_times_grad_scale(scalars[2]);
+        const F lr_times_momentum(scalars[3]);
+        const F scalar_3(scalars[4]);
+        Words<sgdp_nesterov_no_projected_small_kernel> words(count, first, stream_key, step_key);
+
+        // -- elements: decode, update  (specs/sgdp.py)
+        for (int i = 0; i < count; i += W) {
+            const auto noise = words.at(i);
+            const F p = weight.decode(i);
+            const F g = Grad::load(g_at + i);
+            const F momentum_buffer = load(momentum_buffer_at + i);
+            // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
+            const F momentum_buffer_2 = fma(one_minus_dampening_times_grad_scale, g, momentum * momentum_buffer);
+            // 30  p = p - lr * update
+            const F p_2 = fma(scalar_3, p, -fma(lr_times_momentum, momentum_buffer_2, lr_times_grad_scale * g));
+            weight.encode(i, p_2, noise);
+            store(momentum_buffer_at + i, momentum_buffer_2);
+        }
+    }
+};
+
+template <class Weight, class Grad>
+struct sgdp_step {
+    typedef void staged;
+    static constexpr int SCALARS = 9, BLOCK = 64;
+    // bytes per entry, what there is one of
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
+        {1, ELEMENT},  // momentum_buffer_codes
+        {2, BLOCK_OF},  // momentum_buffer_scale
+        {4, ROW},  // row_sum_for_invariant
+        {4, ROW},  // row_sum_for_invariant_2
+        {4, ROW},  // row_sum_for_invariant_3
+        {4, ROW},  // row_sum_of_p
+        {4, WHOLE},  // tensor_max_for_invariant
+        {4, ROW},  // row_sum_of_p_over_row_mul_3
+        {4, WHOLE},  // tensor_sum_for_invariant
+        {4, WHOLE},  // tensor_sum_for_invariant_2
+        {4, WHOLE},  // tensor_sum_for_invariant_3
+        {4, WHOLE},  // tensor_sum_of_p
+        {4, WHOLE},  // delta_over_sqrt_columns
+        {4, WHOLE},  // delta_over_sqrt_elements
+        {4, WHOLE},  // lt_tensor_div_delta_over_sqrt_elements
+        {4, WHOLE},  // tensor_sum_of_p_over_tensor_mul_3_2
+        {4, WHOLE},  // tensor_lt
+        {4, WHOLE},  // one_minus_lr_times_weight_decay_2
+        {4, ROW},  // row_sum_of_p_over_row_mul_3_2
+        {4, ROW + 8},  // partial results of row_sum_for_invariant
+        {4, ROW + 8},  // partial results of row_sum_for_invariant_2
+        {4, ROW + 8},  // partial results of row_sum_for_invariant_3
+        {4, ROW + 8},  // partial results of row_sum_of_p
+    });
+    static constexpr Stage STAGES[] = {
+        stage<sgdp_kernel_1<Weight, Grad>>(),
+        stage<sgdp_kernel_2<Weight, Grad>>(),
+        stage<sgdp_kernel_3<Weight, Grad>>(),
+        stage<sgdp_kernel_4<Weight, Grad>>(),
+        stage<sgdp_kernel_5<Weight, Grad>>(),
+        stage<sgdp_kernel_6<Weight, Grad>>(),
+        stage<sgdp_kernel_7<Weight, Grad>>(),
+    };
+};
+
+template <class Weight, class Grad>
+struct sgdp_small_step {
+    typedef void staged;
+    static constexpr int SCALARS = 9, BLOCK = 1;
+    // bytes per entry, what there is one of
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
+        {4, ELEMENT},  // momentum_buffer
+        {4, ROW},  // row_sum_for_invariant
+        {4, ROW},  // row_sum_for_invariant_2
+        {4, ROW},  // row_sum_for_invariant_3
+        {4, ROW},  // row_sum_of_p
+        {4, WHOLE},  // tensor_max_for_invariant
+        {4, ROW},  // row_sum_of_p_over_row_mul_3
+        {4, WHOLE},  // tensor_sum_for_invariant
+        {4, WHOLE},  // tensor_sum_for_invariant_2
+        {4, WHOLE},  // tensor_sum_for_invariant_3
+        {4, WHOLE},  // tensor_sum_of_p
+        {4, WHOLE},  // delta_over_sqrt_columns
+        {4, WHOLE},  // delta_over_sqrt_elements
+        {4, WHOLE},  // lt_tensor_div_delta_over_sqrt_elements
+        {4, WHOLE},  // tensor_sum_of_p_over_tensor_mul_3_2
+        {4, WHOLE},  // tensor_lt
+        {4, WHOLE},  // one_minus_lr_times_weight_decay_2
+        {4, ROW},  // row_sum_of_p_over_row_mul_3_2
+        {4, ROW + 8},  // partial results of row_sum_for_invariant
+        {4, ROW + 8},  // partial results of row_sum_for_invariant_2
+        {4, ROW + 8},  // partial results of row_sum_for_invariant_3
+        {4, ROW + 8},  // partial results of row_sum_of_p
+    });
+    static constexpr Stage STAGES[] = {
+        stage<sgdp_small_kernel_1<Weight, Grad>>(),
+        stage<sgdp_small_kernel_2<Weight, Grad>>(),
+        stage<sgdp_small_kernel_3<Weight, Grad>>(),
+        stage<sgdp_small_kernel_4<Weight, Grad>>(),
+        stage<sgdp_small_kernel_5<Weight, Grad>>(),
+        stage<sgdp_small_kernel_6<Weight, Grad>>(),
+        stage<sgdp_small_kernel_7<Weight, Grad>>(),
+    };
+};
+
+template <class Weight, class Grad>
+struct sgdp_step_2 {
     typedef void staged;
     static constexpr int SCALARS = 9, BLOCK = 64;
     // bytes per entry, what there is one of
     static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
+        {2, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
+        {1, ELEMENT},  // weight_low
         {1, ELEMENT},  // momentum_buffer_codes
         {2, BLOCK_OF},  // momentum_buffer_scale
         {4, ROW},  // row_sum_for_invariant
         {4, ROW},  // row_sum_for_invariant_2
         {4, ROW},  // row_sum_for_invariant_3
-        {4, ROW},  // row_sum_of_p
+        {4, ROW},  // row_sum_of_momentum_buffer
         {4, WHOLE},  // tensor_max_for_invariant
-        {4, ROW},  // row_sum_of_p_over_row_mul_3
+        {4, ROW},  // row_sum_of_momentum_buffer_over_row_mul_3
         {4, WHOLE},  // tensor_sum_for_invariant
         {4, WHOLE},  // tensor_sum_for_invariant_2
         {4, WHOLE},  // tensor_sum_for_invariant_3
-        {4, WHOLE},  // tensor_sum_of_p
+        {4, WHOLE},  // tensor_sum_of_momentum_buffer
         {4, WHOLE},  // delta_over_sqrt_columns
         {4, WHOLE},  // delta_over_sqrt_elements
         {4, WHOLE},  // lt_tensor_div_delta_over_sqrt_elements
-        {4, WHOLE},  // tensor_sum_of_p_over_tensor_mul_3_2
+        {4, WHOLE},  // tensor_sum_of_momentum_buffer_over_tensor_mul_3_2
         {4, WHOLE},  // tensor_lt
         {4, WHOLE},  // one_minus_lr_times_weight_decay_2
-        {4, ROW},  // row_sum_of_p_over_row_mul_3_2
+        {4, ROW},  // row_sum_of_momentum_buffer_over_row_mul_3_2
         {4, ROW + 8},  // partial results of row_sum_for_invariant
         {4, ROW + 8},  // partial results of row_sum_for_invariant_2
         {4, ROW + 8},  // partial results of row_sum_for_invariant_3
-        {4, ROW + 8},  // partial results of row_sum_of_p
+        {4, ROW + 8},  // partial results of row_sum_of_momentum_buffer
     };
     static constexpr Stage STAGES[] = {
-        stage<sgdp_float32_1<Grad>>(),
-        stage<sgdp_float32_2<Grad>>(),
-        stage<sgdp_float32_3<Grad>>(),
-        stage<sgdp_float32_4<Grad>>(),
-        stage<sgdp_float32_5<Grad>>(),
-        stage<sgdp_float32_6<Grad>>(),
-        stage<sgdp_float32_7<Grad>>(),
+        stage<sgdp_kernel_1_2<Weight, Grad>>(),
+        stage<sgdp_kernel_2_2<Weight, Grad>>(),
+        stage<sgdp_kernel_3_2<Weight, Grad>>(),
+        stage<sgdp_kernel_4_2<Weight, Grad>>(),
+        stage<sgdp_kernel_5_2<Weight, Grad>>(),
+        stage<sgdp_kernel_6_2<Weight, Grad>>(),
+        stage<sgdp_kernel_7_2<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct sgdp_float32_small {
+template <class Weight, class Grad>
+struct sgdp_small_step_2 {
     typedef void staged;
     static constexpr int SCALARS = 9, BLOCK = 1;
     // bytes per entry, what there is one of
     static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
+        {2, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
+        {1, ELEMENT},  // weight_low
         {4, ELEMENT},  // momentum_buffer
         {4, ROW},  // row_sum_for_invariant
         {4, ROW},  // row_sum_for_invariant_2
         {4, ROW},  // row_sum_for_invariant_3
-        {4, ROW},  // row_sum_of_p
+        {4, ROW},  // row_sum_of_momentum_buffer
         {4, WHOLE},  // tensor_max_for_invariant
-        {4, ROW},  // row_sum_of_p_over_row_mul_3
+        {4, ROW},  // row_sum_of_momentum_buffer_over_row_mul_3
         {4, WHOLE},  // tensor_sum_for_invariant
         {4, WHOLE},  // tensor_sum_for_invariant_2
         {4, WHOLE},  // tensor_sum_for_invariant_3
-        {4, WHOLE},  // tensor_sum_of_p
+        {4, WHOLE},  // tensor_sum_of_momentum_buffer
         {4, WHOLE},  // delta_over_sqrt_columns
         {4, WHOLE},  // delta_over_sqrt_elements
         {4, WHOLE},  // lt_tensor_div_delta_over_sqrt_elements
-        {4, WHOLE},  // tensor_sum_of_p_over_tensor_mul_3_2
+        {4, WHOLE},  // tensor_sum_of_momentum_buffer_over_tensor_mul_3_2
         {4, WHOLE},  // tensor_lt
         {4, WHOLE},  // one_minus_lr_times_weight_decay_2
-        {4, ROW},  // row_sum_of_p_over_row_mul_3_2
+        {4, ROW},  // row_sum_of_momentum_buffer_over_row_mul_3_2
         {4, ROW + 8},  // partial results of row_sum_for_invariant
         {4, ROW + 8},  // partial results of row_sum_for_invariant_2
         {4, ROW + 8},  // partial results of row_sum_for_invariant_3
-        {4, ROW + 8},  // partial results of row_sum_of_p
+        {4, ROW + 8},  // partial results of row_sum_of_momentum_buffer
     };
     static constexpr Stage STAGES[] = {
-        stage<sgdp_float32_small_1<Grad>>(),
-        stage<sgdp_float32_small_2<Grad>>(),
-        stage<sgdp_float32_small_3<Grad>>(),
-        stage<sgdp_float32_small_4<Grad>>(),
-        stage<sgdp_float32_small_5<Grad>>(),
-        stage<sgdp_float32_small_6<Grad>>(),
-        stage<sgdp_float32_small_7<Grad>>(),
+        stage<sgdp_small_kernel_1_2<Weight, Grad>>(),
+        stage<sgdp_small_kernel_2_2<Weight, Grad>>(),
+        stage<sgdp_kernel_3<Weight, Grad>>(),
+        stage<sgdp_small_kernel_4_2<Weight, Grad>>(),
+        stage<sgdp_kernel_5<Weight, Grad>>(),
+        stage<sgdp_small_kernel_6_2<Weight, Grad>>(),
+        stage<sgdp_small_kernel_7_2<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct sgdp_bfloat16 {
+template <class Weight, class Grad>
+struct sgdp_step_3 {
     typedef void staged;
     static constexpr int SCALARS = 9, BLOCK = 64;
     // bytes per entry, what there is one of
@@ -4626,18 +3806,18 @@ struct sgdp_bfloat16 {
         {4, ROW + 8},  // partial results of row_sum_of_momentum_buffer
     };
     static constexpr Stage STAGES[] = {
-        stage<sgdp_bfloat16_1<Grad>>(),
-        stage<sgdp_bfloat16_2<Grad>>(),
-        stage<sgdp_bfloat16_3<Grad>>(),
-        stage<sgdp_bfloat16_4<Grad>>(),
-        stage<sgdp_bfloat16_5<Grad>>(),
-        stage<sgdp_bfloat16_6<Grad>>(),
-        stage<sgdp_bfloat16_7<Grad>>(),
+        stage<sgdp_kernel_1_3<Weight, Grad>>(),
+        stage<sgdp_kernel_2_2<Weight, Grad>>(),
+        stage<sgdp_kernel_3_2<Weight, Grad>>(),
+        stage<sgdp_kernel_4_2<Weight, Grad>>(),
+        stage<sgdp_kernel_5_2<Weight, Grad>>(),
+        stage<sgdp_kernel_6_2<Weight, Grad>>(),
+        stage<sgdp_kernel_7_3<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct sgdp_bfloat16_small {
+template <class Weight, class Grad>
+struct sgdp_small_step_3 {
     typedef void staged;
     static constexpr int SCALARS = 9, BLOCK = 1;
     // bytes per entry, what there is one of
@@ -4669,111 +3849,22 @@ struct sgdp_bfloat16_small {
         {4, ROW + 8},  // partial results of row_sum_of_momentum_buffer
     };
     static constexpr Stage STAGES[] = {
-        stage<sgdp_bfloat16_small_1<Grad>>(),
-        stage<sgdp_bfloat16_small_2<Grad>>(),
-        stage<sgdp_float32_3<Grad>>(),
-        stage<sgdp_bfloat16_small_4<Grad>>(),
-        stage<sgdp_float32_5<Grad>>(),
-        stage<sgdp_bfloat16_small_6<Grad>>(),
-        stage<sgdp_bfloat16_small_7<Grad>>(),
+        stage<sgdp_small_kernel_1_3<Weight, Grad>>(),
+        stage<sgdp_small_kernel_2_2<Weight, Grad>>(),
+        stage<sgdp_kernel_3<Weight, Grad>>(),
+        stage<sgdp_small_kernel_4_2<Weight, Grad>>(),
+        stage<sgdp_kernel_5<Weight, Grad>>(),
+        stage<sgdp_small_kernel_6_2<Weight, Grad>>(),
+        stage<sgdp_small_kernel_7_3<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct sgdp_float16 {
-    typedef void staged;
-    static constexpr int SCALARS = 9, BLOCK = 64;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // momentum_buffer_codes
-        {2, BLOCK_OF},  // momentum_buffer_scale
-        {4, ROW},  // row_sum_for_invariant
-        {4, ROW},  // row_sum_for_invariant_2
-        {4, ROW},  // row_sum_for_invariant_3
-        {4, ROW},  // row_sum_of_momentum_buffer
-        {4, WHOLE},  // tensor_max_for_invariant
-        {4, ROW},  // row_sum_of_momentum_buffer_over_row_mul_3
-        {4, WHOLE},  // tensor_sum_for_invariant
-        {4, WHOLE},  // tensor_sum_for_invariant_2
-        {4, WHOLE},  // tensor_sum_for_invariant_3
-        {4, WHOLE},  // tensor_sum_of_momentum_buffer
-        {4, WHOLE},  // delta_over_sqrt_columns
-        {4, WHOLE},  // delta_over_sqrt_elements
-        {4, WHOLE},  // lt_tensor_div_delta_over_sqrt_elements
-        {4, WHOLE},  // tensor_sum_of_momentum_buffer_over_tensor_mul_3_2
-        {4, WHOLE},  // tensor_lt
-        {4, WHOLE},  // one_minus_lr_times_weight_decay_2
-        {4, ROW},  // row_sum_of_momentum_buffer_over_row_mul_3_2
-        {4, ROW + 8},  // partial results of row_sum_for_invariant
-        {4, ROW + 8},  // partial results of row_sum_for_invariant_2
-        {4, ROW + 8},  // partial results of row_sum_for_invariant_3
-        {4, ROW + 8},  // partial results of row_sum_of_momentum_buffer
-    };
-    static constexpr Stage STAGES[] = {
-        stage<sgdp_float16_1<Grad>>(),
-        stage<sgdp_bfloat16_2<Grad>>(),
-        stage<sgdp_bfloat16_3<Grad>>(),
-        stage<sgdp_bfloat16_4<Grad>>(),
-        stage<sgdp_bfloat16_5<Grad>>(),
-        stage<sgdp_bfloat16_6<Grad>>(),
-        stage<sgdp_float16_7<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct sgdp_float16_small {
-    typedef void staged;
-    static constexpr int SCALARS = 9, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {4, ELEMENT},  // momentum_buffer
-        {4, ROW},  // row_sum_for_invariant
-        {4, ROW},  // row_sum_for_invariant_2
-        {4, ROW},  // row_sum_for_invariant_3
-        {4, ROW},  // row_sum_of_momentum_buffer
-        {4, WHOLE},  // tensor_max_for_invariant
-        {4, ROW},  // row_sum_of_momentum_buffer_over_row_mul_3
-        {4, WHOLE},  // tensor_sum_for_invariant
-        {4, WHOLE},  // tensor_sum_for_invariant_2
-        {4, WHOLE},  // tensor_sum_for_invariant_3
-        {4, WHOLE},  // tensor_sum_of_momentum_buffer
-        {4, WHOLE},  // delta_over_sqrt_columns
-        {4, WHOLE},  // delta_over_sqrt_elements
-        {4, WHOLE},  // lt_tensor_div_delta_over_sqrt_elements
-        {4, WHOLE},  // tensor_sum_of_momentum_buffer_over_tensor_mul_3_2
-        {4, WHOLE},  // tensor_lt
-        {4, WHOLE},  // one_minus_lr_times_weight_decay_2
-        {4, ROW},  // row_sum_of_momentum_buffer_over_row_mul_3_2
-        {4, ROW + 8},  // partial results of row_sum_for_invariant
-        {4, ROW + 8},  // partial results of row_sum_for_invariant_2
-        {4, ROW + 8},  // partial results of row_sum_for_invariant_3
-        {4, ROW + 8},  // partial results of row_sum_of_momentum_buffer
-    };
-    static constexpr Stage STAGES[] = {
-        stage<sgdp_float16_small_1<Grad>>(),
-        stage<sgdp_bfloat16_small_2<Grad>>(),
-        stage<sgdp_float32_3<Grad>>(),
-        stage<sgdp_bfloat16_small_4<Grad>>(),
-        stage<sgdp_float32_5<Grad>>(),
-        stage<sgdp_bfloat16_small_6<Grad>>(),
-        stage<sgdp_float16_small_7<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct sgdp_float32_nesterov {
+template <class Weight, class Grad>
+struct sgdp_nesterov_step {
     typedef void staged;
     static constexpr int SCALARS = 11, BLOCK = 64;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {1, ELEMENT},  // momentum_buffer_codes
         {2, BLOCK_OF},  // momentum_buffer_scale
         {4, ROW},  // row_sum_for_invariant
@@ -4797,26 +3888,24 @@ struct sgdp_float32_nesterov {
         {4, ROW + 8},  // partial results of row_sum_for_invariant_2
         {4, ROW + 8},  // partial results of row_sum_for_invariant_3
         {4, ROW + 8},  // partial results of row_sum_of_p
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<sgdp_float32_nesterov_1<Grad>>(),
-        stage<sgdp_float32_nesterov_2<Grad>>(),
-        stage<sgdp_float32_3<Grad>>(),
-        stage<sgdp_float32_nesterov_4<Grad>>(),
-        stage<sgdp_float32_5<Grad>>(),
-        stage<sgdp_float32_6<Grad>>(),
-        stage<sgdp_float32_nesterov_7<Grad>>(),
+        stage<sgdp_nesterov_kernel_1<Weight, Grad>>(),
+        stage<sgdp_nesterov_kernel_2<Weight, Grad>>(),
+        stage<sgdp_kernel_3<Weight, Grad>>(),
+        stage<sgdp_nesterov_kernel_4<Weight, Grad>>(),
+        stage<sgdp_kernel_5<Weight, Grad>>(),
+        stage<sgdp_kernel_6<Weight, Grad>>(),
+        stage<sgdp_nesterov_kernel_7<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct sgdp_float32_nesterov_small {
+template <class Weight, class Grad>
+struct sgdp_nesterov_small_step {
     typedef void staged;
     static constexpr int SCALARS = 11, BLOCK = 1;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {4, ELEMENT},  // momentum_buffer
         {4, ROW},  // row_sum_for_invariant
         {4, ROW},  // row_sum_for_invariant_2
@@ -4839,20 +3928,20 @@ struct sgdp_float32_nesterov_small {
         {4, ROW + 8},  // partial results of row_sum_for_invariant_2
         {4, ROW + 8},  // partial results of row_sum_for_invariant_3
         {4, ROW + 8},  // partial results of row_sum_of_p
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<sgdp_float32_nesterov_small_1<Grad>>(),
-        stage<sgdp_float32_nesterov_small_2<Grad>>(),
-        stage<sgdp_float32_small_3<Grad>>(),
-        stage<sgdp_float32_nesterov_small_4<Grad>>(),
-        stage<sgdp_float32_small_5<Grad>>(),
-        stage<sgdp_float32_small_6<Grad>>(),
-        stage<sgdp_float32_nesterov_small_7<Grad>>(),
+        stage<sgdp_nesterov_small_kernel_1<Weight, Grad>>(),
+        stage<sgdp_nesterov_small_kernel_2<Weight, Grad>>(),
+        stage<sgdp_small_kernel_3<Weight, Grad>>(),
+        stage<sgdp_nesterov_small_kernel_4<Weight, Grad>>(),
+        stage<sgdp_small_kernel_5<Weight, Grad>>(),
+        stage<sgdp_small_kernel_6<Weight, Grad>>(),
+        stage<sgdp_nesterov_small_kernel_7<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct sgdp_bfloat16_nesterov {
+template <class Weight, class Grad>
+struct sgdp_nesterov_step_2 {
     typedef void staged;
     static constexpr int SCALARS = 11, BLOCK = 64;
     // bytes per entry, what there is one of
@@ -4885,18 +3974,18 @@ struct sgdp_bfloat16_nesterov {
         {4, ROW + 8},  // partial results of row_sum_of_update
     };
     static constexpr Stage STAGES[] = {
-        stage<sgdp_bfloat16_nesterov_1<Grad>>(),
-        stage<sgdp_bfloat16_nesterov_2<Grad>>(),
-        stage<sgdp_bfloat16_3<Grad>>(),
-        stage<sgdp_bfloat16_nesterov_4<Grad>>(),
-        stage<sgdp_bfloat16_5<Grad>>(),
-        stage<sgdp_bfloat16_nesterov_6<Grad>>(),
-        stage<sgdp_bfloat16_nesterov_7<Grad>>(),
+        stage<sgdp_nesterov_kernel_1_2<Weight, Grad>>(),
+        stage<sgdp_nesterov_kernel_2_2<Weight, Grad>>(),
+        stage<sgdp_kernel_3_2<Weight, Grad>>(),
+        stage<sgdp_nesterov_kernel_4_2<Weight, Grad>>(),
+        stage<sgdp_kernel_5_2<Weight, Grad>>(),
+        stage<sgdp_nesterov_kernel_6<Weight, Grad>>(),
+        stage<sgdp_nesterov_kernel_7_2<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct sgdp_bfloat16_nesterov_small {
+template <class Weight, class Grad>
+struct sgdp_nesterov_small_step_2 {
     typedef void staged;
     static constexpr int SCALARS = 11, BLOCK = 1;
     // bytes per entry, what there is one of
@@ -4928,18 +4017,18 @@ struct sgdp_bfloat16_nesterov_small {
         {4, ROW + 8},  // partial results of row_sum_of_update
     };
     static constexpr Stage STAGES[] = {
-        stage<sgdp_bfloat16_nesterov_small_1<Grad>>(),
-        stage<sgdp_bfloat16_nesterov_small_2<Grad>>(),
-        stage<sgdp_float32_3<Grad>>(),
-        stage<sgdp_bfloat16_nesterov_small_4<Grad>>(),
-        stage<sgdp_float32_5<Grad>>(),
-        stage<sgdp_bfloat16_nesterov_small_6<Grad>>(),
-        stage<sgdp_bfloat16_nesterov_small_7<Grad>>(),
+        stage<sgdp_nesterov_small_kernel_1_2<Weight, Grad>>(),
+        stage<sgdp_nesterov_small_kernel_2_2<Weight, Grad>>(),
+        stage<sgdp_kernel_3<Weight, Grad>>(),
+        stage<sgdp_nesterov_small_kernel_4_2<Weight, Grad>>(),
+        stage<sgdp_kernel_5<Weight, Grad>>(),
+        stage<sgdp_nesterov_small_kernel_6<Weight, Grad>>(),
+        stage<sgdp_nesterov_small_kernel_7_2<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct sgdp_float16_nesterov {
+template <class Weight, class Grad>
+struct sgdp_nesterov_step_3 {
     typedef void staged;
     static constexpr int SCALARS = 11, BLOCK = 64;
     // bytes per entry, what there is one of
@@ -4972,18 +4061,18 @@ struct sgdp_float16_nesterov {
         {4, ROW + 8},  // partial results of row_sum_of_update
     };
     static constexpr Stage STAGES[] = {
-        stage<sgdp_float16_nesterov_1<Grad>>(),
-        stage<sgdp_bfloat16_nesterov_2<Grad>>(),
-        stage<sgdp_bfloat16_3<Grad>>(),
-        stage<sgdp_bfloat16_nesterov_4<Grad>>(),
-        stage<sgdp_bfloat16_5<Grad>>(),
-        stage<sgdp_bfloat16_nesterov_6<Grad>>(),
-        stage<sgdp_float16_nesterov_7<Grad>>(),
+        stage<sgdp_nesterov_kernel_1_3<Weight, Grad>>(),
+        stage<sgdp_nesterov_kernel_2_2<Weight, Grad>>(),
+        stage<sgdp_kernel_3_2<Weight, Grad>>(),
+        stage<sgdp_nesterov_kernel_4_2<Weight, Grad>>(),
+        stage<sgdp_kernel_5_2<Weight, Grad>>(),
+        stage<sgdp_nesterov_kernel_6<Weight, Grad>>(),
+        stage<sgdp_nesterov_kernel_7_3<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct sgdp_float16_nesterov_small {
+template <class Weight, class Grad>
+struct sgdp_nesterov_small_step_3 {
     typedef void staged;
     static constexpr int SCALARS = 11, BLOCK = 1;
     // bytes per entry, what there is one of
@@ -5015,15 +4104,40 @@ struct sgdp_float16_nesterov_small {
         {4, ROW + 8},  // partial results of row_sum_of_update
     };
     static constexpr Stage STAGES[] = {
-        stage<sgdp_float16_nesterov_small_1<Grad>>(),
-        stage<sgdp_bfloat16_nesterov_small_2<Grad>>(),
-        stage<sgdp_float32_3<Grad>>(),
-        stage<sgdp_bfloat16_nesterov_small_4<Grad>>(),
-        stage<sgdp_float32_5<Grad>>(),
-        stage<sgdp_bfloat16_nesterov_small_6<Grad>>(),
-        stage<sgdp_float16_nesterov_small_7<Grad>>(),
+        stage<sgdp_nesterov_small_kernel_1_3<Weight, Grad>>(),
+        stage<sgdp_nesterov_small_kernel_2_2<Weight, Grad>>(),
+        stage<sgdp_kernel_3<Weight, Grad>>(),
+        stage<sgdp_nesterov_small_kernel_4_2<Weight, Grad>>(),
+        stage<sgdp_kernel_5<Weight, Grad>>(),
+        stage<sgdp_nesterov_small_kernel_6<Weight, Grad>>(),
+        stage<sgdp_nesterov_small_kernel_7_3<Weight, Grad>>(),
     };
 };
+
+template <class Grad> using sgdp_float32 = sgdp_step<weight_float32, Grad>;
+template <class Grad> using sgdp_float32_small = sgdp_small_step<weight_float32, Grad>;
+template <class Grad> using sgdp_bfloat16 = sgdp_step_2<weight_float32, Grad>;
+template <class Grad> using sgdp_bfloat16_small = sgdp_small_step_2<weight_float32, Grad>;
+template <class Grad> using sgdp_float16 = sgdp_step_3<weight_float32, Grad>;
+template <class Grad> using sgdp_float16_small = sgdp_small_step_3<weight_float32, Grad>;
+template <class Grad> using sgdp_float32_no_projected = sgdp_no_projected_kernel<weight_float32, Grad>;
+template <class Grad> using sgdp_float32_no_projected_small = sgdp_no_projected_small_kernel<weight_float32, Grad>;
+template <class Grad> using sgdp_bfloat16_no_projected = sgdp_no_projected_kernel<weight_bfloat16, Grad>;
+template <class Grad> using sgdp_bfloat16_no_projected_small = sgdp_no_projected_small_kernel<weight_bfloat16, Grad>;
+template <class Grad> using sgdp_float16_no_projected = sgdp_no_projected_kernel<weight_float16, Grad>;
+template <class Grad> using sgdp_float16_no_projected_small = sgdp_no_projected_small_kernel<weight_float16, Grad>;
+template <class Grad> using sgdp_float32_nesterov = sgdp_nesterov_step<weight_float32, Grad>;
+template <class Grad> using sgdp_float32_nesterov_small = sgdp_nesterov_small_step<weight_float32, Grad>;
+template <class Grad> using sgdp_bfloat16_nesterov = sgdp_nesterov_step_2<weight_float32, Grad>;
+template <class Grad> using sgdp_bfloat16_nesterov_small = sgdp_nesterov_small_step_2<weight_float32, Grad>;
+template <class Grad> using sgdp_float16_nesterov = sgdp_nesterov_step_3<weight_float32, Grad>;
+template <class Grad> using sgdp_float16_nesterov_small = sgdp_nesterov_small_step_3<weight_float32, Grad>;
+template <class Grad> using sgdp_float32_nesterov_no_projected = sgdp_nesterov_no_projected_kernel<weight_float32, Grad>;
+template <class Grad> using sgdp_float32_nesterov_no_projected_small = sgdp_nesterov_no_projected_small_kernel<weight_float32, Grad>;
+template <class Grad> using sgdp_bfloat16_nesterov_no_projected = sgdp_nesterov_no_projected_kernel<weight_bfloat16, Grad>;
+template <class Grad> using sgdp_bfloat16_nesterov_no_projected_small = sgdp_nesterov_no_projected_small_kernel<weight_bfloat16, Grad>;
+template <class Grad> using sgdp_float16_nesterov_no_projected = sgdp_nesterov_no_projected_kernel<weight_float16, Grad>;
+template <class Grad> using sgdp_float16_nesterov_no_projected_small = sgdp_nesterov_no_projected_small_kernel<weight_float16, Grad>;
 
 }  // namespace
 

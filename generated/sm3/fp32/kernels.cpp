@@ -18,274 +18,100 @@
 
 namespace {
 
-template <class Grad>
-struct sm3_float32_no_factored {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 3;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}};
+// bf16, nearest
+struct weight_bfloat16 {
+    static constexpr int NOISE = 0;
+    static constexpr Part PARTS[] = {{2, true}};  // code
+    uint16_t *__restrict code_at;
 
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];            // float32 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict accumulator_at = (float *)at[2];  // float32 [n]  read and written
-        const F eps(scalars[0]);
-        const F grad_scale_times_grad_scale(scalars[1]);
-        const F minus_lr_times_grad_scale(scalars[2]);
-
-        // -- elements: decode, update  (specs/sm3.py)
-        for (int i = 0; i < count; i += W) {
-            const F g = Grad::load(g_at + i);
-            const F accumulator = load(accumulator_at + i);
-            const F p = load(p_at + i);
-            // 42  accumulator = accumulator + g * g
-            const F accumulator_2 = fma(grad_scale_times_grad_scale * g, g, accumulator);
-            // 48  p = p - lr * update
-            const F p_2 = fma(minus_lr_times_grad_scale, g / sqrt(accumulator_2 + eps), p);
-            store(p_at + i, p_2);
-            store(accumulator_at + i, accumulator_2);
-        }
+    weight_bfloat16(char *p, char *const *more) : code_at((uint16_t *)p) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        return widened(code_stored);
     }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        const I x_bits = bits(x);
+        const I carry = (x_bits >> 16 & 1) + 32767;
+        store_half<2>(code_at + i, bits_or_nan(as_float(x_bits)) + carry);
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); }
 };
 
-template <class Grad>
-struct sm3_bfloat16_no_factored {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 3;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}};
+// f16, nearest
+struct weight_float16 {
+    static constexpr int NOISE = 0;
+    static constexpr Part PARTS[] = {{2, true}};  // code
+    uint16_t *__restrict code_at;
 
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];      // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict accumulator_at = (float *)at[2];  // float32 [n]  read and written
-        const F eps(scalars[0]);
-        const F grad_scale_times_grad_scale(scalars[1]);
-        const F minus_lr_times_grad_scale(scalars[2]);
-
-        // -- elements: decode, update, encode  (specs/sm3.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F accumulator = load(accumulator_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);  // bf16, nearest
-            const F g_cast = g_stored;
-            // 42  accumulator = accumulator + g * g
-            const F accumulator_2 = fma(grad_scale_times_grad_scale * g_cast, g_cast, accumulator);
-            // 48  p = p - lr * update
-            const F p_2 = fma(minus_lr_times_grad_scale, g_cast / sqrt(accumulator_2 + eps), p);
-            const I p_x_bits = bits(p_2);
-            const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-            store(accumulator_at + i, accumulator_2);
-        }
+    weight_float16(char *p, char *const *more) : code_at((uint16_t *)p) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        return widen_half(code_stored);
     }
-};
-
-template <class Grad>
-struct sm3_float16_no_factored {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 3;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];      // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict accumulator_at = (float *)at[2];  // float32 [n]  read and written
-        const F eps(scalars[0]);
-        const F grad_scale_times_grad_scale(scalars[1]);
-        const F minus_lr_times_grad_scale(scalars[2]);
-
-        // -- elements: decode, update  (specs/sm3.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F accumulator = load(accumulator_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);  // f16, nearest
-            const F g_cast = g_stored;
-            // 42  accumulator = accumulator + g * g
-            const F accumulator_2 = fma(grad_scale_times_grad_scale * g_cast, g_cast, accumulator);
-            // 48  p = p - lr * update
-            const F p_2 = fma(minus_lr_times_grad_scale, g_cast / sqrt(accumulator_2 + eps), p);
-            store(p_at + i, narrow_half(p_2));
-            store(accumulator_at + i, accumulator_2);
-        }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        store(code_at + i, narrow_half(x));
     }
-};
-
-template <class Grad>
-struct sm3_float32_has_momentum_no_factored {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];                // float32 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict accumulator_at = (float *)at[2];      // float32 [n]  read and written
-        float *__restrict momentum_buffer_at = (float *)at[3];  // float32 [n]  read and written
-        const F momentum(scalars[0]);
-        const F eps(scalars[1]);
-        const F grad_scale_times_grad_scale(scalars[2]);
-        const F one_minus_momentum_times_grad_scale(scalars[3]);
-        const F minus_lr(scalars[4]);
-
-        // -- elements: decode, update  (specs/sm3.py)
-        for (int i = 0; i < count; i += W) {
-            const F g = Grad::load(g_at + i);
-            const F accumulator = load(accumulator_at + i);
-            const F momentum_buffer = load(momentum_buffer_at + i);
-            const F p = load(p_at + i);
-            // 42  accumulator = accumulator + g * g
-            const F accumulator_2 = fma(grad_scale_times_grad_scale * g, g, accumulator);
-            // 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
-            const F momentum_buffer_2 = fma(one_minus_momentum_times_grad_scale, g / sqrt(accumulator_2 + eps), momentum * momentum_buffer);
-            const F p_2 = fma(minus_lr, momentum_buffer_2, p);  // 48  p = p - lr * update
-            store(p_at + i, p_2);
-            store(accumulator_at + i, accumulator_2);
-            store(momentum_buffer_at + i, momentum_buffer_2);
-        }
-    }
-};
-
-template <class Grad>
-struct sm3_bfloat16_has_momentum_no_factored {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];          // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict accumulator_at = (float *)at[2];      // float32 [n]  read and written
-        float *__restrict momentum_buffer_at = (float *)at[3];  // float32 [n]  read and written
-        const F momentum(scalars[0]);
-        const F eps(scalars[1]);
-        const F grad_scale_times_grad_scale(scalars[2]);
-        const F one_minus_momentum_times_grad_scale(scalars[3]);
-        const F minus_lr(scalars[4]);
-
-        // -- elements: decode, update, encode  (specs/sm3.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F accumulator = load(accumulator_at + i);
-            const F momentum_buffer = load(momentum_buffer_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);                      // bf16, nearest
-            const F g_cast = g_stored;
-            // 42  accumulator = accumulator + g * g
-            const F accumulator_2 = fma(grad_scale_times_grad_scale * g_cast, g_cast, accumulator);
-            // 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
-            const F momentum_buffer_2 = fma(one_minus_momentum_times_grad_scale, g_cast / sqrt(accumulator_2 + eps), momentum * momentum_buffer);
-            const F p_2 = fma(minus_lr, momentum_buffer_2, p);  // 48  p = p - lr * update
-            const I p_x_bits = bits(p_2);
-            const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-            store(accumulator_at + i, accumulator_2);
-            store(momentum_buffer_at + i, momentum_buffer_2);
-        }
-    }
-};
-
-template <class Grad>
-struct sm3_float16_has_momentum_no_factored {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];          // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict accumulator_at = (float *)at[2];      // float32 [n]  read and written
-        float *__restrict momentum_buffer_at = (float *)at[3];  // float32 [n]  read and written
-        const F momentum(scalars[0]);
-        const F eps(scalars[1]);
-        const F grad_scale_times_grad_scale(scalars[2]);
-        const F one_minus_momentum_times_grad_scale(scalars[3]);
-        const F minus_lr(scalars[4]);
-
-        // -- elements: decode, update  (specs/sm3.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F accumulator = load(accumulator_at + i);
-            const F momentum_buffer = load(momentum_buffer_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);                   // f16, nearest
-            const F g_cast = g_stored;
-            // 42  accumulator = accumulator + g * g
-            const F accumulator_2 = fma(grad_scale_times_grad_scale * g_cast, g_cast, accumulator);
-            // 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
-            const F momentum_buffer_2 = fma(one_minus_momentum_times_grad_scale, g_cast / sqrt(accumulator_2 + eps), momentum * momentum_buffer);
-            const F p_2 = fma(minus_lr, momentum_buffer_2, p);  // 48  p = p - lr * update
-            store(p_at + i, narrow_half(p_2));
-            store(accumulator_at + i, accumulator_2);
-            store(momentum_buffer_at + i, momentum_buffer_2);
-        }
-    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); }
 };
 
 // a sweep: accumulator_row (specs/sm3.py:39), accumulator_col (specs/sm3.py:40)
-template <class Grad>
-struct sm3_float32_1 {
+template <class Weight, class Grad>
+struct sm3_kernel_1 {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ROW, true, false, NONE, 2},  // accumulator_row
-        {3, -1, 4, COLUMN, true, false, NONE, 3},  // accumulator_col
-        {4, 6, 4, ROW, false, true, LARGEST, 4},  // accumulator_row_2
-        {5, 7, 4, COLUMN, false, true, LARGEST, 4},  // accumulator_col_2
-    };
+    static constexpr bool MATRICES = true, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {2, -1, 4, ROW, true, false, NONE, 1},  // accumulator_row
+        {3, -1, 4, COLUMN, true, false, NONE, 2},  // accumulator_col
+        {4, 6, 4, ROW, false, true, LARGEST, 3},  // accumulator_row_2
+        {5, 7, 4, COLUMN, false, true, LARGEST, 3},  // accumulator_col_2
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                            // float32 [n]  read and written
+        Weight weight(at[5], at + 6);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const float *__restrict accumulator_row_at = (const float *)at[2];  // float32 [row]  read
-        const float *__restrict accumulator_col_at = (const float *)at[3];  // float32 [col]  read
-        float *__restrict accumulator_row_2_at = (float *)at[4];            // float32 [row]  for row_max
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        const float *__restrict accumulator_row_at = (const float *)at[1];  // float32 [row]  read
+        const float *__restrict accumulator_col_at = (const float *)at[2];  // float32 [col]  read
+        float *__restrict accumulator_row_2_at = (float *)at[3];            // float32 [row]  for row_max
+        const int32_t step_key = known.step_key;
+        const int32_t stream_key = known.stream_key;
         const F eps(known.scalars[0]);
         const F grad_scale_times_grad_scale(known.scalars[1]);
         const F minus_lr_times_grad_scale(known.scalars[2]);
+        Words<sm3_kernel_1> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/sm3.py)
         for (int i = 0; i < count; i += W) {
+            const auto noise = words.at(i);
             const F g = Grad::load(g_at + i);
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             // 38  total = minimum(accumulator_row, accumulator_col) + g * g
             const F total = fma(grad_scale_times_grad_scale * g, g, min(load(accumulator_row_at + (i & row_mask)), load(accumulator_col_at + i)));
             const F p_2 = fma(minus_lr_times_grad_scale, g / sqrt(total + eps), p);  // 48  p = p - lr * update
-            store(p_at + i, p_2);
+            weight.encode(i, p_2, noise);
             store(accumulator_row_2_at + i, total);
         }
     }
 };
 
 // row: values of rows
-template <class Grad>
-struct sm3_float32_2 {
+template <class Weight, class Grad>
+struct sm3_kernel_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {2, -1, 4, ROW, false, true, NONE, 0},  // accumulator_row
         {4, -1, 4, ROW, true, false, NONE, 1},  // accumulator_row_2
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -301,16 +127,16 @@ struct sm3_float32_2 {
 };
 
 // col: values of columns
-template <class Grad>
-struct sm3_float32_3 {
+template <class Weight, class Grad>
+struct sm3_kernel_3 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = COLUMN;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {3, -1, 4, COLUMN, false, true, NONE, 0},  // accumulator_col
         {5, -1, 4, COLUMN, true, false, NONE, 1},  // accumulator_col_2
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -325,139 +151,91 @@ struct sm3_float32_3 {
     }
 };
 
-// a sweep: accumulator_row (specs/sm3.py:39), accumulator_col (specs/sm3.py:40)
-template <class Grad>
-struct sm3_bfloat16_1 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ROW, true, false, NONE, 2},  // accumulator_row
-        {3, -1, 4, COLUMN, true, false, NONE, 3},  // accumulator_col
-        {4, 6, 4, ROW, false, true, LARGEST, 4},  // accumulator_row_2
-        {5, 7, 4, COLUMN, false, true, LARGEST, 4},  // accumulator_col_2
-    };
+template <class Weight, class Grad>
+struct sm3_no_factored_kernel {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 3;
+    // bytes per entry, of what, written
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}});
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                      // bfloat16 [n]  read and written
+                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+        Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const float *__restrict accumulator_row_at = (const float *)at[2];  // float32 [row]  read
-        const float *__restrict accumulator_col_at = (const float *)at[3];  // float32 [col]  read
-        float *__restrict accumulator_row_2_at = (float *)at[4];            // float32 [row]  for row_max
-        const F eps(known.scalars[0]);
-        const F grad_scale_times_grad_scale(known.scalars[1]);
-        const F minus_lr_times_grad_scale(known.scalars[2]);
-
-        // -- elements: decode, update, encode  (specs/sm3.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);  // bf16, nearest
-            const F g_cast = g_stored;
-            // 38  total = minimum(accumulator_row, accumulator_col) + g * g
-            const F total = fma(grad_scale_times_grad_scale * g_cast, g_cast, min(load(accumulator_row_at + (i & row_mask)), load(accumulator_col_at + i)));
-            // 48  p = p - lr * update
-            const F p_2 = fma(minus_lr_times_grad_scale, g_cast / sqrt(total + eps), p);
-            const I p_x_bits = bits(p_2);
-            const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-            store(accumulator_row_2_at + i, total);
-        }
-    }
-};
-
-// a sweep: accumulator_row (specs/sm3.py:39), accumulator_col (specs/sm3.py:40)
-template <class Grad>
-struct sm3_float16_1 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ROW, true, false, NONE, 2},  // accumulator_row
-        {3, -1, 4, COLUMN, true, false, NONE, 3},  // accumulator_col
-        {4, 6, 4, ROW, false, true, LARGEST, 4},  // accumulator_row_2
-        {5, 7, 4, COLUMN, false, true, LARGEST, 4},  // accumulator_col_2
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                      // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const float *__restrict accumulator_row_at = (const float *)at[2];  // float32 [row]  read
-        const float *__restrict accumulator_col_at = (const float *)at[3];  // float32 [col]  read
-        float *__restrict accumulator_row_2_at = (float *)at[4];            // float32 [row]  for row_max
-        const F eps(known.scalars[0]);
-        const F grad_scale_times_grad_scale(known.scalars[1]);
-        const F minus_lr_times_grad_scale(known.scalars[2]);
+        float *__restrict accumulator_at = (float *)at[parts<Weight>() + 1];  // float32 [n]  read and written
+        const F eps(scalars[0]);
+        const F grad_scale_times_grad_scale(scalars[1]);
+        const F minus_lr_times_grad_scale(scalars[2]);
+        Words<sm3_no_factored_kernel> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/sm3.py)
         for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);  // f16, nearest
-            const F g_cast = g_stored;
-            // 38  total = minimum(accumulator_row, accumulator_col) + g * g
-            const F total = fma(grad_scale_times_grad_scale * g_cast, g_cast, min(load(accumulator_row_at + (i & row_mask)), load(accumulator_col_at + i)));
+            const auto noise = words.at(i);
+            const F g = Grad::load(g_at + i);
+            const F accumulator = load(accumulator_at + i);
+            const F p = weight.decode(i);
+            // 42  accumulator = accumulator + g * g
+            const F accumulator_2 = fma(grad_scale_times_grad_scale * g, g, accumulator);
             // 48  p = p - lr * update
-            const F p_2 = fma(minus_lr_times_grad_scale, g_cast / sqrt(total + eps), p);
-            store(p_at + i, narrow_half(p_2));
-            store(accumulator_row_2_at + i, total);
+            const F p_2 = fma(minus_lr_times_grad_scale, g / sqrt(accumulator_2 + eps), p);
+            weight.encode(i, p_2, noise);
+            store(accumulator_at + i, accumulator_2);
         }
     }
 };
 
 // a sweep: accumulator_row (specs/sm3.py:39), accumulator_col (specs/sm3.py:40)
-template <class Grad>
-struct sm3_float32_has_momentum_1 {
+template <class Weight, class Grad>
+struct sm3_has_momentum_kernel_1 {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ROW, true, false, NONE, 2},  // accumulator_row
-        {3, -1, 4, COLUMN, true, false, NONE, 3},  // accumulator_col
-        {4, -1, 4, ELEMENT, true, true, NONE, 4},  // momentum_buffer
-        {5, 7, 4, ROW, false, true, LARGEST, 5},  // accumulator_row_2
-        {6, 8, 4, COLUMN, false, true, LARGEST, 5},  // accumulator_col_2
-    };
+    static constexpr bool MATRICES = true, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {2, -1, 4, ROW, true, false, NONE, 1},  // accumulator_row
+        {3, -1, 4, COLUMN, true, false, NONE, 2},  // accumulator_col
+        {4, -1, 4, ELEMENT, true, true, NONE, 3},  // momentum_buffer
+        {5, 7, 4, ROW, false, true, LARGEST, 4},  // accumulator_row_2
+        {6, 8, 4, COLUMN, false, true, LARGEST, 4},  // accumulator_col_2
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                            // float32 [n]  read and written
+        Weight weight(at[6], at + 7);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const float *__restrict accumulator_row_at = (const float *)at[2];  // float32 [row]  read
-        const float *__restrict accumulator_col_at = (const float *)at[3];  // float32 [col]  read
-        float *__restrict momentum_buffer_at = (float *)at[4];              // float32 [n]  read and written
-        float *__restrict accumulator_row_2_at = (float *)at[5];            // float32 [row]  for row_max
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        const float *__restrict accumulator_row_at = (const float *)at[1];  // float32 [row]  read
+        const float *__restrict accumulator_col_at = (const float *)at[2];  // float32 [col]  read
+        float *__restrict momentum_buffer_at = (float *)at[3];              // float32 [n]  read and written
+        float *__restrict accumulator_row_2_at = (float *)at[4];            // float32 [row]  for row_max
+        const int32_t step_key = known.step_key;
+        const int32_t stream_key = known.stream_key;
         const F momentum(known.scalars[0]);
         const F eps(known.scalars[1]);
         const F grad_scale_times_grad_scale(known.scalars[2]);
         const F one_minus_momentum_times_grad_scale(known.scalars[3]);
         const F minus_lr(known.scalars[4]);
+        Words<sm3_has_momentum_kernel_1> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/sm3.py)
         for (int i = 0; i < count; i += W) {
+            const auto noise = words.at(i);
             const F g = Grad::load(g_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             // 38  total = minimum(accumulator_row, accumulator_col) + g * g
             const F total = fma(grad_scale_times_grad_scale * g, g, min(load(accumulator_row_at + (i & row_mask)), load(accumulator_col_at + i)));
             // 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
             const F momentum_buffer_2 = fma(one_minus_momentum_times_grad_scale, g / sqrt(total + eps), momentum * momentum_buffer);
             const F p_2 = fma(minus_lr, momentum_buffer_2, p);  // 48  p = p - lr * update
-            store(p_at + i, p_2);
+            weight.encode(i, p_2, noise);
             store(momentum_buffer_at + i, momentum_buffer_2);
             store(accumulator_row_2_at + i, total);
         }
@@ -465,16 +243,16 @@ struct sm3_float32_has_momentum_1 {
 };
 
 // row: values of rows
-template <class Grad>
-struct sm3_float32_has_momentum_2 {
+template <class Weight, class Grad>
+struct sm3_has_momentum_kernel_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {2, -1, 4, ROW, false, true, NONE, 0},  // accumulator_row
         {5, -1, 4, ROW, true, false, NONE, 1},  // accumulator_row_2
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -490,16 +268,16 @@ struct sm3_float32_has_momentum_2 {
 };
 
 // col: values of columns
-template <class Grad>
-struct sm3_float32_has_momentum_3 {
+template <class Weight, class Grad>
+struct sm3_has_momentum_kernel_3 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = COLUMN;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {3, -1, 4, COLUMN, false, true, NONE, 0},  // accumulator_col
         {6, -1, 4, COLUMN, true, false, NONE, 1},  // accumulator_col_2
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -514,184 +292,75 @@ struct sm3_float32_has_momentum_3 {
     }
 };
 
-// a sweep: accumulator_row (specs/sm3.py:39), accumulator_col (specs/sm3.py:40)
-template <class Grad>
-struct sm3_bfloat16_has_momentum_1 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ROW, true, false, NONE, 2},  // accumulator_row
-        {3, -1, 4, COLUMN, true, false, NONE, 3},  // accumulator_col
-        {4, -1, 4, ELEMENT, true, true, NONE, 4},  // momentum_buffer
-        {5, 7, 4, ROW, false, true, LARGEST, 5},  // accumulator_row_2
-        {6, 8, 4, COLUMN, false, true, LARGEST, 5},  // accumulator_col_2
-    };
+template <class Weight, class Grad>
+struct sm3_has_momentum_no_factored_kernel {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
+    // bytes per entry, of what, written
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}});
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                      // bfloat16 [n]  read and written
+                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+        Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const float *__restrict accumulator_row_at = (const float *)at[2];  // float32 [row]  read
-        const float *__restrict accumulator_col_at = (const float *)at[3];  // float32 [col]  read
-        float *__restrict momentum_buffer_at = (float *)at[4];              // float32 [n]  read and written
-        float *__restrict accumulator_row_2_at = (float *)at[5];            // float32 [row]  for row_max
-        const F momentum(known.scalars[0]);
-        const F eps(known.scalars[1]);
-        const F grad_scale_times_grad_scale(known.scalars[2]);
-        const F one_minus_momentum_times_grad_scale(known.scalars[3]);
-        const F minus_lr(known.scalars[4]);
-
-        // -- elements: decode, update, encode  (specs/sm3.py)
-        for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
-            const F momentum_buffer = load(momentum_buffer_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);                      // bf16, nearest
-            const F g_cast = g_stored;
-            // 38  total = minimum(accumulator_row, accumulator_col) + g * g
-            const F total = fma(grad_scale_times_grad_scale * g_cast, g_cast, min(load(accumulator_row_at + (i & row_mask)), load(accumulator_col_at + i)));
-            // 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
-            const F momentum_buffer_2 = fma(one_minus_momentum_times_grad_scale, g_cast / sqrt(total + eps), momentum * momentum_buffer);
-            const F p_2 = fma(minus_lr, momentum_buffer_2, p);  // 48  p = p - lr * update
-            const I p_x_bits = bits(p_2);
-            const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-            store(momentum_buffer_at + i, momentum_buffer_2);
-            store(accumulator_row_2_at + i, total);
-        }
-    }
-};
-
-// a sweep: accumulator_row (specs/sm3.py:39), accumulator_col (specs/sm3.py:40)
-template <class Grad>
-struct sm3_float16_has_momentum_1 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ROW, true, false, NONE, 2},  // accumulator_row
-        {3, -1, 4, COLUMN, true, false, NONE, 3},  // accumulator_col
-        {4, -1, 4, ELEMENT, true, true, NONE, 4},  // momentum_buffer
-        {5, 7, 4, ROW, false, true, LARGEST, 5},  // accumulator_row_2
-        {6, 8, 4, COLUMN, false, true, LARGEST, 5},  // accumulator_col_2
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                      // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const float *__restrict accumulator_row_at = (const float *)at[2];  // float32 [row]  read
-        const float *__restrict accumulator_col_at = (const float *)at[3];  // float32 [col]  read
-        float *__restrict momentum_buffer_at = (float *)at[4];              // float32 [n]  read and written
-        float *__restrict accumulator_row_2_at = (float *)at[5];            // float32 [row]  for row_max
-        const F momentum(known.scalars[0]);
-        const F eps(known.scalars[1]);
-        const F grad_scale_times_grad_scale(known.scalars[2]);
-        const F one_minus_momentum_times_grad_scale(known.scalars[3]);
-        const F minus_lr(known.scalars[4]);
+        float *__restrict accumulator_at = (float *)at[parts<Weight>() + 1];  // float32 [n]  read and written
+        // float32 [n]  read and written
+        float *__restrict momentum_buffer_at = (float *)at[parts<Weight>() + 2];
+        const F momentum(scalars[0]);
+        const F eps(scalars[1]);
+        const F grad_scale_times_grad_scale(scalars[2]);
+        const F one_minus_momentum_times_grad_scale(scalars[3]);
+        const F minus_lr(scalars[4]);
+        Words<sm3_has_momentum_no_factored_kernel> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/sm3.py)
         for (int i = 0; i < count; i += W) {
-            const F g_stored = Grad::load(g_at + i);
+            const auto noise = words.at(i);
+            const F g = Grad::load(g_at + i);
+            const F accumulator = load(accumulator_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);                   // f16, nearest
-            const F g_cast = g_stored;
-            // 38  total = minimum(accumulator_row, accumulator_col) + g * g
-            const F total = fma(grad_scale_times_grad_scale * g_cast, g_cast, min(load(accumulator_row_at + (i & row_mask)), load(accumulator_col_at + i)));
+            const F p = weight.decode(i);
+            // 42  accumulator = accumulator + g * g
+            const F accumulator_2 = fma(grad_scale_times_grad_scale * g, g, accumulator);
             // 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
-            const F momentum_buffer_2 = fma(one_minus_momentum_times_grad_scale, g_cast / sqrt(total + eps), momentum * momentum_buffer);
+            const F momentum_buffer_2 = fma(one_minus_momentum_times_grad_scale, g / sqrt(accumulator_2 + eps), momentum * momentum_buffer);
             const F p_2 = fma(minus_lr, momentum_buffer_2, p);  // 48  p = p - lr * update
-            store(p_at + i, narrow_half(p_2));
+            weight.encode(i, p_2, noise);
+            store(accumulator_at + i, accumulator_2);
             store(momentum_buffer_at + i, momentum_buffer_2);
-            store(accumulator_row_2_at + i, total);
         }
     }
 };
 
-template <class Grad>
-struct sm3_float32 {
+template <class Weight, class Grad>
+struct sm3_step {
     typedef void staged;
     static constexpr int SCALARS = 3, BLOCK = 1;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {4, ROW},  // accumulator_row
         {4, COLUMN},  // accumulator_col
         {4, ROW},  // accumulator_row_2
         {4, COLUMN},  // accumulator_col_2
         {4, ROW + 8},  // partial results of accumulator_row_2
         {4, COLUMN + 8},  // partial results of accumulator_col_2
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<sm3_float32_1<Grad>>(),
-        stage<sm3_float32_2<Grad>>(),
-        stage<sm3_float32_3<Grad>>(),
+        stage<sm3_kernel_1<Weight, Grad>>(),
+        stage<sm3_kernel_2<Weight, Grad>>(),
+        stage<sm3_kernel_3<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct sm3_bfloat16 {
-    typedef void staged;
-    static constexpr int SCALARS = 3, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, ROW},  // accumulator_row
-        {4, COLUMN},  // accumulator_col
-        {4, ROW},  // accumulator_row_2
-        {4, COLUMN},  // accumulator_col_2
-        {4, ROW + 8},  // partial results of accumulator_row_2
-        {4, COLUMN + 8},  // partial results of accumulator_col_2
-    };
-    static constexpr Stage STAGES[] = {
-        stage<sm3_bfloat16_1<Grad>>(),
-        stage<sm3_float32_2<Grad>>(),
-        stage<sm3_float32_3<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct sm3_float16 {
-    typedef void staged;
-    static constexpr int SCALARS = 3, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, ROW},  // accumulator_row
-        {4, COLUMN},  // accumulator_col
-        {4, ROW},  // accumulator_row_2
-        {4, COLUMN},  // accumulator_col_2
-        {4, ROW + 8},  // partial results of accumulator_row_2
-        {4, COLUMN + 8},  // partial results of accumulator_col_2
-    };
-    static constexpr Stage STAGES[] = {
-        stage<sm3_float16_1<Grad>>(),
-        stage<sm3_float32_2<Grad>>(),
-        stage<sm3_float32_3<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct sm3_float32_has_momentum {
+template <class Weight, class Grad>
+struct sm3_has_momentum_step {
     typedef void staged;
     static constexpr int SCALARS = 5, BLOCK = 1;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {4, ROW},  // accumulator_row
         {4, COLUMN},  // accumulator_col
         {4, ELEMENT},  // momentum_buffer
@@ -699,59 +368,26 @@ struct sm3_float32_has_momentum {
         {4, COLUMN},  // accumulator_col_2
         {4, ROW + 8},  // partial results of accumulator_row_2
         {4, COLUMN + 8},  // partial results of accumulator_col_2
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<sm3_float32_has_momentum_1<Grad>>(),
-        stage<sm3_float32_has_momentum_2<Grad>>(),
-        stage<sm3_float32_has_momentum_3<Grad>>(),
+        stage<sm3_has_momentum_kernel_1<Weight, Grad>>(),
+        stage<sm3_has_momentum_kernel_2<Weight, Grad>>(),
+        stage<sm3_has_momentum_kernel_3<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct sm3_bfloat16_has_momentum {
-    typedef void staged;
-    static constexpr int SCALARS = 5, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, ROW},  // accumulator_row
-        {4, COLUMN},  // accumulator_col
-        {4, ELEMENT},  // momentum_buffer
-        {4, ROW},  // accumulator_row_2
-        {4, COLUMN},  // accumulator_col_2
-        {4, ROW + 8},  // partial results of accumulator_row_2
-        {4, COLUMN + 8},  // partial results of accumulator_col_2
-    };
-    static constexpr Stage STAGES[] = {
-        stage<sm3_bfloat16_has_momentum_1<Grad>>(),
-        stage<sm3_float32_has_momentum_2<Grad>>(),
-        stage<sm3_float32_has_momentum_3<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct sm3_float16_has_momentum {
-    typedef void staged;
-    static constexpr int SCALARS = 5, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, ROW},  // accumulator_row
-        {4, COLUMN},  // accumulator_col
-        {4, ELEMENT},  // momentum_buffer
-        {4, ROW},  // accumulator_row_2
-        {4, COLUMN},  // accumulator_col_2
-        {4, ROW + 8},  // partial results of accumulator_row_2
-        {4, COLUMN + 8},  // partial results of accumulator_col_2
-    };
-    static constexpr Stage STAGES[] = {
-        stage<sm3_float16_has_momentum_1<Grad>>(),
-        stage<sm3_float32_has_momentum_2<Grad>>(),
-        stage<sm3_float32_has_momentum_3<Grad>>(),
-    };
-};
+template <class Grad> using sm3_float32 = sm3_step<weight_float32, Grad>;
+template <class Grad> using sm3_bfloat16 = sm3_step<weight_bfloat16, Grad>;
+template <class Grad> using sm3_float16 = sm3_step<weight_float16, Grad>;
+template <class Grad> using sm3_float32_no_factored = sm3_no_factored_kernel<weight_float32, Grad>;
+template <class Grad> using sm3_bfloat16_no_factored = sm3_no_factored_kernel<weight_bfloat16, Grad>;
+template <class Grad> using sm3_float16_no_factored = sm3_no_factored_kernel<weight_float16, Grad>;
+template <class Grad> using sm3_float32_has_momentum = sm3_has_momentum_step<weight_float32, Grad>;
+template <class Grad> using sm3_bfloat16_has_momentum = sm3_has_momentum_step<weight_bfloat16, Grad>;
+template <class Grad> using sm3_float16_has_momentum = sm3_has_momentum_step<weight_float16, Grad>;
+template <class Grad> using sm3_float32_has_momentum_no_factored = sm3_has_momentum_no_factored_kernel<weight_float32, Grad>;
+template <class Grad> using sm3_bfloat16_has_momentum_no_factored = sm3_has_momentum_no_factored_kernel<weight_bfloat16, Grad>;
+template <class Grad> using sm3_float16_has_momentum_no_factored = sm3_has_momentum_no_factored_kernel<weight_float16, Grad>;
 
 }  // namespace
 

@@ -18,11 +18,170 @@
 
 namespace {
 
-template <class Grad>
-struct sm3_float32_no_factored {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2), SCALARS = 3;
+// bf16 and 8 more bits, stochastic
+struct weight_bfloat16 {
+    static constexpr int NOISE = 8;
+    static constexpr Part PARTS[] = {{2, true}, {1, true}};  // code, low
+    uint16_t *__restrict code_at;
+    uint8_t *__restrict low_at;
+
+    weight_bfloat16(char *p, char *const *more) : code_at((uint16_t *)p), low_at((uint8_t *)more[0]) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        const U8 low_code = raw(low_at + i);
+        return as_float(joined(code_stored, low_code) - 32768);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        const I word = bits_or_nan(x) + (integer<P>(noise) | 0x8000);
+        store_half<2>(code_at + i, word);
+        store_byte<1>(low_at + i, word);
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); fetch<N>(low_at, b); }
+};
+
+// f16 and 8 more bits, stochastic
+struct weight_float16 {
+    static constexpr int NOISE = 8;
+    static constexpr Part PARTS[] = {{2, true}, {1, true}};  // code, low
+    uint16_t *__restrict code_at;
+    uint8_t *__restrict low_at;
+
+    weight_float16(char *p, char *const *more) : code_at((uint16_t *)p), low_at((uint8_t *)more[0]) {}
+    F decode(int i) const {
+        const U16 code_stored = raw(code_at + i);
+        const I high = extend16(extend16(to_int(code_stored)));
+        const U8 low_code = raw(low_at + i);
+        const I low = to_int(low_code);
+        const I offset = low - 128;
+        const I wide = ((high & 32767) << 8) + offset;
+        const I subnormal = bits(2.3283064365386963e-10f * to_float(wide));
+        const I normal = (wide << 5) + 0x38000000;
+        const I finite = where(wide < 0x40000, subnormal, normal);
+        return as_float(bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000))) | (high & 0x8000) << 16);
+    }
+    template <class Noise> void encode(int i, F x, const Noise &noise) const {
+        const I x_bitcast = bits(x);
+        const I sign_ = x_bitcast >> 16 & 0x8000;
+        const I magnitude = x_bitcast & 0x7fffffff;
+        const F magnitude_bitcast = as_float(magnitude);
+        const M is_subnormal = magnitude_bitcast < 6.103515625e-05f;
+        const I subnormal = to_int(2199023255552.0f * magnitude_bitcast);
+        const I rebiased = min(I(0xf800000), magnitude - 0x38000000);
+        const I fixed = where(is_subnormal, subnormal, rebiased << 4);
+        const I wide = lshr(fixed + middle<P, 9>(noise), 9);
+        const I word = where(x == x, wide, I(0x7e0000)) + 128;
+        const I kept_ = word;
+        store(code_at + i, sign_ | word >> 8);
+        store(low_at + i, kept_);
+    }
+    template <int N> void ahead(int b) const { fetch<N>(code_at, b); fetch<N>(low_at, b); }
+};
+
+// a sweep: accumulator_row (specs/sm3.py:39), accumulator_col (specs/sm3.py:40)
+template <class Weight, class Grad>
+struct sm3_kernel_1 {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
+    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr Kind SPACE = ELEMENT;
+    static constexpr bool MATRICES = true, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {2, -1, 4, ROW, true, false, NONE, 1},  // accumulator_row
+        {3, -1, 4, COLUMN, true, false, NONE, 2},  // accumulator_col
+        {4, 6, 4, ROW, false, true, LARGEST, 3},  // accumulator_row_2
+        {5, 7, 4, COLUMN, false, true, LARGEST, 3},  // accumulator_col_2
+    });
+
+    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
+                                 int row_mask, const Known &known) {
+        Weight weight(at[5], at + 6);
+        // float [n]  read
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        const float *__restrict accumulator_row_at = (const float *)at[1];  // float32 [row]  read
+        const float *__restrict accumulator_col_at = (const float *)at[2];  // float32 [col]  read
+        float *__restrict accumulator_row_2_at = (float *)at[3];            // float32 [row]  for row_max
+        const int32_t step_key = known.step_key;
+        const int32_t stream_key = known.stream_key;
+        const F eps(known.scalars[0]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
+        const F minus_lr_times_grad_scale(known.scalars[2]);
+        Words<sm3_kernel_1> words(count, first, stream_key, step_key);
+
+        // -- elements: decode, update  (specs/sm3.py)
+        for (int i = 0; i < count; i += W) {
+            const auto noise = words.at(i);
+            const F g = Grad::load(g_at + i);
+            const F p = weight.decode(i);
+            // 38  total = minimum(accumulator_row, accumulator_col) + g * g
+            const F total = fma(grad_scale_times_grad_scale * g, g, min(load(accumulator_row_at + (i & row_mask)), load(accumulator_col_at + i)));
+            const F p_2 = fma(minus_lr_times_grad_scale, g / sqrt(total + eps), p);  // 48  p = p - lr * update
+            weight.encode(i, p_2, noise);
+            store(accumulator_row_2_at + i, total);
+        }
+    }
+};
+
+// row: values of rows
+template <class Weight, class Grad>
+struct sm3_kernel_2 {
+    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr Kind SPACE = ROW;
+    static constexpr bool MATRICES = true, INDEXED = false;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
+        {2, -1, 4, ROW, false, true, NONE, 0},  // accumulator_row
+        {4, -1, 4, ROW, true, false, NONE, 1},  // accumulator_row_2
+    });
+
+    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
+                                 int row_mask, const Known &known) {
+        float *__restrict accumulator_row_at = (float *)at[0];                // float32 [row]  written
+        const float *__restrict accumulator_row_2_at = (const float *)at[1];  // float32 [row]  read
+
+        // -- elements: decode
+        for (int i = 0; i < count; i += W) {
+            const F accumulator_row_2 = load(accumulator_row_2_at + i);
+            store(accumulator_row_at + i, accumulator_row_2);
+        }
+    }
+};
+
+// col: values of columns
+template <class Weight, class Grad>
+struct sm3_kernel_3 {
+    static constexpr int BLOCK = 1, TILE = 1024;
+    static constexpr Kind SPACE = COLUMN;
+    static constexpr bool MATRICES = true, INDEXED = false;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
+        {3, -1, 4, COLUMN, false, true, NONE, 0},  // accumulator_col
+        {5, -1, 4, COLUMN, true, false, NONE, 1},  // accumulator_col_2
+    });
+
+    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
+                                 int row_mask, const Known &known) {
+        float *__restrict accumulator_col_at = (float *)at[0];                // float32 [col]  written
+        const float *__restrict accumulator_col_2_at = (const float *)at[1];  // float32 [col]  read
+
+        // -- elements: decode
+        for (int i = 0; i < count; i += W) {
+            const F accumulator_col_2 = load(accumulator_col_2_at + i);
+            store(accumulator_col_at + i, accumulator_col_2);
+        }
+    }
+};
+
+template <class Weight, class Grad>
+struct sm3_no_factored_kernel {
+    // random bits of accumulator, p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{12, false}, {Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P, 0}), KEPT = NOISE.mask({0});
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 1 + count(KEPT)), SCALARS = 3;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{1, ELEMENT, true}, {2, BLOCK_OF, true}});
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
                      const float *scalars, int32_t step_key, int32_t stream_key) {
@@ -32,17 +191,16 @@ struct sm3_float32_no_factored {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];                      // float32 [n]  read and written
+        Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict accumulator_codes_at = (uint8_t *)at[2];  // uint8 [n]  read and written
-        int16_t *__restrict accumulator_range_at = (int16_t *)at[3];  // int16 [blocks of 64]  read and written
+        // uint8 [n]  read and written
+        uint8_t *__restrict accumulator_codes_at = (uint8_t *)at[parts<Weight>() + 1];
+        // int16 [blocks of 64]  read and written
+        int16_t *__restrict accumulator_range_at = (int16_t *)at[parts<Weight>() + 2];
         const F eps(scalars[0]);
         const F grad_scale_times_grad_scale(scalars[1]);
         const F minus_lr_times_grad_scale(scalars[2]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) int32_t noise_kept[TILE];
         alignas(64) int32_t accumulator_pattern_kept[TILE];
         alignas(64) int32_t accumulator_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t accumulator_step_kept[TILE / BLOCK];
@@ -52,19 +210,7 @@ struct sm3_float32_no_factored {
         alignas(64) int32_t accumulator_scale_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
+        Words<sm3_no_factored_kernel> words(BLOCK * blocks, first, stream_key, step_key);
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
@@ -81,35 +227,31 @@ struct sm3_float32_no_factored {
         // -- elements: decode, update, encode  (specs/sm3.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch_weight<BLOCK>(weight, b + TILE / BLOCK);
             const I accumulator_middle_2(accumulator_middle_2_kept[b]);
             const I accumulator_step(accumulator_step_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
+                const auto noise = words.at(i);
                 const F g = Grad::load(g_at + i);
                 const U8 accumulator_code = raw(accumulator_codes_at + i);
                 const I accumulator_piece = to_int(accumulator_code);
                 const F accumulator_value = as_float(accumulator_middle_2 + accumulator_piece * accumulator_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F accumulator = accumulator_value * accumulator_value;
-                const F p = load(p_at + i);
+                const F p = weight.decode(i);
                 // 42  accumulator = accumulator + g * g
                 const F accumulator_2 = fma(grad_scale_times_grad_scale * g, g, accumulator);
                 // 48  p = p - lr * update
                 const F p_2 = fma(minus_lr_times_grad_scale, g / sqrt(accumulator_2 + eps), p);
                 const I accumulator_pattern = bits(sqrt(accumulator_2));
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 largest_of_block = larger<RAGGED>(largest_of_block, accumulator_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, accumulator_pattern, i, end);
-                store(noise_kept + i, noise);
+                words.keep(noise, i);
                 store(accumulator_pattern_kept + i, accumulator_pattern);
-                store(p_at + i, p_2);
+                weight.encode(i, p_2, noise);
             }
             largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
@@ -149,9 +291,9 @@ struct sm3_float32_no_factored {
             const I accumulator_scale(accumulator_scale_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I noise = load(noise_kept + i);
+                const auto noise = words.kept(i);
                 const I accumulator_pattern = load(accumulator_pattern_kept + i);
-                const I accumulator_offset = lshr(noise, 8) + accumulator_half_add;
+                const I accumulator_offset = fraction<0, 24>(noise) + accumulator_half_add;
                 const I accumulator_position = max(I(0), min(accumulator_pattern - accumulator_base, accumulator_base_sub)) * accumulator_scale + accumulator_offset;
                 store_byte<3>(accumulator_codes_at + i, accumulator_position);
             }
@@ -159,1563 +301,61 @@ struct sm3_float32_no_factored {
     }
 };
 
-template <class Grad>
-struct sm3_float32_no_factored_small {
+template <class Weight, class Grad>
+struct sm3_no_factored_small_kernel {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 3;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}};
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}});
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];            // float32 [n]  read and written
+        Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict accumulator_at = (float *)at[2];  // float32 [n]  read and written
+        float *__restrict accumulator_at = (float *)at[parts<Weight>() + 1];  // float32 [n]  read and written
         const F eps(scalars[0]);
         const F grad_scale_times_grad_scale(scalars[1]);
         const F minus_lr_times_grad_scale(scalars[2]);
+        Words<sm3_no_factored_small_kernel> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/sm3.py)
         for (int i = 0; i < count; i += W) {
+            const auto noise = words.at(i);
             const F g = Grad::load(g_at + i);
             const F accumulator = load(accumulator_at + i);
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             // 42  accumulator = accumulator + g * g
             const F accumulator_2 = fma(grad_scale_times_grad_scale * g, g, accumulator);
             // 48  p = p - lr * update
             const F p_2 = fma(minus_lr_times_grad_scale, g / sqrt(accumulator_2 + eps), p);
-            store(p_at + i, p_2);
+            weight.encode(i, p_2, noise);
             store(accumulator_at + i, accumulator_2);
-        }
-    }
-};
-
-template <class Grad>
-struct sm3_bfloat16_no_factored {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2), SCALARS = 3;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];         // uint8 [n]  read and written
-        uint8_t *__restrict accumulator_codes_at = (uint8_t *)at[3];  // uint8 [n]  read and written
-        int16_t *__restrict accumulator_range_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
-        const F eps(scalars[0]);
-        const F grad_scale_times_grad_scale(scalars[1]);
-        const F minus_lr_times_grad_scale(scalars[2]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) int32_t accumulator_pattern_kept[TILE];
-        alignas(64) int32_t accumulator_middle_2_kept[TILE / BLOCK];
-        alignas(64) int32_t accumulator_step_kept[TILE / BLOCK];
-        alignas(64) int32_t accumulator_half_add_kept[TILE / BLOCK];
-        alignas(64) int32_t accumulator_base_kept[TILE / BLOCK];
-        alignas(64) int32_t accumulator_base_sub_kept[TILE / BLOCK];
-        alignas(64) int32_t accumulator_scale_kept[TILE / BLOCK];
-        I largest_of_block_kept[TILE / BLOCK];
-        I smallest_of_block_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 accumulator_range = raw(accumulator_range_at + b);
-            const I accumulator_header = to_int(accumulator_range);
-            const I accumulator_cells = max(I(4), accumulator_header & 255);
-            const I accumulator_step = bits(fma(4194304.0f, 1.0f / to_float(accumulator_cells), 12582912.0f)) - 0x4b400000;
-            const I accumulator_middle = ((accumulator_header & 0xff00) << 14) + 0x20000000 + (accumulator_step >> 1);
-            const I accumulator_middle_2 = where(accumulator_header == 0, I(0), accumulator_middle);
-            store(accumulator_middle_2_kept + b, accumulator_middle_2);
-            store(accumulator_step_kept + b, accumulator_step);
-        }
-
-        // -- elements: decode, update, encode  (specs/sm3.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            const I accumulator_middle_2(accumulator_middle_2_kept[b]);
-            const I accumulator_step(accumulator_step_kept[b]);
-            I largest_of_block(INT32_MIN);
-            I smallest_of_block(INT32_MAX);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const U8 accumulator_code = raw(accumulator_codes_at + i);
-                const I accumulator_piece = to_int(accumulator_code);
-                const F accumulator_value = as_float(accumulator_middle_2 + accumulator_piece * accumulator_step);
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F accumulator = accumulator_value * accumulator_value;
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-                const F g_cast = g_stored;
-                // 42  accumulator = accumulator + g * g
-                const F accumulator_2 = fma(grad_scale_times_grad_scale * g_cast, g_cast, accumulator);
-                // 48  p = p - lr * update
-                const F p_2 = fma(minus_lr_times_grad_scale, g_cast / sqrt(accumulator_2 + eps), p);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = bits_or_nan(p_2) + (noise & 255 | 0x8000);
-                const I accumulator_pattern = bits(sqrt(accumulator_2));
-                largest_of_block = larger<RAGGED>(largest_of_block, accumulator_pattern, i, end);
-                smallest_of_block = smaller<RAGGED>(smallest_of_block, accumulator_pattern, i, end);
-                store(noise_kept + i, noise);
-                store(accumulator_pattern_kept + i, accumulator_pattern);
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
-            }
-            largest_of_block_kept[b] = largest_of_block;
-            smallest_of_block_kept[b] = smallest_of_block;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I accumulator_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
-            const I accumulator_above = (accumulator_largest + 0x80000 >> 22) + 1;
-            const I accumulator_below = smallest_of_block - 0x80000 >> 22;
-            const I accumulator_units = min(I(64), max(I(1), accumulator_above - max(I(128), accumulator_below)));
-            const I accumulator_first = accumulator_above - accumulator_units;
-            const I accumulator_start = accumulator_first << 22;
-            const I accumulator_half = accumulator_units * 10240;
-            const I accumulator_base = accumulator_start + accumulator_half;
-            const I accumulator_base_sub = 0x5f700000 - accumulator_base;
-            const I accumulator_cells_2 = min(I(255), to_int(256.5f / to_float(accumulator_units)));
-            const I accumulator_scale = accumulator_cells_2 << 2;
-            const I accumulator_half_add = accumulator_half * accumulator_scale - 0x800000;
-            const I accumulator_header_2 = accumulator_first - 128 << 8 | accumulator_cells_2;
-            store(accumulator_half_add_kept + b, accumulator_half_add);
-            store(accumulator_base_kept + b, accumulator_base);
-            store(accumulator_base_sub_kept + b, accumulator_base_sub);
-            store(accumulator_scale_kept + b, accumulator_scale);
-            store(accumulator_range_at + b, accumulator_header_2);
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(accumulator_codes_at, b + TILE / BLOCK);
-            const I accumulator_half_add(accumulator_half_add_kept[b]);
-            const I accumulator_base(accumulator_base_kept[b]);
-            const I accumulator_base_sub(accumulator_base_sub_kept[b]);
-            const I accumulator_scale(accumulator_scale_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I noise = load(noise_kept + i);
-                const I accumulator_pattern = load(accumulator_pattern_kept + i);
-                const I accumulator_offset = lshr(noise, 8) + accumulator_half_add;
-                const I accumulator_position = max(I(0), min(accumulator_pattern - accumulator_base, accumulator_base_sub)) * accumulator_scale + accumulator_offset;
-                store_byte<3>(accumulator_codes_at + i, accumulator_position);
-            }
-        }
-    }
-};
-
-template <class Grad>
-struct sm3_bfloat16_no_factored_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 3;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];         // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];  // uint8 [n]  read and written
-        float *__restrict accumulator_at = (float *)at[3];     // float32 [n]  read and written
-        const F eps(scalars[0]);
-        const F grad_scale_times_grad_scale(scalars[1]);
-        const F minus_lr_times_grad_scale(scalars[2]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/sm3.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const F accumulator = load(accumulator_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-            const F g_cast = g_stored;
-            // 42  accumulator = accumulator + g * g
-            const F accumulator_2 = fma(grad_scale_times_grad_scale * g_cast, g_cast, accumulator);
-            // 48  p = p - lr * update
-            const F p_2 = fma(minus_lr_times_grad_scale, g_cast / sqrt(accumulator_2 + eps), p);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = bits_or_nan(p_2) + (lshr(noise, 24) + 0x8000);
-            store_half<2>(p_at + i, p_word);
-            store_byte<1>(weight_low_at + i, p_word);
-            store(accumulator_at + i, accumulator_2);
-        }
-    }
-};
-
-template <class Grad>
-struct sm3_float16_no_factored {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2), SCALARS = 3;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];         // uint8 [n]  read and written
-        uint8_t *__restrict accumulator_codes_at = (uint8_t *)at[3];  // uint8 [n]  read and written
-        int16_t *__restrict accumulator_range_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
-        const F eps(scalars[0]);
-        const F grad_scale_times_grad_scale(scalars[1]);
-        const F minus_lr_times_grad_scale(scalars[2]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) int32_t accumulator_pattern_kept[TILE];
-        alignas(64) int32_t accumulator_middle_2_kept[TILE / BLOCK];
-        alignas(64) int32_t accumulator_step_kept[TILE / BLOCK];
-        alignas(64) int32_t accumulator_half_add_kept[TILE / BLOCK];
-        alignas(64) int32_t accumulator_base_kept[TILE / BLOCK];
-        alignas(64) int32_t accumulator_base_sub_kept[TILE / BLOCK];
-        alignas(64) int32_t accumulator_scale_kept[TILE / BLOCK];
-        I largest_of_block_kept[TILE / BLOCK];
-        I smallest_of_block_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 accumulator_range = raw(accumulator_range_at + b);
-            const I accumulator_header = to_int(accumulator_range);
-            const I accumulator_cells = max(I(4), accumulator_header & 255);
-            const I accumulator_step = bits(fma(4194304.0f, 1.0f / to_float(accumulator_cells), 12582912.0f)) - 0x4b400000;
-            const I accumulator_middle = ((accumulator_header & 0xff00) << 14) + 0x20000000 + (accumulator_step >> 1);
-            const I accumulator_middle_2 = where(accumulator_header == 0, I(0), accumulator_middle);
-            store(accumulator_middle_2_kept + b, accumulator_middle_2);
-            store(accumulator_step_kept + b, accumulator_step);
-        }
-
-        // -- elements: decode, update, encode  (specs/sm3.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            const I accumulator_middle_2(accumulator_middle_2_kept[b]);
-            const I accumulator_step(accumulator_step_kept[b]);
-            I largest_of_block(INT32_MIN);
-            I smallest_of_block(INT32_MAX);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const U8 accumulator_code = raw(accumulator_codes_at + i);
-                const I accumulator_piece = to_int(accumulator_code);
-                const F accumulator_value = as_float(accumulator_middle_2 + accumulator_piece * accumulator_step);
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F accumulator = accumulator_value * accumulator_value;
-                const U16 p_stored = raw(p_at + i);
-                const I p_high = extend16(extend16(to_int(p_stored)));
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low - 128;
-                const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 0x38000000;
-                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-                // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-                const F g_cast = g_stored;
-                // 42  accumulator = accumulator + g * g
-                const F accumulator_2 = fma(grad_scale_times_grad_scale * g_cast, g_cast, accumulator);
-                // 48  p = p - lr * update
-                const F p_2 = fma(minus_lr_times_grad_scale, g_cast / sqrt(accumulator_2 + eps), p);
-                const I p_bitcast = bits(p_2);
-                const I p_sign = p_bitcast >> 16 & 0x8000;
-                const I p_magnitude = p_bitcast & 0x7fffffff;
-                const F p_magnitude_bitcast = as_float(p_magnitude);
-                const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-                const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-                const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-                const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_wide_2 = lshr(p_fixed + ((noise & 255) << 1 | 1), 9);
-                const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
-                const I p_kept_ = p_word;
-                const I accumulator_pattern = bits(sqrt(accumulator_2));
-                largest_of_block = larger<RAGGED>(largest_of_block, accumulator_pattern, i, end);
-                smallest_of_block = smaller<RAGGED>(smallest_of_block, accumulator_pattern, i, end);
-                store(noise_kept + i, noise);
-                store(accumulator_pattern_kept + i, accumulator_pattern);
-                store(p_at + i, p_sign | p_word >> 8);
-                store(weight_low_at + i, p_kept_);
-            }
-            largest_of_block_kept[b] = largest_of_block;
-            smallest_of_block_kept[b] = smallest_of_block;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I accumulator_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
-            const I accumulator_above = (accumulator_largest + 0x80000 >> 22) + 1;
-            const I accumulator_below = smallest_of_block - 0x80000 >> 22;
-            const I accumulator_units = min(I(64), max(I(1), accumulator_above - max(I(128), accumulator_below)));
-            const I accumulator_first = accumulator_above - accumulator_units;
-            const I accumulator_start = accumulator_first << 22;
-            const I accumulator_half = accumulator_units * 10240;
-            const I accumulator_base = accumulator_start + accumulator_half;
-            const I accumulator_base_sub = 0x5f700000 - accumulator_base;
-            const I accumulator_cells_2 = min(I(255), to_int(256.5f / to_float(accumulator_units)));
-            const I accumulator_scale = accumulator_cells_2 << 2;
-            const I accumulator_half_add = accumulator_half * accumulator_scale - 0x800000;
-            const I accumulator_header_2 = accumulator_first - 128 << 8 | accumulator_cells_2;
-            store(accumulator_half_add_kept + b, accumulator_half_add);
-            store(accumulator_base_kept + b, accumulator_base);
-            store(accumulator_base_sub_kept + b, accumulator_base_sub);
-            store(accumulator_scale_kept + b, accumulator_scale);
-            store(accumulator_range_at + b, accumulator_header_2);
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(accumulator_codes_at, b + TILE / BLOCK);
-            const I accumulator_half_add(accumulator_half_add_kept[b]);
-            const I accumulator_base(accumulator_base_kept[b]);
-            const I accumulator_base_sub(accumulator_base_sub_kept[b]);
-            const I accumulator_scale(accumulator_scale_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I noise = load(noise_kept + i);
-                const I accumulator_pattern = load(accumulator_pattern_kept + i);
-                const I accumulator_offset = lshr(noise, 8) + accumulator_half_add;
-                const I accumulator_position = max(I(0), min(accumulator_pattern - accumulator_base, accumulator_base_sub)) * accumulator_scale + accumulator_offset;
-                store_byte<3>(accumulator_codes_at + i, accumulator_position);
-            }
-        }
-    }
-};
-
-template <class Grad>
-struct sm3_float16_no_factored_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 3;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];         // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];  // uint8 [n]  read and written
-        float *__restrict accumulator_at = (float *)at[3];     // float32 [n]  read and written
-        const F eps(scalars[0]);
-        const F grad_scale_times_grad_scale(scalars[1]);
-        const F minus_lr_times_grad_scale(scalars[2]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/sm3.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const F accumulator = load(accumulator_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const I p_high = extend16(extend16(to_int(p_stored)));
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low - 128;
-            const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 0x38000000;
-            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-            // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-            const F g_cast = g_stored;
-            // 42  accumulator = accumulator + g * g
-            const F accumulator_2 = fma(grad_scale_times_grad_scale * g_cast, g_cast, accumulator);
-            // 48  p = p - lr * update
-            const F p_2 = fma(minus_lr_times_grad_scale, g_cast / sqrt(accumulator_2 + eps), p);
-            const I p_bitcast = bits(p_2);
-            const I p_sign = p_bitcast >> 16 & 0x8000;
-            const I p_magnitude = p_bitcast & 0x7fffffff;
-            const F p_magnitude_bitcast = as_float(p_magnitude);
-            const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-            const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-            const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-            const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_wide_2 = lshr(p_fixed + (lshr(noise, 23) | 1), 9);
-            const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
-            const I p_kept_ = p_word;
-            store(p_at + i, p_sign | p_word >> 8);
-            store(weight_low_at + i, p_kept_);
-            store(accumulator_at + i, accumulator_2);
-        }
-    }
-};
-
-template <class Grad>
-struct sm3_float32_has_momentum_no_factored {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3), SCALARS = 5;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];                          // float32 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict accumulator_codes_at = (uint8_t *)at[2];      // uint8 [n]  read and written
-        int16_t *__restrict accumulator_range_at = (int16_t *)at[3];      // int16 [blocks of 64]  read and written
-        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[4];  // uint8 [n]  read and written
-        int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[5];  // int16 [blocks of 64]  read and written
-        const F momentum(scalars[0]);
-        const F eps(scalars[1]);
-        const F grad_scale_times_grad_scale(scalars[2]);
-        const F one_minus_momentum_times_grad_scale(scalars[3]);
-        const F minus_lr(scalars[4]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) int32_t accumulator_pattern_kept[TILE];
-        alignas(64) float momentum_buffer_kept[TILE];
-        alignas(64) int32_t accumulator_middle_2_kept[TILE / BLOCK];
-        alignas(64) int32_t accumulator_step_kept[TILE / BLOCK];
-        alignas(64) float momentum_buffer_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t accumulator_half_add_kept[TILE / BLOCK];
-        alignas(64) int32_t accumulator_base_kept[TILE / BLOCK];
-        alignas(64) int32_t accumulator_base_sub_kept[TILE / BLOCK];
-        alignas(64) int32_t accumulator_scale_kept[TILE / BLOCK];
-        alignas(64) float momentum_buffer_divisor_mul_kept[TILE / BLOCK];
-        I largest_of_block_kept[TILE / BLOCK];
-        I smallest_of_block_kept[TILE / BLOCK];
-        I momentum_buffer_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000010;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 accumulator_range = raw(accumulator_range_at + b);
-            const I accumulator_header = to_int(accumulator_range);
-            const I accumulator_cells = max(I(4), accumulator_header & 255);
-            const I accumulator_step = bits(fma(4194304.0f, 1.0f / to_float(accumulator_cells), 12582912.0f)) - 0x4b400000;
-            const I accumulator_middle = ((accumulator_header & 0xff00) << 14) + 0x20000000 + (accumulator_step >> 1);
-            const I accumulator_middle_2 = where(accumulator_header == 0, I(0), accumulator_middle);
-            const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
-            const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
-            const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 0x7fffffff;
-            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2));
-            const F momentum_buffer_scale_mul = momentum * momentum_buffer_scale_2;
-            store(accumulator_middle_2_kept + b, accumulator_middle_2);
-            store(accumulator_step_kept + b, accumulator_step);
-            store(momentum_buffer_scale_mul_kept + b, momentum_buffer_scale_mul);
-        }
-
-        // -- elements: decode, update, encode  (specs/sm3.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            const I accumulator_middle_2(accumulator_middle_2_kept[b]);
-            const I accumulator_step(accumulator_step_kept[b]);
-            const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
-            I largest_of_block(INT32_MIN);
-            I smallest_of_block(INT32_MAX);
-            I momentum_buffer_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const F g = Grad::load(g_at + i);
-                const U8 accumulator_code = raw(accumulator_codes_at + i);
-                const I accumulator_piece = to_int(accumulator_code);
-                const F accumulator_value = as_float(accumulator_middle_2 + accumulator_piece * accumulator_step);
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F accumulator = accumulator_value * accumulator_value;
-                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
-                const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
-                const F momentum_buffer_bend = abs(momentum_buffer_code_2);
-                const F p = load(p_at + i);
-                // 42  accumulator = accumulator + g * g
-                const F accumulator_2 = fma(grad_scale_times_grad_scale * g, g, accumulator);
-                // 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
-                const F momentum_buffer = fma(one_minus_momentum_times_grad_scale, g / sqrt(accumulator_2 + eps), momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
-                const F p_2 = fma(minus_lr, momentum_buffer, p);              // 48  p = p - lr * update
-                const I accumulator_pattern = bits(sqrt(accumulator_2));
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const F momentum_buffer_abs = abs(momentum_buffer);
-                largest_of_block = larger<RAGGED>(largest_of_block, accumulator_pattern, i, end);
-                smallest_of_block = smaller<RAGGED>(smallest_of_block, accumulator_pattern, i, end);
-                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(momentum_buffer_abs), i, end);
-                store(noise_kept + i, noise);
-                store(accumulator_pattern_kept + i, accumulator_pattern);
-                store(momentum_buffer_kept + i, momentum_buffer);
-                store(p_at + i, p_2);
-            }
-            largest_of_block_kept[b] = largest_of_block;
-            smallest_of_block_kept[b] = smallest_of_block;
-            momentum_buffer_top_kept[b] = momentum_buffer_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const I accumulator_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
-            const I accumulator_above = (accumulator_largest + 0x80000 >> 22) + 1;
-            const I accumulator_below = smallest_of_block - 0x80000 >> 22;
-            const I accumulator_units = min(I(64), max(I(1), accumulator_above - max(I(128), accumulator_below)));
-            const I accumulator_first = accumulator_above - accumulator_units;
-            const I accumulator_start = accumulator_first << 22;
-            const I accumulator_half = accumulator_units * 10240;
-            const I accumulator_base = accumulator_start + accumulator_half;
-            const I accumulator_base_sub = 0x5f700000 - accumulator_base;
-            const I accumulator_cells_2 = min(I(255), to_int(256.5f / to_float(accumulator_units)));
-            const I accumulator_scale = accumulator_cells_2 << 2;
-            const I accumulator_half_add = accumulator_half * accumulator_scale - 0x800000;
-            const I accumulator_header_2 = accumulator_first - 128 << 8 | accumulator_cells_2;
-            const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
-            const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
-            const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
-            const F momentum_buffer_divisor_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
-            store(accumulator_half_add_kept + b, accumulator_half_add);
-            store(accumulator_base_kept + b, accumulator_base);
-            store(accumulator_base_sub_kept + b, accumulator_base_sub);
-            store(accumulator_scale_kept + b, accumulator_scale);
-            store(momentum_buffer_divisor_mul_kept + b, momentum_buffer_divisor_mul);
-            store(accumulator_range_at + b, accumulator_header_2);
-            store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(accumulator_codes_at, b + TILE / BLOCK);
-            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
-            const I accumulator_half_add(accumulator_half_add_kept[b]);
-            const I accumulator_base(accumulator_base_kept[b]);
-            const I accumulator_base_sub(accumulator_base_sub_kept[b]);
-            const I accumulator_scale(accumulator_scale_kept[b]);
-            const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I noise = load(noise_kept + i);
-                const I accumulator_pattern = load(accumulator_pattern_kept + i);
-                const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I accumulator_offset = lshr(noise, 8) + accumulator_half_add;
-                const I accumulator_position = max(I(0), min(accumulator_pattern - accumulator_base, accumulator_base_sub)) * accumulator_scale + accumulator_offset;
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store_byte<3>(accumulator_codes_at + i, accumulator_position);
-                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + (noise & 4095) >> 12);
-            }
-        }
-    }
-};
-
-template <class Grad>
-struct sm3_float32_has_momentum_no_factored_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];                // float32 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict accumulator_at = (float *)at[2];      // float32 [n]  read and written
-        float *__restrict momentum_buffer_at = (float *)at[3];  // float32 [n]  read and written
-        const F momentum(scalars[0]);
-        const F eps(scalars[1]);
-        const F grad_scale_times_grad_scale(scalars[2]);
-        const F one_minus_momentum_times_grad_scale(scalars[3]);
-        const F minus_lr(scalars[4]);
-
-        // -- elements: decode, update  (specs/sm3.py)
-        for (int i = 0; i < count; i += W) {
-            const F g = Grad::load(g_at + i);
-            const F accumulator = load(accumulator_at + i);
-            const F momentum_buffer = load(momentum_buffer_at + i);
-            const F p = load(p_at + i);
-            // 42  accumulator = accumulator + g * g
-            const F accumulator_2 = fma(grad_scale_times_grad_scale * g, g, accumulator);
-            // 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
-            const F momentum_buffer_2 = fma(one_minus_momentum_times_grad_scale, g / sqrt(accumulator_2 + eps), momentum * momentum_buffer);
-            const F p_2 = fma(minus_lr, momentum_buffer_2, p);  // 48  p = p - lr * update
-            store(p_at + i, p_2);
-            store(accumulator_at + i, accumulator_2);
-            store(momentum_buffer_at + i, momentum_buffer_2);
-        }
-    }
-};
-
-template <class Grad>
-struct sm3_bfloat16_has_momentum_no_factored {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3), SCALARS = 5;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                    // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];             // uint8 [n]  read and written
-        uint8_t *__restrict accumulator_codes_at = (uint8_t *)at[3];      // uint8 [n]  read and written
-        int16_t *__restrict accumulator_range_at = (int16_t *)at[4];      // int16 [blocks of 64]  read and written
-        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[5];  // uint8 [n]  read and written
-        int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
-        const F momentum(scalars[0]);
-        const F eps(scalars[1]);
-        const F grad_scale_times_grad_scale(scalars[2]);
-        const F one_minus_momentum_times_grad_scale(scalars[3]);
-        const F minus_lr(scalars[4]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) float momentum_buffer_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) int32_t accumulator_pattern_kept[TILE];
-        alignas(64) int32_t accumulator_middle_2_kept[TILE / BLOCK];
-        alignas(64) int32_t accumulator_step_kept[TILE / BLOCK];
-        alignas(64) float momentum_buffer_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t accumulator_half_add_kept[TILE / BLOCK];
-        alignas(64) int32_t accumulator_base_kept[TILE / BLOCK];
-        alignas(64) int32_t accumulator_base_sub_kept[TILE / BLOCK];
-        alignas(64) int32_t accumulator_scale_kept[TILE / BLOCK];
-        alignas(64) float momentum_buffer_divisor_mul_kept[TILE / BLOCK];
-        I largest_of_block_kept[TILE / BLOCK];
-        I smallest_of_block_kept[TILE / BLOCK];
-        I momentum_buffer_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1001001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 accumulator_range = raw(accumulator_range_at + b);
-            const I accumulator_header = to_int(accumulator_range);
-            const I accumulator_cells = max(I(4), accumulator_header & 255);
-            const I accumulator_step = bits(fma(4194304.0f, 1.0f / to_float(accumulator_cells), 12582912.0f)) - 0x4b400000;
-            const I accumulator_middle = ((accumulator_header & 0xff00) << 14) + 0x20000000 + (accumulator_step >> 1);
-            const I accumulator_middle_2 = where(accumulator_header == 0, I(0), accumulator_middle);
-            const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
-            const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
-            const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 0x7fffffff;
-            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2));
-            const F momentum_buffer_scale_mul = momentum * momentum_buffer_scale_2;
-            store(accumulator_middle_2_kept + b, accumulator_middle_2);
-            store(accumulator_step_kept + b, accumulator_step);
-            store(momentum_buffer_scale_mul_kept + b, momentum_buffer_scale_mul);
-        }
-
-        // -- elements: decode, update, encode  (specs/sm3.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
-            fetch<BLOCK>(weight_low_at, b);
-            const I accumulator_middle_2(accumulator_middle_2_kept[b]);
-            const I accumulator_step(accumulator_step_kept[b]);
-            const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
-            I largest_of_block(INT32_MIN);
-            I smallest_of_block(INT32_MAX);
-            I momentum_buffer_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const U8 accumulator_code = raw(accumulator_codes_at + i);
-                const I accumulator_piece = to_int(accumulator_code);
-                const F accumulator_value = as_float(accumulator_middle_2 + accumulator_piece * accumulator_step);
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F accumulator = accumulator_value * accumulator_value;
-                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
-                const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
-                const F momentum_buffer_bend = abs(momentum_buffer_code_2);
-                const F g_cast = g_stored;
-                // 42  accumulator = accumulator + g * g
-                const F accumulator_2 = fma(grad_scale_times_grad_scale * g_cast, g_cast, accumulator);
-                // 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
-                const F momentum_buffer = fma(one_minus_momentum_times_grad_scale, g_cast / sqrt(accumulator_2 + eps), momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I accumulator_pattern = bits(sqrt(accumulator_2));
-                const F momentum_buffer_abs = abs(momentum_buffer);
-                largest_of_block = larger<RAGGED>(largest_of_block, accumulator_pattern, i, end);
-                smallest_of_block = smaller<RAGGED>(smallest_of_block, accumulator_pattern, i, end);
-                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(momentum_buffer_abs), i, end);
-                store(momentum_buffer_kept + i, momentum_buffer);
-                store(noise_kept + i, noise);
-                store(accumulator_pattern_kept + i, accumulator_pattern);
-            }
-            largest_of_block_kept[b] = largest_of_block;
-            smallest_of_block_kept[b] = smallest_of_block;
-            momentum_buffer_top_kept[b] = momentum_buffer_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const I accumulator_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
-            const I accumulator_above = (accumulator_largest + 0x80000 >> 22) + 1;
-            const I accumulator_below = smallest_of_block - 0x80000 >> 22;
-            const I accumulator_units = min(I(64), max(I(1), accumulator_above - max(I(128), accumulator_below)));
-            const I accumulator_first = accumulator_above - accumulator_units;
-            const I accumulator_start = accumulator_first << 22;
-            const I accumulator_half = accumulator_units * 10240;
-            const I accumulator_base = accumulator_start + accumulator_half;
-            const I accumulator_base_sub = 0x5f700000 - accumulator_base;
-            const I accumulator_cells_2 = min(I(255), to_int(256.5f / to_float(accumulator_units)));
-            const I accumulator_scale = accumulator_cells_2 << 2;
-            const I accumulator_half_add = accumulator_half * accumulator_scale - 0x800000;
-            const I accumulator_header_2 = accumulator_first - 128 << 8 | accumulator_cells_2;
-            const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
-            const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
-            const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
-            const F momentum_buffer_divisor_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
-            store(accumulator_half_add_kept + b, accumulator_half_add);
-            store(accumulator_base_kept + b, accumulator_base);
-            store(accumulator_base_sub_kept + b, accumulator_base_sub);
-            store(accumulator_scale_kept + b, accumulator_scale);
-            store(momentum_buffer_divisor_mul_kept + b, momentum_buffer_divisor_mul);
-            store(accumulator_range_at + b, accumulator_header_2);
-            store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
-        }
-
-        // -- elements: decode, update, encode  (specs/sm3.py)
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I noise = load(noise_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-                const F p_2 = fma(minus_lr, momentum_buffer, p);                  // 48  p = p - lr * update
-                const I p_word = bits_or_nan(p_2) + (noise & 255 | 0x8000);
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
-            }
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(accumulator_codes_at, b + TILE / BLOCK);
-            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
-            const I accumulator_half_add(accumulator_half_add_kept[b]);
-            const I accumulator_base(accumulator_base_kept[b]);
-            const I accumulator_base_sub(accumulator_base_sub_kept[b]);
-            const I accumulator_scale(accumulator_scale_kept[b]);
-            const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I noise = load(noise_kept + i);
-                const I accumulator_pattern = load(accumulator_pattern_kept + i);
-                const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I accumulator_offset = lshr(noise, 8) + accumulator_half_add;
-                const I accumulator_position = max(I(0), min(accumulator_pattern - accumulator_base, accumulator_base_sub)) * accumulator_scale + accumulator_offset;
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store_byte<3>(accumulator_codes_at + i, accumulator_position);
-                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + (noise >> 8 & 4095) >> 12);
-            }
-        }
-    }
-};
-
-template <class Grad>
-struct sm3_bfloat16_has_momentum_no_factored_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];          // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];   // uint8 [n]  read and written
-        float *__restrict accumulator_at = (float *)at[3];      // float32 [n]  read and written
-        float *__restrict momentum_buffer_at = (float *)at[4];  // float32 [n]  read and written
-        const F momentum(scalars[0]);
-        const F eps(scalars[1]);
-        const F grad_scale_times_grad_scale(scalars[2]);
-        const F one_minus_momentum_times_grad_scale(scalars[3]);
-        const F minus_lr(scalars[4]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/sm3.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const F accumulator = load(accumulator_at + i);
-            const F momentum_buffer = load(momentum_buffer_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-            const F g_cast = g_stored;
-            // 42  accumulator = accumulator + g * g
-            const F accumulator_2 = fma(grad_scale_times_grad_scale * g_cast, g_cast, accumulator);
-            // 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
-            const F momentum_buffer_2 = fma(one_minus_momentum_times_grad_scale, g_cast / sqrt(accumulator_2 + eps), momentum * momentum_buffer);
-            const F p_2 = fma(minus_lr, momentum_buffer_2, p);                // 48  p = p - lr * update
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = bits_or_nan(p_2) + (lshr(noise, 24) + 0x8000);
-            store_half<2>(p_at + i, p_word);
-            store_byte<1>(weight_low_at + i, p_word);
-            store(accumulator_at + i, accumulator_2);
-            store(momentum_buffer_at + i, momentum_buffer_2);
-        }
-    }
-};
-
-template <class Grad>
-struct sm3_float16_has_momentum_no_factored {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3), SCALARS = 5;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                    // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];             // uint8 [n]  read and written
-        uint8_t *__restrict accumulator_codes_at = (uint8_t *)at[3];      // uint8 [n]  read and written
-        int16_t *__restrict accumulator_range_at = (int16_t *)at[4];      // int16 [blocks of 64]  read and written
-        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[5];  // uint8 [n]  read and written
-        int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
-        const F momentum(scalars[0]);
-        const F eps(scalars[1]);
-        const F grad_scale_times_grad_scale(scalars[2]);
-        const F one_minus_momentum_times_grad_scale(scalars[3]);
-        const F minus_lr(scalars[4]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) float momentum_buffer_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) int32_t accumulator_pattern_kept[TILE];
-        alignas(64) int32_t accumulator_middle_2_kept[TILE / BLOCK];
-        alignas(64) int32_t accumulator_step_kept[TILE / BLOCK];
-        alignas(64) float momentum_buffer_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t accumulator_half_add_kept[TILE / BLOCK];
-        alignas(64) int32_t accumulator_base_kept[TILE / BLOCK];
-        alignas(64) int32_t accumulator_base_sub_kept[TILE / BLOCK];
-        alignas(64) int32_t accumulator_scale_kept[TILE / BLOCK];
-        alignas(64) float momentum_buffer_divisor_mul_kept[TILE / BLOCK];
-        I largest_of_block_kept[TILE / BLOCK];
-        I smallest_of_block_kept[TILE / BLOCK];
-        I momentum_buffer_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1001001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 accumulator_range = raw(accumulator_range_at + b);
-            const I accumulator_header = to_int(accumulator_range);
-            const I accumulator_cells = max(I(4), accumulator_header & 255);
-            const I accumulator_step = bits(fma(4194304.0f, 1.0f / to_float(accumulator_cells), 12582912.0f)) - 0x4b400000;
-            const I accumulator_middle = ((accumulator_header & 0xff00) << 14) + 0x20000000 + (accumulator_step >> 1);
-            const I accumulator_middle_2 = where(accumulator_header == 0, I(0), accumulator_middle);
-            const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
-            const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
-            const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 0x7fffffff;
-            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2));
-            const F momentum_buffer_scale_mul = momentum * momentum_buffer_scale_2;
-            store(accumulator_middle_2_kept + b, accumulator_middle_2);
-            store(accumulator_step_kept + b, accumulator_step);
-            store(momentum_buffer_scale_mul_kept + b, momentum_buffer_scale_mul);
-        }
-
-        // -- elements: decode, update, encode  (specs/sm3.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
-            fetch<BLOCK>(weight_low_at, b);
-            const I accumulator_middle_2(accumulator_middle_2_kept[b]);
-            const I accumulator_step(accumulator_step_kept[b]);
-            const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
-            I largest_of_block(INT32_MIN);
-            I smallest_of_block(INT32_MAX);
-            I momentum_buffer_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const U8 accumulator_code = raw(accumulator_codes_at + i);
-                const I accumulator_piece = to_int(accumulator_code);
-                const F accumulator_value = as_float(accumulator_middle_2 + accumulator_piece * accumulator_step);
-                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-                const F accumulator = accumulator_value * accumulator_value;
-                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
-                const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
-                const F momentum_buffer_bend = abs(momentum_buffer_code_2);
-                const F g_cast = g_stored;
-                // 42  accumulator = accumulator + g * g
-                const F accumulator_2 = fma(grad_scale_times_grad_scale * g_cast, g_cast, accumulator);
-                // 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
-                const F momentum_buffer = fma(one_minus_momentum_times_grad_scale, g_cast / sqrt(accumulator_2 + eps), momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I accumulator_pattern = bits(sqrt(accumulator_2));
-                const F momentum_buffer_abs = abs(momentum_buffer);
-                largest_of_block = larger<RAGGED>(largest_of_block, accumulator_pattern, i, end);
-                smallest_of_block = smaller<RAGGED>(smallest_of_block, accumulator_pattern, i, end);
-                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(momentum_buffer_abs), i, end);
-                store(momentum_buffer_kept + i, momentum_buffer);
-                store(noise_kept + i, noise);
-                store(accumulator_pattern_kept + i, accumulator_pattern);
-            }
-            largest_of_block_kept[b] = largest_of_block;
-            smallest_of_block_kept[b] = smallest_of_block;
-            momentum_buffer_top_kept[b] = momentum_buffer_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const I accumulator_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
-            const I accumulator_above = (accumulator_largest + 0x80000 >> 22) + 1;
-            const I accumulator_below = smallest_of_block - 0x80000 >> 22;
-            const I accumulator_units = min(I(64), max(I(1), accumulator_above - max(I(128), accumulator_below)));
-            const I accumulator_first = accumulator_above - accumulator_units;
-            const I accumulator_start = accumulator_first << 22;
-            const I accumulator_half = accumulator_units * 10240;
-            const I accumulator_base = accumulator_start + accumulator_half;
-            const I accumulator_base_sub = 0x5f700000 - accumulator_base;
-            const I accumulator_cells_2 = min(I(255), to_int(256.5f / to_float(accumulator_units)));
-            const I accumulator_scale = accumulator_cells_2 << 2;
-            const I accumulator_half_add = accumulator_half * accumulator_scale - 0x800000;
-            const I accumulator_header_2 = accumulator_first - 128 << 8 | accumulator_cells_2;
-            const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
-            const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
-            const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
-            const F momentum_buffer_divisor_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
-            store(accumulator_half_add_kept + b, accumulator_half_add);
-            store(accumulator_base_kept + b, accumulator_base);
-            store(accumulator_base_sub_kept + b, accumulator_base_sub);
-            store(accumulator_scale_kept + b, accumulator_scale);
-            store(momentum_buffer_divisor_mul_kept + b, momentum_buffer_divisor_mul);
-            store(accumulator_range_at + b, accumulator_header_2);
-            store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
-        }
-
-        // -- elements: decode, update, encode  (specs/sm3.py)
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I noise = load(noise_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const I p_high = extend16(extend16(to_int(p_stored)));
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low - 128;
-                const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 0x38000000;
-                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-                // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-                const F p_2 = fma(minus_lr, momentum_buffer, p);  // 48  p = p - lr * update
-                const I p_bitcast = bits(p_2);
-                const I p_sign = p_bitcast >> 16 & 0x8000;
-                const I p_magnitude = p_bitcast & 0x7fffffff;
-                const F p_magnitude_bitcast = as_float(p_magnitude);
-                const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-                const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-                const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-                const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-                const I p_wide_2 = lshr(p_fixed + ((noise & 255) << 1 | 1), 9);
-                const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
-                const I p_kept_ = p_word;
-                store(p_at + i, p_sign | p_word >> 8);
-                store(weight_low_at + i, p_kept_);
-            }
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(accumulator_codes_at, b + TILE / BLOCK);
-            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
-            const I accumulator_half_add(accumulator_half_add_kept[b]);
-            const I accumulator_base(accumulator_base_kept[b]);
-            const I accumulator_base_sub(accumulator_base_sub_kept[b]);
-            const I accumulator_scale(accumulator_scale_kept[b]);
-            const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I noise = load(noise_kept + i);
-                const I accumulator_pattern = load(accumulator_pattern_kept + i);
-                const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I accumulator_offset = lshr(noise, 8) + accumulator_half_add;
-                const I accumulator_position = max(I(0), min(accumulator_pattern - accumulator_base, accumulator_base_sub)) * accumulator_scale + accumulator_offset;
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store_byte<3>(accumulator_codes_at + i, accumulator_position);
-                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + (noise >> 8 & 4095) >> 12);
-            }
-        }
-    }
-};
-
-template <class Grad>
-struct sm3_float16_has_momentum_no_factored_small {
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
-    // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];          // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];   // uint8 [n]  read and written
-        float *__restrict accumulator_at = (float *)at[3];      // float32 [n]  read and written
-        float *__restrict momentum_buffer_at = (float *)at[4];  // float32 [n]  read and written
-        const F momentum(scalars[0]);
-        const F eps(scalars[1]);
-        const F grad_scale_times_grad_scale(scalars[2]);
-        const F one_minus_momentum_times_grad_scale(scalars[3]);
-        const F minus_lr(scalars[4]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/sm3.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const F accumulator = load(accumulator_at + i);
-            const F momentum_buffer = load(momentum_buffer_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const I p_high = extend16(extend16(to_int(p_stored)));
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low - 128;
-            const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 0x38000000;
-            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-            // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-            const F g_cast = g_stored;
-            // 42  accumulator = accumulator + g * g
-            const F accumulator_2 = fma(grad_scale_times_grad_scale * g_cast, g_cast, accumulator);
-            // 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
-            const F momentum_buffer_2 = fma(one_minus_momentum_times_grad_scale, g_cast / sqrt(accumulator_2 + eps), momentum * momentum_buffer);
-            const F p_2 = fma(minus_lr, momentum_buffer_2, p);  // 48  p = p - lr * update
-            const I p_bitcast = bits(p_2);
-            const I p_sign = p_bitcast >> 16 & 0x8000;
-            const I p_magnitude = p_bitcast & 0x7fffffff;
-            const F p_magnitude_bitcast = as_float(p_magnitude);
-            const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-            const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-            const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-            const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_wide_2 = lshr(p_fixed + (lshr(noise, 23) | 1), 9);
-            const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
-            const I p_kept_ = p_word;
-            store(p_at + i, p_sign | p_word >> 8);
-            store(weight_low_at + i, p_kept_);
-            store(accumulator_at + i, accumulator_2);
-            store(momentum_buffer_at + i, momentum_buffer_2);
         }
     }
 };
 
 // a sweep: accumulator_row (specs/sm3.py:39), accumulator_col (specs/sm3.py:40)
-template <class Grad>
-struct sm3_float32_1 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ROW, true, false, NONE, 2},  // accumulator_row
-        {3, -1, 4, COLUMN, true, false, NONE, 3},  // accumulator_col
-        {4, 6, 4, ROW, false, true, LARGEST, 4},  // accumulator_row_2
-        {5, 7, 4, COLUMN, false, true, LARGEST, 4},  // accumulator_col_2
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                            // float32 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const float *__restrict accumulator_row_at = (const float *)at[2];  // float32 [row]  read
-        const float *__restrict accumulator_col_at = (const float *)at[3];  // float32 [col]  read
-        float *__restrict accumulator_row_2_at = (float *)at[4];            // float32 [row]  for row_max
-        const F eps(known.scalars[0]);
-        const F grad_scale_times_grad_scale(known.scalars[1]);
-        const F minus_lr_times_grad_scale(known.scalars[2]);
-
-        // -- elements: decode, update  (specs/sm3.py)
-        for (int i = 0; i < count; i += W) {
-            const F g = Grad::load(g_at + i);
-            const F p = load(p_at + i);
-            // 38  total = minimum(accumulator_row, accumulator_col) + g * g
-            const F total = fma(grad_scale_times_grad_scale * g, g, min(load(accumulator_row_at + (i & row_mask)), load(accumulator_col_at + i)));
-            const F p_2 = fma(minus_lr_times_grad_scale, g / sqrt(total + eps), p);  // 48  p = p - lr * update
-            store(p_at + i, p_2);
-            store(accumulator_row_2_at + i, total);
-        }
-    }
-};
-
-// row: values of rows
-template <class Grad>
-struct sm3_float32_2 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ROW;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {2, -1, 4, ROW, false, true, NONE, 0},  // accumulator_row
-        {4, -1, 4, ROW, true, false, NONE, 1},  // accumulator_row_2
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        float *__restrict accumulator_row_at = (float *)at[0];                // float32 [row]  written
-        const float *__restrict accumulator_row_2_at = (const float *)at[1];  // float32 [row]  read
-
-        // -- elements: decode
-        for (int i = 0; i < count; i += W) {
-            const F accumulator_row_2 = load(accumulator_row_2_at + i);
-            store(accumulator_row_at + i, accumulator_row_2);
-        }
-    }
-};
-
-// col: values of columns
-template <class Grad>
-struct sm3_float32_3 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = COLUMN;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {3, -1, 4, COLUMN, false, true, NONE, 0},  // accumulator_col
-        {5, -1, 4, COLUMN, true, false, NONE, 1},  // accumulator_col_2
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        float *__restrict accumulator_col_at = (float *)at[0];                // float32 [col]  written
-        const float *__restrict accumulator_col_2_at = (const float *)at[1];  // float32 [col]  read
-
-        // -- elements: decode
-        for (int i = 0; i < count; i += W) {
-            const F accumulator_col_2 = load(accumulator_col_2_at + i);
-            store(accumulator_col_at + i, accumulator_col_2);
-        }
-    }
-};
-
-// a sweep: accumulator_row (specs/sm3.py:39), accumulator_col (specs/sm3.py:40)
-template <class Grad>
-struct sm3_bfloat16_1 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 4, ROW, true, false, NONE, 3},  // accumulator_row
-        {4, -1, 4, COLUMN, true, false, NONE, 4},  // accumulator_col
-        {5, 7, 4, ROW, false, true, LARGEST, 5},  // accumulator_row_2
-        {6, 8, 4, COLUMN, false, true, LARGEST, 5},  // accumulator_col_2
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                      // bfloat16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];               // uint8 [n]  read and written
-        const float *__restrict accumulator_row_at = (const float *)at[3];  // float32 [row]  read
-        const float *__restrict accumulator_col_at = (const float *)at[4];  // float32 [col]  read
-        float *__restrict accumulator_row_2_at = (float *)at[5];            // float32 [row]  for row_max
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F eps(known.scalars[0]);
-        const F grad_scale_times_grad_scale(known.scalars[1]);
-        const F minus_lr_times_grad_scale(known.scalars[2]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/sm3.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-            const F g_cast = g_stored;
-            // 38  total = minimum(accumulator_row, accumulator_col) + g * g
-            const F total = fma(grad_scale_times_grad_scale * g_cast, g_cast, min(load(accumulator_row_at + (i & row_mask)), load(accumulator_col_at + i)));
-            // 48  p = p - lr * update
-            const F p_2 = fma(minus_lr_times_grad_scale, g_cast / sqrt(total + eps), p);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = bits_or_nan(p_2) + (lshr(noise, 24) + 0x8000);
-            store_half<2>(p_at + i, p_word);
-            store_byte<1>(weight_low_at + i, p_word);
-            store(accumulator_row_2_at + i, total);
-        }
-    }
-};
-
-// row: values of rows
-template <class Grad>
-struct sm3_bfloat16_2 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ROW;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {3, -1, 4, ROW, false, true, NONE, 0},  // accumulator_row
-        {5, -1, 4, ROW, true, false, NONE, 1},  // accumulator_row_2
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        float *__restrict accumulator_row_at = (float *)at[0];                // float32 [row]  written
-        const float *__restrict accumulator_row_2_at = (const float *)at[1];  // float32 [row]  read
-
-        // -- elements: decode
-        for (int i = 0; i < count; i += W) {
-            const F accumulator_row_2 = load(accumulator_row_2_at + i);
-            store(accumulator_row_at + i, accumulator_row_2);
-        }
-    }
-};
-
-// col: values of columns
-template <class Grad>
-struct sm3_bfloat16_3 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = COLUMN;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {4, -1, 4, COLUMN, false, true, NONE, 0},  // accumulator_col
-        {6, -1, 4, COLUMN, true, false, NONE, 1},  // accumulator_col_2
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        float *__restrict accumulator_col_at = (float *)at[0];                // float32 [col]  written
-        const float *__restrict accumulator_col_2_at = (const float *)at[1];  // float32 [col]  read
-
-        // -- elements: decode
-        for (int i = 0; i < count; i += W) {
-            const F accumulator_col_2 = load(accumulator_col_2_at + i);
-            store(accumulator_col_at + i, accumulator_col_2);
-        }
-    }
-};
-
-// a sweep: accumulator_row (specs/sm3.py:39), accumulator_col (specs/sm3.py:40)
-template <class Grad>
-struct sm3_float16_1 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 4, ROW, true, false, NONE, 3},  // accumulator_row
-        {4, -1, 4, COLUMN, true, false, NONE, 4},  // accumulator_col
-        {5, 7, 4, ROW, false, true, LARGEST, 5},  // accumulator_row_2
-        {6, 8, 4, COLUMN, false, true, LARGEST, 5},  // accumulator_col_2
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                      // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];               // uint8 [n]  read and written
-        const float *__restrict accumulator_row_at = (const float *)at[3];  // float32 [row]  read
-        const float *__restrict accumulator_col_at = (const float *)at[4];  // float32 [col]  read
-        float *__restrict accumulator_row_2_at = (float *)at[5];            // float32 [row]  for row_max
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F eps(known.scalars[0]);
-        const F grad_scale_times_grad_scale(known.scalars[1]);
-        const F minus_lr_times_grad_scale(known.scalars[2]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/sm3.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const I p_high = extend16(extend16(to_int(p_stored)));
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low - 128;
-            const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 0x38000000;
-            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-            // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-            const F g_cast = g_stored;
-            // 38  total = minimum(accumulator_row, accumulator_col) + g * g
-            const F total = fma(grad_scale_times_grad_scale * g_cast, g_cast, min(load(accumulator_row_at + (i & row_mask)), load(accumulator_col_at + i)));
-            // 48  p = p - lr * update
-            const F p_2 = fma(minus_lr_times_grad_scale, g_cast / sqrt(total + eps), p);
-            const I p_bitcast = bits(p_2);
-            const I p_sign = p_bitcast >> 16 & 0x8000;
-            const I p_magnitude = p_bitcast & 0x7fffffff;
-            const F p_magnitude_bitcast = as_float(p_magnitude);
-            const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-            const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-            const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-            const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_wide_2 = lshr(p_fixed + (lshr(noise, 23) | 1), 9);
-            const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
-            const I p_kept_ = p_word;
-            store(p_at + i, p_sign | p_word >> 8);
-            store(weight_low_at + i, p_kept_);
-            store(accumulator_row_2_at + i, total);
-        }
-    }
-};
-
-// a sweep: accumulator_row (specs/sm3.py:39), accumulator_col (specs/sm3.py:40)
-template <class Grad>
-struct sm3_float32_has_momentum_1 {
+template <class Weight, class Grad>
+struct sm3_has_momentum_kernel_1 {
+    // random bits of momentum_buffer, p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{12, false}, {Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P, 0}), KEPT = NOISE.mask({P, 0});
     static constexpr int BLOCK = 64, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ROW, true, false, NONE, 2},  // accumulator_row
-        {3, -1, 4, COLUMN, true, false, NONE, 3},  // accumulator_col
-        {4, -1, 1, ELEMENT, true, true, NONE, 4},  // momentum_buffer_codes
-        {5, -1, 2, BLOCK_OF, true, true, NONE, 5},  // momentum_buffer_scale
-        {6, 8, 4, ROW, false, true, LARGEST, 6},  // accumulator_row_2
-        {7, 9, 4, COLUMN, false, true, LARGEST, 6},  // accumulator_col_2
-    };
+    static constexpr bool MATRICES = true, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {2, -1, 4, ROW, true, false, NONE, 1},  // accumulator_row
+        {3, -1, 4, COLUMN, true, false, NONE, 2},  // accumulator_col
+        {4, -1, 1, ELEMENT, true, true, NONE, 3},  // momentum_buffer_codes
+        {5, -1, 2, BLOCK_OF, true, true, NONE, 4},  // momentum_buffer_scale
+        {6, 8, 4, ROW, false, true, LARGEST, 5},  // accumulator_row_2
+        {7, 9, 4, COLUMN, false, true, LARGEST, 5},  // accumulator_col_2
+    });
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
                      int row_mask, const Known &known) {
@@ -1725,14 +365,14 @@ struct sm3_float32_has_momentum_1 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                            // float32 [n]  read and written
+        Weight weight(at[7], at + 8);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const float *__restrict accumulator_row_at = (const float *)at[2];  // float32 [row]  read
-        const float *__restrict accumulator_col_at = (const float *)at[3];  // float32 [col]  read
-        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[4];    // uint8 [n]  read and written
-        int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[5];    // int16 [blocks of 64]  read and written
-        float *__restrict accumulator_row_2_at = (float *)at[6];            // float32 [row]  for row_max
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        const float *__restrict accumulator_row_at = (const float *)at[1];  // float32 [row]  read
+        const float *__restrict accumulator_col_at = (const float *)at[2];  // float32 [col]  read
+        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[3];    // uint8 [n]  read and written
+        int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[4];    // int16 [blocks of 64]  read and written
+        float *__restrict accumulator_row_2_at = (float *)at[5];            // float32 [row]  for row_max
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F momentum(known.scalars[0]);
@@ -1740,26 +380,11 @@ struct sm3_float32_has_momentum_1 {
         const F grad_scale_times_grad_scale(known.scalars[2]);
         const F one_minus_momentum_times_grad_scale(known.scalars[3]);
         const F minus_lr(known.scalars[4]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float momentum_buffer_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
         alignas(64) float momentum_buffer_scale_mul_kept[TILE / BLOCK];
         alignas(64) float momentum_buffer_divisor_mul_kept[TILE / BLOCK];
         I momentum_buffer_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
+        Words<sm3_has_momentum_kernel_1> words(BLOCK * blocks, first, stream_key, step_key);
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
@@ -1771,35 +396,36 @@ struct sm3_float32_has_momentum_1 {
             store(momentum_buffer_scale_mul_kept + b, momentum_buffer_scale_mul);
         }
 
+        const auto update_weight = [&](int i, F momentum_buffer, const auto &noise) {
+            const F p = weight.decode(i);
+            const F p_2 = fma(minus_lr, momentum_buffer, p);  // 48  p = p - lr * update
+            weight.encode(i, p_2, noise);
+        };
         // -- elements: decode, update, encode  (specs/sm3.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch_weight<BLOCK>(weight, b);
+            if constexpr (!apart<Weight>()) { fetch<BLOCK>(g_at, b + TILE / BLOCK); }
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
+                const auto noise = words.at(i);
                 const F g = Grad::load(g_at + i);
                 const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
-                const F p = load(p_at + i);
                 // 38  total = minimum(accumulator_row, accumulator_col) + g * g
                 const F total = fma(grad_scale_times_grad_scale * g, g, min(load(accumulator_row_at + (i & row_mask)), load(accumulator_col_at + i)));
                 // 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
                 const F momentum_buffer = fma(one_minus_momentum_times_grad_scale, g / sqrt(total + eps), momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
-                const F p_2 = fma(minus_lr, momentum_buffer, p);  // 48  p = p - lr * update
                 const F momentum_buffer_abs = abs(momentum_buffer);
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(momentum_buffer_abs), i, end);
+                words.keep(noise, i);
                 store(momentum_buffer_kept + i, momentum_buffer);
-                store(noise_kept + i, noise);
-                store(p_at + i, p_2);
                 store(accumulator_row_2_at + i, total);
+                if constexpr (!apart<Weight>())
+                    update_weight(i, momentum_buffer, noise);
             }
             momentum_buffer_top_kept[b] = momentum_buffer_top;
         }
@@ -1815,33 +441,43 @@ struct sm3_float32_has_momentum_1 {
             store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
         }
 
+        // -- elements: decode, update  (specs/sm3.py)
+        if constexpr (apart<Weight>()) for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
+                const F momentum_buffer = load(momentum_buffer_kept + i);
+                update_weight(i, momentum_buffer, noise);
+            }
+        }
+
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
                 const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
+                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + integer<0>(noise) >> 12);
             }
         }
     }
 };
 
 // row: values of rows
-template <class Grad>
-struct sm3_float32_has_momentum_2 {
+template <class Weight, class Grad>
+struct sm3_has_momentum_kernel_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {2, -1, 4, ROW, false, true, NONE, 0},  // accumulator_row
         {6, -1, 4, ROW, true, false, NONE, 1},  // accumulator_row_2
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -1857,16 +493,16 @@ struct sm3_float32_has_momentum_2 {
 };
 
 // col: values of columns
-template <class Grad>
-struct sm3_float32_has_momentum_3 {
+template <class Weight, class Grad>
+struct sm3_has_momentum_kernel_3 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = COLUMN;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {3, -1, 4, COLUMN, false, true, NONE, 0},  // accumulator_col
         {7, -1, 4, COLUMN, true, false, NONE, 1},  // accumulator_col_2
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -1882,48 +518,54 @@ struct sm3_float32_has_momentum_3 {
 };
 
 // a sweep: accumulator_row (specs/sm3.py:39), accumulator_col (specs/sm3.py:40)
-template <class Grad>
-struct sm3_float32_has_momentum_small_1 {
+template <class Weight, class Grad>
+struct sm3_has_momentum_small_kernel_1 {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, ROW, true, false, NONE, 2},  // accumulator_row
-        {3, -1, 4, COLUMN, true, false, NONE, 3},  // accumulator_col
-        {4, -1, 4, ELEMENT, true, true, NONE, 4},  // momentum_buffer
-        {5, 7, 4, ROW, false, true, LARGEST, 5},  // accumulator_row_2
-        {6, 8, 4, COLUMN, false, true, LARGEST, 5},  // accumulator_col_2
-    };
+    static constexpr bool MATRICES = true, INDEXED = DRAWN != 0;
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, true, true, Place>({
+        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
+        {2, -1, 4, ROW, true, false, NONE, 1},  // accumulator_row
+        {3, -1, 4, COLUMN, true, false, NONE, 2},  // accumulator_col
+        {4, -1, 4, ELEMENT, true, true, NONE, 3},  // momentum_buffer
+        {5, 7, 4, ROW, false, true, LARGEST, 4},  // accumulator_row_2
+        {6, 8, 4, COLUMN, false, true, LARGEST, 4},  // accumulator_col_2
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                            // float32 [n]  read and written
+        Weight weight(at[6], at + 7);
         // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const float *__restrict accumulator_row_at = (const float *)at[2];  // float32 [row]  read
-        const float *__restrict accumulator_col_at = (const float *)at[3];  // float32 [col]  read
-        float *__restrict momentum_buffer_at = (float *)at[4];              // float32 [n]  read and written
-        float *__restrict accumulator_row_2_at = (float *)at[5];            // float32 [row]  for row_max
+        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
+        const float *__restrict accumulator_row_at = (const float *)at[1];  // float32 [row]  read
+        const float *__restrict accumulator_col_at = (const float *)at[2];  // float32 [col]  read
+        float *__restrict momentum_buffer_at = (float *)at[3];              // float32 [n]  read and written
+        float *__restrict accumulator_row_2_at = (float *)at[4];            // float32 [row]  for row_max
+        const int32_t step_key = known.step_key;
+        const int32_t stream_key = known.stream_key;
         const F momentum(known.scalars[0]);
         const F eps(known.scalars[1]);
         const F grad_scale_times_grad_scale(known.scalars[2]);
         const F one_minus_momentum_times_grad_scale(known.scalars[3]);
         const F minus_lr(known.scalars[4]);
+        Words<sm3_has_momentum_small_kernel_1> words(count, first, stream_key, step_key);
 
         // -- elements: decode, update  (specs/sm3.py)
         for (int i = 0; i < count; i += W) {
+            const auto noise = words.at(i);
             const F g = Grad::load(g_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
-            const F p = load(p_at + i);
+            const F p = weight.decode(i);
             // 38  total = minimum(accumulator_row, accumulator_col) + g * g
             const F total = fma(grad_scale_times_grad_scale * g, g, min(load(accumulator_row_at + (i & row_mask)), load(accumulator_col_at + i)));
             // 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
             const F momentum_buffer_2 = fma(one_minus_momentum_times_grad_scale, g / sqrt(total + eps), momentum * momentum_buffer);
             const F p_2 = fma(minus_lr, momentum_buffer_2, p);  // 48  p = p - lr * update
-            store(p_at + i, p_2);
+            weight.encode(i, p_2, noise);
             store(momentum_buffer_at + i, momentum_buffer_2);
             store(accumulator_row_2_at + i, total);
         }
@@ -1931,16 +573,16 @@ struct sm3_float32_has_momentum_small_1 {
 };
 
 // row: values of rows
-template <class Grad>
-struct sm3_float32_has_momentum_small_2 {
+template <class Weight, class Grad>
+struct sm3_has_momentum_small_kernel_2 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = ROW;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {2, -1, 4, ROW, false, true, NONE, 0},  // accumulator_row
         {5, -1, 4, ROW, true, false, NONE, 1},  // accumulator_row_2
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -1956,16 +598,16 @@ struct sm3_float32_has_momentum_small_2 {
 };
 
 // col: values of columns
-template <class Grad>
-struct sm3_float32_has_momentum_small_3 {
+template <class Weight, class Grad>
+struct sm3_has_momentum_small_kernel_3 {
     static constexpr int BLOCK = 1, TILE = 1024;
     static constexpr Kind SPACE = COLUMN;
     static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
+    // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
+    static constexpr auto PLACES = places<Weight, false, false, Place>({
         {3, -1, 4, COLUMN, false, true, NONE, 0},  // accumulator_col
         {6, -1, 4, COLUMN, true, false, NONE, 1},  // accumulator_col_2
-    };
+    });
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
@@ -1980,672 +622,255 @@ struct sm3_float32_has_momentum_small_3 {
     }
 };
 
-// a sweep: accumulator_row (specs/sm3.py:39), accumulator_col (specs/sm3.py:40)
-template <class Grad>
-struct sm3_bfloat16_has_momentum_1 {
-    static constexpr int BLOCK = 64, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 4, ROW, true, false, NONE, 3},  // accumulator_row
-        {4, -1, 4, COLUMN, true, false, NONE, 4},  // accumulator_col
-        {5, -1, 1, ELEMENT, true, true, NONE, 5},  // momentum_buffer_codes
-        {6, -1, 2, BLOCK_OF, true, true, NONE, 6},  // momentum_buffer_scale
-        {7, 9, 4, ROW, false, true, LARGEST, 7},  // accumulator_row_2
-        {8, 10, 4, COLUMN, false, true, LARGEST, 7},  // accumulator_col_2
-    };
+template <class Weight, class Grad>
+struct sm3_has_momentum_no_factored_kernel {
+    // random bits of accumulator, momentum_buffer, p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{12, false}, {12, false}, {Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P, 1, 0}), KEPT = NOISE.mask({P, 1, 0});
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2 + count(KEPT)), SCALARS = 5;
+    // bytes per entry, of what, written
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}});
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
     }
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                      // bfloat16 [n]  read and written
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
+        Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];               // uint8 [n]  read and written
-        const float *__restrict accumulator_row_at = (const float *)at[3];  // float32 [row]  read
-        const float *__restrict accumulator_col_at = (const float *)at[4];  // float32 [col]  read
-        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[5];    // uint8 [n]  read and written
-        int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[6];    // int16 [blocks of 64]  read and written
-        float *__restrict accumulator_row_2_at = (float *)at[7];            // float32 [row]  for row_max
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F momentum(known.scalars[0]);
-        const F eps(known.scalars[1]);
-        const F grad_scale_times_grad_scale(known.scalars[2]);
-        const F one_minus_momentum_times_grad_scale(known.scalars[3]);
-        const F minus_lr(known.scalars[4]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
+        // uint8 [n]  read and written
+        uint8_t *__restrict accumulator_codes_at = (uint8_t *)at[parts<Weight>() + 1];
+        // int16 [blocks of 64]  read and written
+        int16_t *__restrict accumulator_range_at = (int16_t *)at[parts<Weight>() + 2];
+        // uint8 [n]  read and written
+        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[parts<Weight>() + 3];
+        // int16 [blocks of 64]  read and written
+        int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[parts<Weight>() + 4];
+        const F momentum(scalars[0]);
+        const F eps(scalars[1]);
+        const F grad_scale_times_grad_scale(scalars[2]);
+        const F one_minus_momentum_times_grad_scale(scalars[3]);
+        const F minus_lr(scalars[4]);
         alignas(64) float momentum_buffer_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
+        alignas(64) int32_t accumulator_pattern_kept[TILE];
+        alignas(64) int32_t accumulator_middle_2_kept[TILE / BLOCK];
+        alignas(64) int32_t accumulator_step_kept[TILE / BLOCK];
         alignas(64) float momentum_buffer_scale_mul_kept[TILE / BLOCK];
+        alignas(64) int32_t accumulator_half_add_kept[TILE / BLOCK];
+        alignas(64) int32_t accumulator_base_kept[TILE / BLOCK];
+        alignas(64) int32_t accumulator_base_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t accumulator_scale_kept[TILE / BLOCK];
         alignas(64) float momentum_buffer_divisor_mul_kept[TILE / BLOCK];
+        I largest_of_block_kept[TILE / BLOCK];
+        I smallest_of_block_kept[TILE / BLOCK];
         I momentum_buffer_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
+        Words<sm3_has_momentum_no_factored_kernel> words(BLOCK * blocks, first, stream_key, step_key);
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
+            const I16 accumulator_range = raw(accumulator_range_at + b);
+            const I accumulator_header = to_int(accumulator_range);
+            const I accumulator_cells = max(I(4), accumulator_header & 255);
+            const I accumulator_step = bits(fma(4194304.0f, 1.0f / to_float(accumulator_cells), 12582912.0f)) - 0x4b400000;
+            const I accumulator_middle = ((accumulator_header & 0xff00) << 14) + 0x20000000 + (accumulator_step >> 1);
+            const I accumulator_middle_2 = where(accumulator_header == 0, I(0), accumulator_middle);
             const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
             const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
             const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 0x7fffffff;
             const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2));
             const F momentum_buffer_scale_mul = momentum * momentum_buffer_scale_2;
+            store(accumulator_middle_2_kept + b, accumulator_middle_2);
+            store(accumulator_step_kept + b, accumulator_step);
             store(momentum_buffer_scale_mul_kept + b, momentum_buffer_scale_mul);
         }
 
+        const auto update_weight = [&](int i, F momentum_buffer, const auto &noise) {
+            const F p = weight.decode(i);
+            const F p_2 = fma(minus_lr, momentum_buffer, p);  // 48  p = p - lr * update
+            weight.encode(i, p_2, noise);
+        };
         // -- elements: decode, update, encode  (specs/sm3.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
-            fetch<BLOCK>(weight_low_at, b);
+            fetch_weight<BLOCK>(weight, b);
+            if constexpr (!apart<Weight>()) { fetch<BLOCK>(g_at, b + TILE / BLOCK); }
+            const I accumulator_middle_2(accumulator_middle_2_kept[b]);
+            const I accumulator_step(accumulator_step_kept[b]);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
+            I largest_of_block(INT32_MIN);
+            I smallest_of_block(INT32_MAX);
             I momentum_buffer_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const F g_stored = Grad::load(g_at + i);
+                const auto noise = words.at(i);
+                const F g = Grad::load(g_at + i);
+                const U8 accumulator_code = raw(accumulator_codes_at + i);
+                const I accumulator_piece = to_int(accumulator_code);
+                const F accumulator_value = as_float(accumulator_middle_2 + accumulator_piece * accumulator_step);
+                // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+                const F accumulator = accumulator_value * accumulator_value;
                 const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
-                const F g_cast = g_stored;
-                // 38  total = minimum(accumulator_row, accumulator_col) + g * g
-                const F total = fma(grad_scale_times_grad_scale * g_cast, g_cast, min(load(accumulator_row_at + (i & row_mask)), load(accumulator_col_at + i)));
+                // 42  accumulator = accumulator + g * g
+                const F accumulator_2 = fma(grad_scale_times_grad_scale * g, g, accumulator);
                 // 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
-                const F momentum_buffer = fma(one_minus_momentum_times_grad_scale, g_cast / sqrt(total + eps), momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
+                const F momentum_buffer = fma(one_minus_momentum_times_grad_scale, g / sqrt(accumulator_2 + eps), momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
+                const I accumulator_pattern = bits(sqrt(accumulator_2));
                 const F momentum_buffer_abs = abs(momentum_buffer);
+                largest_of_block = larger<RAGGED>(largest_of_block, accumulator_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, accumulator_pattern, i, end);
                 momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(momentum_buffer_abs), i, end);
+                words.keep(noise, i);
                 store(momentum_buffer_kept + i, momentum_buffer);
-                store(noise_kept + i, noise);
-                store(accumulator_row_2_at + i, total);
+                store(accumulator_pattern_kept + i, accumulator_pattern);
+                if constexpr (!apart<Weight>())
+                    update_weight(i, momentum_buffer, noise);
             }
+            largest_of_block_kept[b] = largest_of_block;
+            smallest_of_block_kept[b] = smallest_of_block;
             momentum_buffer_top_kept[b] = momentum_buffer_top;
         }
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
+            const I largest_of_block = largest(largest_of_block_kept + b);
+            const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
+            const I accumulator_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
+            const I accumulator_above = (accumulator_largest + 0x80000 >> 22) + 1;
+            const I accumulator_below = smallest_of_block - 0x80000 >> 22;
+            const I accumulator_units = min(I(64), max(I(1), accumulator_above - max(I(128), accumulator_below)));
+            const I accumulator_first = accumulator_above - accumulator_units;
+            const I accumulator_start = accumulator_first << 22;
+            const I accumulator_half = accumulator_units * 10240;
+            const I accumulator_base = accumulator_start + accumulator_half;
+            const I accumulator_base_sub = 0x5f700000 - accumulator_base;
+            const I accumulator_cells_2 = min(I(255), to_int(256.5f / to_float(accumulator_units)));
+            const I accumulator_scale = accumulator_cells_2 << 2;
+            const I accumulator_half_add = accumulator_half * accumulator_scale - 0x800000;
+            const I accumulator_header_2 = accumulator_first - 128 << 8 | accumulator_cells_2;
             const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
             const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
             const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
             const F momentum_buffer_divisor_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
+            store(accumulator_half_add_kept + b, accumulator_half_add);
+            store(accumulator_base_kept + b, accumulator_base);
+            store(accumulator_base_sub_kept + b, accumulator_base_sub);
+            store(accumulator_scale_kept + b, accumulator_scale);
             store(momentum_buffer_divisor_mul_kept + b, momentum_buffer_divisor_mul);
+            store(accumulator_range_at + b, accumulator_header_2);
             store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
         }
 
-        // -- elements: decode, update, encode  (specs/sm3.py)
-        for (int b = 0; b < blocks; b++) {
+        // -- elements: decode, update  (specs/sm3.py)
+        if constexpr (apart<Weight>()) for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
                 const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I noise = load(noise_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-                const F p_2 = fma(minus_lr, momentum_buffer, p);                  // 48  p = p - lr * update
-                const I p_word = bits_or_nan(p_2) + (noise & 255 | 0x8000);
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
+                update_weight(i, momentum_buffer, noise);
             }
         }
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(accumulator_codes_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
+            const I accumulator_half_add(accumulator_half_add_kept[b]);
+            const I accumulator_base(accumulator_base_kept[b]);
+            const I accumulator_base_sub(accumulator_base_sub_kept[b]);
+            const I accumulator_scale(accumulator_scale_kept[b]);
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
+                const auto noise = words.kept(i);
+                const I accumulator_pattern = load(accumulator_pattern_kept + i);
                 const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I noise = load(noise_kept + i);
+                const I accumulator_offset = fraction<0, 24>(noise) + accumulator_half_add;
+                const I accumulator_position = max(I(0), min(accumulator_pattern - accumulator_base, accumulator_base_sub)) * accumulator_scale + accumulator_offset;
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
+                store_byte<3>(accumulator_codes_at + i, accumulator_position);
+                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + integer<1>(noise) >> 12);
             }
         }
     }
 };
 
-// row: values of rows
-template <class Grad>
-struct sm3_bfloat16_has_momentum_2 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ROW;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {3, -1, 4, ROW, false, true, NONE, 0},  // accumulator_row
-        {7, -1, 4, ROW, true, false, NONE, 1},  // accumulator_row_2
-    };
+template <class Weight, class Grad>
+struct sm3_has_momentum_no_factored_small_kernel {
+    // random bits of p; which of their words are drawn, and kept
+    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
+    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
+    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
+    // bytes per entry, of what, written
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}});
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        float *__restrict accumulator_row_at = (float *)at[0];                // float32 [row]  written
-        const float *__restrict accumulator_row_2_at = (const float *)at[1];  // float32 [row]  read
-
-        // -- elements: decode
-        for (int i = 0; i < count; i += W) {
-            const F accumulator_row_2 = load(accumulator_row_2_at + i);
-            store(accumulator_row_at + i, accumulator_row_2);
-        }
-    }
-};
-
-// col: values of columns
-template <class Grad>
-struct sm3_bfloat16_has_momentum_3 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = COLUMN;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {4, -1, 4, COLUMN, false, true, NONE, 0},  // accumulator_col
-        {8, -1, 4, COLUMN, true, false, NONE, 1},  // accumulator_col_2
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        float *__restrict accumulator_col_at = (float *)at[0];                // float32 [col]  written
-        const float *__restrict accumulator_col_2_at = (const float *)at[1];  // float32 [col]  read
-
-        // -- elements: decode
-        for (int i = 0; i < count; i += W) {
-            const F accumulator_col_2 = load(accumulator_col_2_at + i);
-            store(accumulator_col_at + i, accumulator_col_2);
-        }
-    }
-};
-
-// a sweep: accumulator_row (specs/sm3.py:39), accumulator_col (specs/sm3.py:40)
-template <class Grad>
-struct sm3_bfloat16_has_momentum_small_1 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 4, ROW, true, false, NONE, 3},  // accumulator_row
-        {4, -1, 4, COLUMN, true, false, NONE, 4},  // accumulator_col
-        {5, -1, 4, ELEMENT, true, true, NONE, 5},  // momentum_buffer
-        {6, 8, 4, ROW, false, true, LARGEST, 6},  // accumulator_row_2
-        {7, 9, 4, COLUMN, false, true, LARGEST, 6},  // accumulator_col_2
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                      // bfloat16 [n]  read and written
+                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+        Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];               // uint8 [n]  read and written
-        const float *__restrict accumulator_row_at = (const float *)at[3];  // float32 [row]  read
-        const float *__restrict accumulator_col_at = (const float *)at[4];  // float32 [col]  read
-        float *__restrict momentum_buffer_at = (float *)at[5];              // float32 [n]  read and written
-        float *__restrict accumulator_row_2_at = (float *)at[6];            // float32 [row]  for row_max
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F momentum(known.scalars[0]);
-        const F eps(known.scalars[1]);
-        const F grad_scale_times_grad_scale(known.scalars[2]);
-        const F one_minus_momentum_times_grad_scale(known.scalars[3]);
-        const F minus_lr(known.scalars[4]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
+        float *__restrict accumulator_at = (float *)at[parts<Weight>() + 1];  // float32 [n]  read and written
+        // float32 [n]  read and written
+        float *__restrict momentum_buffer_at = (float *)at[parts<Weight>() + 2];
+        const F momentum(scalars[0]);
+        const F eps(scalars[1]);
+        const F grad_scale_times_grad_scale(scalars[2]);
+        const F one_minus_momentum_times_grad_scale(scalars[3]);
+        const F minus_lr(scalars[4]);
+        Words<sm3_has_momentum_no_factored_small_kernel> words(count, first, stream_key, step_key);
 
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/sm3.py)
+        // -- elements: decode, update  (specs/sm3.py)
         for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
+            const auto noise = words.at(i);
+            const F g = Grad::load(g_at + i);
+            const F accumulator = load(accumulator_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-            const F g_cast = g_stored;
-            // 38  total = minimum(accumulator_row, accumulator_col) + g * g
-            const F total = fma(grad_scale_times_grad_scale * g_cast, g_cast, min(load(accumulator_row_at + (i & row_mask)), load(accumulator_col_at + i)));
+            const F p = weight.decode(i);
+            // 42  accumulator = accumulator + g * g
+            const F accumulator_2 = fma(grad_scale_times_grad_scale * g, g, accumulator);
             // 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
-            const F momentum_buffer_2 = fma(one_minus_momentum_times_grad_scale, g_cast / sqrt(total + eps), momentum * momentum_buffer);
-            const F p_2 = fma(minus_lr, momentum_buffer_2, p);                // 48  p = p - lr * update
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = bits_or_nan(p_2) + (lshr(noise, 24) + 0x8000);
-            store_half<2>(p_at + i, p_word);
-            store_byte<1>(weight_low_at + i, p_word);
-            store(momentum_buffer_at + i, momentum_buffer_2);
-            store(accumulator_row_2_at + i, total);
-        }
-    }
-};
-
-// row: values of rows
-template <class Grad>
-struct sm3_bfloat16_has_momentum_small_2 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ROW;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {3, -1, 4, ROW, false, true, NONE, 0},  // accumulator_row
-        {6, -1, 4, ROW, true, false, NONE, 1},  // accumulator_row_2
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        float *__restrict accumulator_row_at = (float *)at[0];                // float32 [row]  written
-        const float *__restrict accumulator_row_2_at = (const float *)at[1];  // float32 [row]  read
-
-        // -- elements: decode
-        for (int i = 0; i < count; i += W) {
-            const F accumulator_row_2 = load(accumulator_row_2_at + i);
-            store(accumulator_row_at + i, accumulator_row_2);
-        }
-    }
-};
-
-// col: values of columns
-template <class Grad>
-struct sm3_bfloat16_has_momentum_small_3 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = COLUMN;
-    static constexpr bool MATRICES = true, INDEXED = false;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {4, -1, 4, COLUMN, false, true, NONE, 0},  // accumulator_col
-        {7, -1, 4, COLUMN, true, false, NONE, 1},  // accumulator_col_2
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        float *__restrict accumulator_col_at = (float *)at[0];                // float32 [col]  written
-        const float *__restrict accumulator_col_2_at = (const float *)at[1];  // float32 [col]  read
-
-        // -- elements: decode
-        for (int i = 0; i < count; i += W) {
-            const F accumulator_col_2 = load(accumulator_col_2_at + i);
-            store(accumulator_col_at + i, accumulator_col_2);
-        }
-    }
-};
-
-// a sweep: accumulator_row (specs/sm3.py:39), accumulator_col (specs/sm3.py:40)
-template <class Grad>
-struct sm3_float16_has_momentum_1 {
-    static constexpr int BLOCK = 64, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 4, ROW, true, false, NONE, 3},  // accumulator_row
-        {4, -1, 4, COLUMN, true, false, NONE, 4},  // accumulator_col
-        {5, -1, 1, ELEMENT, true, true, NONE, 5},  // momentum_buffer_codes
-        {6, -1, 2, BLOCK_OF, true, true, NONE, 6},  // momentum_buffer_scale
-        {7, 9, 4, ROW, false, true, LARGEST, 7},  // accumulator_row_2
-        {8, 10, 4, COLUMN, false, true, LARGEST, 7},  // accumulator_col_2
-    };
-
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                      // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];               // uint8 [n]  read and written
-        const float *__restrict accumulator_row_at = (const float *)at[3];  // float32 [row]  read
-        const float *__restrict accumulator_col_at = (const float *)at[4];  // float32 [col]  read
-        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[5];    // uint8 [n]  read and written
-        int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[6];    // int16 [blocks of 64]  read and written
-        float *__restrict accumulator_row_2_at = (float *)at[7];            // float32 [row]  for row_max
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F momentum(known.scalars[0]);
-        const F eps(known.scalars[1]);
-        const F grad_scale_times_grad_scale(known.scalars[2]);
-        const F one_minus_momentum_times_grad_scale(known.scalars[3]);
-        const F minus_lr(known.scalars[4]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) float momentum_buffer_kept[TILE];
-        alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float momentum_buffer_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float momentum_buffer_divisor_mul_kept[TILE / BLOCK];
-        I momentum_buffer_top_kept[TILE / BLOCK];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
-            const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
-            const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 0x7fffffff;
-            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2));
-            const F momentum_buffer_scale_mul = momentum * momentum_buffer_scale_2;
-            store(momentum_buffer_scale_mul_kept + b, momentum_buffer_scale_mul);
-        }
-
-        // -- elements: decode, update, encode  (specs/sm3.py)
-        for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
-            fetch<BLOCK>(weight_low_at, b);
-            const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
-            I momentum_buffer_top(INT32_MIN);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
-                const I word = spread(word_kept, i);
-                const F g_stored = Grad::load(g_at + i);
-                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
-                const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
-                const F momentum_buffer_bend = abs(momentum_buffer_code_2);
-                const F g_cast = g_stored;
-                // 38  total = minimum(accumulator_row, accumulator_col) + g * g
-                const F total = fma(grad_scale_times_grad_scale * g_cast, g_cast, min(load(accumulator_row_at + (i & row_mask)), load(accumulator_col_at + i)));
-                // 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
-                const F momentum_buffer = fma(one_minus_momentum_times_grad_scale, g_cast / sqrt(total + eps), momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
-                const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const F momentum_buffer_abs = abs(momentum_buffer);
-                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(momentum_buffer_abs), i, end);
-                store(momentum_buffer_kept + i, momentum_buffer);
-                store(noise_kept + i, noise);
-                store(accumulator_row_2_at + i, total);
-            }
-            momentum_buffer_top_kept[b] = momentum_buffer_top;
-        }
-
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
-            const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
-            const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
-            const F momentum_buffer_divisor_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
-            store(momentum_buffer_divisor_mul_kept + b, momentum_buffer_divisor_mul);
-            store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
-        }
-
-        // -- elements: decode, update, encode  (specs/sm3.py)
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I noise = load(noise_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const I p_high = extend16(extend16(to_int(p_stored)));
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low - 128;
-                const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 0x38000000;
-                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-                // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-                const F p_2 = fma(minus_lr, momentum_buffer, p);  // 48  p = p - lr * update
-                const I p_bitcast = bits(p_2);
-                const I p_sign = p_bitcast >> 16 & 0x8000;
-                const I p_magnitude = p_bitcast & 0x7fffffff;
-                const F p_magnitude_bitcast = as_float(p_magnitude);
-                const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-                const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-                const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-                const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-                const I p_wide_2 = lshr(p_fixed + ((noise & 255) << 1 | 1), 9);
-                const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
-                const I p_kept_ = p_word;
-                store(p_at + i, p_sign | p_word >> 8);
-                store(weight_low_at + i, p_kept_);
-            }
-        }
-
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
-            const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I noise = load(noise_kept + i);
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
-            }
-        }
-    }
-};
-
-// a sweep: accumulator_row (specs/sm3.py:39), accumulator_col (specs/sm3.py:40)
-template <class Grad>
-struct sm3_float16_has_momentum_small_1 {
-    static constexpr int BLOCK = 1, TILE = 1024;
-    static constexpr Kind SPACE = ELEMENT;
-    static constexpr bool MATRICES = true, INDEXED = true;
-    // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
-    static constexpr Place PLACES[] = {
-        {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
-        {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 4, ROW, true, false, NONE, 3},  // accumulator_row
-        {4, -1, 4, COLUMN, true, false, NONE, 4},  // accumulator_col
-        {5, -1, 4, ELEMENT, true, true, NONE, 5},  // momentum_buffer
-        {6, 8, 4, ROW, false, true, LARGEST, 6},  // accumulator_row_2
-        {7, 9, 4, COLUMN, false, true, LARGEST, 6},  // accumulator_col_2
-    };
-
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                      // float16 [n]  read and written
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];               // uint8 [n]  read and written
-        const float *__restrict accumulator_row_at = (const float *)at[3];  // float32 [row]  read
-        const float *__restrict accumulator_col_at = (const float *)at[4];  // float32 [col]  read
-        float *__restrict momentum_buffer_at = (float *)at[5];              // float32 [n]  read and written
-        float *__restrict accumulator_row_2_at = (float *)at[6];            // float32 [row]  for row_max
-        const int32_t step_key = known.step_key;
-        const int32_t stream_key = known.stream_key;
-        const F momentum(known.scalars[0]);
-        const F eps(known.scalars[1]);
-        const F grad_scale_times_grad_scale(known.scalars[2]);
-        const F one_minus_momentum_times_grad_scale(known.scalars[3]);
-        const F minus_lr(known.scalars[4]);
-        alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
-
-        // -- one hash for 8 elements
-        for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
-            const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
-            const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
-        }
-
-        // -- elements: decode, update, encode  (specs/sm3.py)
-        for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
-            const I word = spread(word_kept, i);
-            const F g_stored = Grad::load(g_at + i);
-            const F momentum_buffer = load(momentum_buffer_at + i);
-            const U16 p_stored = raw(p_at + i);
-            const I p_high = extend16(extend16(to_int(p_stored)));
-            const U8 weight_low_code = raw(weight_low_at + i);
-            const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low - 128;
-            const I p_wide = ((p_high & 32767) << 8) + p_offset;
-            const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 0x38000000;
-            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-            // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-            const F g_cast = g_stored;
-            // 38  total = minimum(accumulator_row, accumulator_col) + g * g
-            const F total = fma(grad_scale_times_grad_scale * g_cast, g_cast, min(load(accumulator_row_at + (i & row_mask)), load(accumulator_col_at + i)));
-            // 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
-            const F momentum_buffer_2 = fma(one_minus_momentum_times_grad_scale, g_cast / sqrt(total + eps), momentum * momentum_buffer);
+            const F momentum_buffer_2 = fma(one_minus_momentum_times_grad_scale, g / sqrt(accumulator_2 + eps), momentum * momentum_buffer);
             const F p_2 = fma(minus_lr, momentum_buffer_2, p);  // 48  p = p - lr * update
-            const I p_bitcast = bits(p_2);
-            const I p_sign = p_bitcast >> 16 & 0x8000;
-            const I p_magnitude = p_bitcast & 0x7fffffff;
-            const F p_magnitude_bitcast = as_float(p_magnitude);
-            const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-            const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-            const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-            const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-            const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_wide_2 = lshr(p_fixed + (lshr(noise, 23) | 1), 9);
-            const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
-            const I p_kept_ = p_word;
-            store(p_at + i, p_sign | p_word >> 8);
-            store(weight_low_at + i, p_kept_);
+            weight.encode(i, p_2, noise);
+            store(accumulator_at + i, accumulator_2);
             store(momentum_buffer_at + i, momentum_buffer_2);
-            store(accumulator_row_2_at + i, total);
         }
     }
 };
 
-template <class Grad>
-struct sm3_float32 {
+template <class Weight, class Grad>
+struct sm3_step {
     typedef void staged;
     static constexpr int SCALARS = 3, BLOCK = 1;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {4, ROW},  // accumulator_row
         {4, COLUMN},  // accumulator_col
         {4, ROW},  // accumulator_row_2
         {4, COLUMN},  // accumulator_col_2
         {4, ROW + 8},  // partial results of accumulator_row_2
         {4, COLUMN + 8},  // partial results of accumulator_col_2
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<sm3_float32_1<Grad>>(),
-        stage<sm3_float32_2<Grad>>(),
-        stage<sm3_float32_3<Grad>>(),
+        stage<sm3_kernel_1<Weight, Grad>>(),
+        stage<sm3_kernel_2<Weight, Grad>>(),
+        stage<sm3_kernel_3<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct sm3_bfloat16 {
-    typedef void staged;
-    static constexpr int SCALARS = 3, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {4, ROW},  // accumulator_row
-        {4, COLUMN},  // accumulator_col
-        {4, ROW},  // accumulator_row_2
-        {4, COLUMN},  // accumulator_col_2
-        {4, ROW + 8},  // partial results of accumulator_row_2
-        {4, COLUMN + 8},  // partial results of accumulator_col_2
-    };
-    static constexpr Stage STAGES[] = {
-        stage<sm3_bfloat16_1<Grad>>(),
-        stage<sm3_bfloat16_2<Grad>>(),
-        stage<sm3_bfloat16_3<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct sm3_float16 {
-    typedef void staged;
-    static constexpr int SCALARS = 3, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {4, ROW},  // accumulator_row
-        {4, COLUMN},  // accumulator_col
-        {4, ROW},  // accumulator_row_2
-        {4, COLUMN},  // accumulator_col_2
-        {4, ROW + 8},  // partial results of accumulator_row_2
-        {4, COLUMN + 8},  // partial results of accumulator_col_2
-    };
-    static constexpr Stage STAGES[] = {
-        stage<sm3_float16_1<Grad>>(),
-        stage<sm3_bfloat16_2<Grad>>(),
-        stage<sm3_bfloat16_3<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct sm3_float32_has_momentum {
+template <class Weight, class Grad>
+struct sm3_has_momentum_step {
     typedef void staged;
     static constexpr int SCALARS = 5, BLOCK = 64;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {4, ROW},  // accumulator_row
         {4, COLUMN},  // accumulator_col
         {1, ELEMENT},  // momentum_buffer_codes
@@ -2654,22 +879,20 @@ struct sm3_float32_has_momentum {
         {4, COLUMN},  // accumulator_col_2
         {4, ROW + 8},  // partial results of accumulator_row_2
         {4, COLUMN + 8},  // partial results of accumulator_col_2
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<sm3_float32_has_momentum_1<Grad>>(),
-        stage<sm3_float32_has_momentum_2<Grad>>(),
-        stage<sm3_float32_has_momentum_3<Grad>>(),
+        stage<sm3_has_momentum_kernel_1<Weight, Grad>>(),
+        stage<sm3_has_momentum_kernel_2<Weight, Grad>>(),
+        stage<sm3_has_momentum_kernel_3<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct sm3_float32_has_momentum_small {
+template <class Weight, class Grad>
+struct sm3_has_momentum_small_step {
     typedef void staged;
     static constexpr int SCALARS = 5, BLOCK = 1;
     // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {4, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
+    static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {4, ROW},  // accumulator_row
         {4, COLUMN},  // accumulator_col
         {4, ELEMENT},  // momentum_buffer
@@ -2677,111 +900,35 @@ struct sm3_float32_has_momentum_small {
         {4, COLUMN},  // accumulator_col_2
         {4, ROW + 8},  // partial results of accumulator_row_2
         {4, COLUMN + 8},  // partial results of accumulator_col_2
-    };
+    });
     static constexpr Stage STAGES[] = {
-        stage<sm3_float32_has_momentum_small_1<Grad>>(),
-        stage<sm3_float32_has_momentum_small_2<Grad>>(),
-        stage<sm3_float32_has_momentum_small_3<Grad>>(),
+        stage<sm3_has_momentum_small_kernel_1<Weight, Grad>>(),
+        stage<sm3_has_momentum_small_kernel_2<Weight, Grad>>(),
+        stage<sm3_has_momentum_small_kernel_3<Weight, Grad>>(),
     };
 };
 
-template <class Grad>
-struct sm3_bfloat16_has_momentum {
-    typedef void staged;
-    static constexpr int SCALARS = 5, BLOCK = 64;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {4, ROW},  // accumulator_row
-        {4, COLUMN},  // accumulator_col
-        {1, ELEMENT},  // momentum_buffer_codes
-        {2, BLOCK_OF},  // momentum_buffer_scale
-        {4, ROW},  // accumulator_row_2
-        {4, COLUMN},  // accumulator_col_2
-        {4, ROW + 8},  // partial results of accumulator_row_2
-        {4, COLUMN + 8},  // partial results of accumulator_col_2
-    };
-    static constexpr Stage STAGES[] = {
-        stage<sm3_bfloat16_has_momentum_1<Grad>>(),
-        stage<sm3_bfloat16_has_momentum_2<Grad>>(),
-        stage<sm3_bfloat16_has_momentum_3<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct sm3_bfloat16_has_momentum_small {
-    typedef void staged;
-    static constexpr int SCALARS = 5, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {4, ROW},  // accumulator_row
-        {4, COLUMN},  // accumulator_col
-        {4, ELEMENT},  // momentum_buffer
-        {4, ROW},  // accumulator_row_2
-        {4, COLUMN},  // accumulator_col_2
-        {4, ROW + 8},  // partial results of accumulator_row_2
-        {4, COLUMN + 8},  // partial results of accumulator_col_2
-    };
-    static constexpr Stage STAGES[] = {
-        stage<sm3_bfloat16_has_momentum_small_1<Grad>>(),
-        stage<sm3_bfloat16_has_momentum_small_2<Grad>>(),
-        stage<sm3_bfloat16_has_momentum_small_3<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct sm3_float16_has_momentum {
-    typedef void staged;
-    static constexpr int SCALARS = 5, BLOCK = 64;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {4, ROW},  // accumulator_row
-        {4, COLUMN},  // accumulator_col
-        {1, ELEMENT},  // momentum_buffer_codes
-        {2, BLOCK_OF},  // momentum_buffer_scale
-        {4, ROW},  // accumulator_row_2
-        {4, COLUMN},  // accumulator_col_2
-        {4, ROW + 8},  // partial results of accumulator_row_2
-        {4, COLUMN + 8},  // partial results of accumulator_col_2
-    };
-    static constexpr Stage STAGES[] = {
-        stage<sm3_float16_has_momentum_1<Grad>>(),
-        stage<sm3_bfloat16_has_momentum_2<Grad>>(),
-        stage<sm3_bfloat16_has_momentum_3<Grad>>(),
-    };
-};
-
-template <class Grad>
-struct sm3_float16_has_momentum_small {
-    typedef void staged;
-    static constexpr int SCALARS = 5, BLOCK = 1;
-    // bytes per entry, what there is one of
-    static constexpr StageColumn COLUMNS[] = {
-        {2, ELEMENT},  // p
-        {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // weight_low
-        {4, ROW},  // accumulator_row
-        {4, COLUMN},  // accumulator_col
-        {4, ELEMENT},  // momentum_buffer
-        {4, ROW},  // accumulator_row_2
-        {4, COLUMN},  // accumulator_col_2
-        {4, ROW + 8},  // partial results of accumulator_row_2
-        {4, COLUMN + 8},  // partial results of accumulator_col_2
-    };
-    static constexpr Stage STAGES[] = {
-        stage<sm3_float16_has_momentum_small_1<Grad>>(),
-        stage<sm3_bfloat16_has_momentum_small_2<Grad>>(),
-        stage<sm3_bfloat16_has_momentum_small_3<Grad>>(),
-    };
-};
+template <class Grad> using sm3_float32 = sm3_step<weight_float32, Grad>;
+template <class Grad> using sm3_bfloat16 = sm3_step<weight_bfloat16, Grad>;
+template <class Grad> using sm3_float16 = sm3_step<weight_float16, Grad>;
+template <class Grad> using sm3_float32_no_factored = sm3_no_factored_kernel<weight_float32, Grad>;
+template <class Grad> using sm3_float32_no_factored_small = sm3_no_factored_small_kernel<weight_float32, Grad>;
+template <class Grad> using sm3_bfloat16_no_factored = sm3_no_factored_kernel<weight_bfloat16, Grad>;
+template <class Grad> using sm3_bfloat16_no_factored_small = sm3_no_factored_small_kernel<weight_bfloat16, Grad>;
+template <class Grad> using sm3_float16_no_factored = sm3_no_factored_kernel<weight_float16, Grad>;
+template <class Grad> using sm3_float16_no_factored_small = sm3_no_factored_small_kernel<weight_float16, Grad>;
+template <class Grad> using sm3_float32_has_momentum = sm3_has_momentum_step<weight_float32, Grad>;
+template <class Grad> using sm3_float32_has_momentum_small = sm3_has_momentum_small_step<weight_float32, Grad>;
+template <class Grad> using sm3_bfloat16_has_momentum = sm3_has_momentum_step<weight_bfloat16, Grad>;
+template <class Grad> using sm3_bfloat16_has_momentum_small = sm3_has_momentum_small_step<weight_bfloat16, Grad>;
+template <class Grad> using sm3_float16_has_momentum = sm3_has_momentum_step<weight_float16, Grad>;
+template <class Grad> using sm3_float16_has_momentum_small = sm3_has_momentum_small_step<weight_float16, Grad>;
+template <class Grad> using sm3_float32_has_momentum_no_factored = sm3_has_momentum_no_factored_kernel<weight_float32, Grad>;
+template <class Grad> using sm3_float32_has_momentum_no_factored_small = sm3_has_momentum_no_factored_small_kernel<weight_float32, Grad>;
+template <class Grad> using sm3_bfloat16_has_momentum_no_factored = sm3_has_momentum_no_factored_kernel<weight_bfloat16, Grad>;
+template <class Grad> using sm3_bfloat16_has_momentum_no_factored_small = sm3_has_momentum_no_factored_small_kernel<weight_bfloat16, Grad>;
+template <class Grad> using sm3_float16_has_momentum_no_factored = sm3_has_momentum_no_factored_kernel<weight_float16, Grad>;
+template <class Grad> using sm3_float16_has_momentum_no_factored_small = sm3_has_momentum_no_factored_small_kernel<weight_float16, Grad>;
 
 }  // namespace
 

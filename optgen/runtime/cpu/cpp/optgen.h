@@ -149,6 +149,197 @@ struct float16 {
     static F load(const uint16_t *p) { return widen_half(raw(p)); }
 };
 
+// -- random bits: a hash of the element's number, the tensor and the step (lower/noise.py)
+
+constexpr int SHARE = 8;  // neighbours that share a hash
+constexpr int PLACE = 8;  // bits of a step's place in its window
+constexpr int P = -1;     // the weight, the last one to be dealt bits
+
+// The bits that a value wants; rare ones, which not every step stores, have words of their own, drawn anew each time.
+struct Want {
+    int bits;
+    bool rare;
+};
+// A value's bits: `bits` of a word, above its lowest `shift`.
+struct Share {
+    int word, shift, bits;
+};
+// The factor of the step's place in its window; whether every step hashes anew.
+struct Word {
+    int32_t at;
+    bool anew;
+};
+
+// Which bits of which words each of N values is rounded by: keys.deal.
+template <int N> struct Dealt {
+    Share share[N];
+    Word word[N];
+    int words;
+
+    constexpr const Share &of(int value) const { return share[value == P ? N - 1 : value]; }
+    // The words of these values, a bit for each.
+    template <int K> constexpr int mask(const int (&values)[K]) const {
+        int found = 0;
+        for (int v : values)
+            found |= of(v).bits ? 1 << of(v).word : 0;
+        return found;
+    }
+};
+
+template <int N> constexpr Dealt<N> dealt(const Want (&wants)[N]) {
+    Dealt<N> out{};
+    for (int rare = 0; rare < 2; rare++) {
+        int top = 0;  // bits of the last word that are left
+        for (int v = 0; v < N; v++) {
+            if (!wants[v].bits || wants[v].rare != (bool)rare)
+                continue;
+            if (top < wants[v].bits)
+                top = 32, out.words++;
+            top -= wants[v].bits;
+            out.share[v] = {out.words - 1, top, wants[v].bits};
+        }
+        // What the first rare value takes is another word.
+        for (int v = N - 1, last = -1; v >= 0; v--) {
+            Share &s = out.share[v];
+            if (!wants[v].bits || wants[v].rare != (bool)rare || s.word == last)
+                continue;
+            last = s.word;
+            if (s.shift + s.bits < 32)
+                s.shift = 0;  // the last of several: a mask is enough
+        }
+    }
+    for (int v = 0; v < N; v++) {
+        const Share s = out.share[v];
+        if (s.bits && wants[v].rare)
+            out.word[s.word].anew = true;
+        else if (s.bits >= PLACE)
+            out.word[s.word].at += 1 << (s.shift + s.bits - PLACE);
+    }
+    return out;
+}
+
+constexpr int count(int mask) { return mask ? (mask & 1) + count(mask >> 1) : 0; }
+
+// An element's words.
+template <class Kernel> struct Noise {
+    I word[Kernel::NOISE.words ? Kernel::NOISE.words : 1];
+};
+
+// What a codec asks for: uniform on 0 .. 2^bits - 1; on 0 .. 2^WIDTH - 1, further bits of the word below its own; the
+// midpoints of 2^bits cells of 0 .. 2^WIDTH.
+template <int VALUE, class Kernel> inline I integer(const Noise<Kernel> &noise) {
+    constexpr Share s = Kernel::NOISE.of(VALUE);
+    const I x = s.shift ? lshr(noise.word[s.word], s.shift) : noise.word[s.word];
+    return s.shift + s.bits == 32 ? x : x & (int32_t)((1u << s.bits) - 1);
+}
+template <int VALUE, int WIDTH, class Kernel> inline I fraction(const Noise<Kernel> &noise) {
+    constexpr Share s = Kernel::NOISE.of(VALUE);
+    constexpr int below = WIDTH - s.bits;
+    if constexpr (s.shift + s.bits == 32)
+        return lshr(noise.word[s.word], 32 - WIDTH);
+    else if constexpr (below == 0)
+        return integer<VALUE>(noise);
+    else
+        return integer<VALUE>(noise) << below | I(1 << (below - 1));
+}
+template <int VALUE, int WIDTH, class Kernel> inline I middle(const Noise<Kernel> &noise) {
+    constexpr Share s = Kernel::NOISE.of(VALUE);
+    constexpr int below = WIDTH - s.bits;
+    if constexpr (s.shift + s.bits == 32 && below == 1)
+        return lshr(noise.word[s.word], s.shift - 1) | I(1);
+    else
+        return integer<VALUE>(noise) << below | I(1 << (below - 1));
+}
+
+// The words of a tile's elements: of its hashes, two for eight elements, and those that a later loop reads again.
+template <class Kernel> struct Words {
+    static constexpr int DRAWN = Kernel::DRAWN, KEPT = Kernel::KEPT;
+    static constexpr unsigned M1 = 0x7feb352d, M2 = 0x846ca68b, M3 = 0x9e3779b1;
+    alignas(64) int32_t turned[count(DRAWN) ? count(DRAWN) : 1][Kernel::TILE / SHARE];
+    alignas(64) int32_t fixed[count(DRAWN) ? count(DRAWN) : 1][Kernel::TILE / SHARE];
+    alignas(64) int32_t kept_[count(KEPT) ? count(KEPT) : 1][count(KEPT) ? Kernel::TILE : 1];
+
+    static constexpr uint32_t salt(int k) {
+        return k == 0 ? 0 : k == 1 ? 0x3c6ef372 : k == 2 ? 0x1b873593 : k == 3 ? 0x5851f42d : (2 * k + 1) * M3;
+    }
+    static constexpr int below(int mask, int k) { return count(mask & ((1 << k) - 1)); }
+
+    // For `size` elements, of which `first` is the number of the first one.
+    Words(int size, int32_t first, int32_t stream_key, int32_t step_key) {
+        for (int i = 0; DRAWN && i < (size + SHARE - 1) / SHARE; i += W)
+            for (int k = 0; k < Kernel::NOISE.words; k++)
+                if (DRAWN >> k & 1)
+                    hash(k, i, first, stream_key, step_key);
+    }
+    inline void hash(int k, int i, int32_t first, int32_t stream_key, int32_t step_key) {
+        const Word w = Kernel::NOISE.word[k];
+        const int32_t place = step_key & ((1 << PLACE) - 1);
+        I x = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ (step_key & -(1 << PLACE));
+        if (w.anew)  // far from what sets the eights of a tensor apart
+            x = x ^ (int32_t)(place * M2);
+        x = (k ? x ^ (int32_t)salt(k) : x) * (int32_t)M1;
+        x = (x ^ lshr(x, 16)) * (int32_t)M2;
+        x = x ^ lshr(x, 15);
+        I y = (x ^ lshr(x, 16)) * (int32_t)M3;
+        y = (y ^ lshr(y, 15)) * (int32_t)M1;
+        int32_t moved = w.anew ? 0 : place * w.at;
+        for (const Share &s : Kernel::NOISE.share)
+            if (!w.anew && s.word == k && s.bits && s.bits < PLACE) {  // no room for all bits of the place
+                const int32_t highest = place & -(1 << (PLACE - s.bits));
+                const int up = s.shift + s.bits - PLACE;
+                moved ^= up >= 0 ? highest << up : highest >> -up;
+            }
+        ::store(turned[below(DRAWN, k)] + i, y ^ lshr(y, 16));
+        ::store(fixed[below(DRAWN, k)] + i, x ^ moved);
+    }
+    // Triangular numbers: no two pairs of neighbours are the same distance apart.
+    Noise<Kernel> at(int i) const {
+        Noise<Kernel> out;
+        const I n = lane(i);
+        for (int k = 0; k < Kernel::NOISE.words; k++)
+            if (DRAWN >> k & 1)
+                out.word[k] = spread(fixed[below(DRAWN, k)], i) ^
+                              rotl(spread(turned[below(DRAWN, k)], i), (n * (n + I(1)) >> 1) + I(1));
+        return out;
+    }
+    void keep(const Noise<Kernel> &noise, int i) {
+        for (int k = 0; k < Kernel::NOISE.words; k++)
+            if (KEPT >> k & 1)
+                ::store(kept_[below(KEPT, k)] + i, noise.word[k]);
+    }
+    Noise<Kernel> kept(int i) const {
+        Noise<Kernel> out;
+        for (int k = 0; k < Kernel::NOISE.words; k++)
+            if (KEPT >> k & 1)
+                out.word[k] = ::load(kept_[below(KEPT, k)] + i);
+        return out;
+    }
+};
+
+// -- weights: how a plan keeps one of a dtype; kernels read and write them as F
+
+struct Part {
+    int bytes;  // per element
+    bool read;
+};
+
+struct weight_float32 {
+    static constexpr int NOISE = 0;
+    static constexpr Part PARTS[] = {{4, true}};
+    float *__restrict p_at;
+
+    weight_float32(char *p, char *const *) : p_at((float *)p) {}
+    F decode(int i) const { return load(p_at + i); }
+    template <class Noise> void encode(int i, F x, const Noise &) const { store(p_at + i, x); }
+    template <int N> void ahead(int b) const { fetch<N>(p_at, b); }
+};
+
+template <class Weight> constexpr int parts() { return sizeof(Weight::PARTS) / sizeof(Part); }
+// Whether they have a loop of their own, where what they are made of is kept anyway (Phases in backends/cpp.py).
+template <class Weight> constexpr bool apart() { return Weight::PARTS[0].bytes < 4; }
+// The next tile's weights, on their way.
+template <int N, class Weight> inline void fetch_weight(const Weight &weight, int b) { weight.template ahead<N>(b); }
+
 // -- the walk
 
 // What there is one entry of in a column: an element, a block; a row's columns; eight packed codes.
@@ -172,6 +363,33 @@ struct Tensor {
     bool apart;      // rows do not follow one another in the numbers
     int32_t stream_key;
 };
+
+template <class C, int N> struct Columns {
+    C at[N];
+    constexpr const C &operator[](int k) const { return at[k]; }
+};
+
+constexpr void fill(Column &column, int bytes, bool written) { column = {bytes, ELEMENT, written}; }
+
+// The columns of p, g and the weight's further parts.
+template <class Weight, class Grad, class C, int N> constexpr void fill_first(Columns<C, N> &out) {
+    for (int k = 0; k < parts<Weight>(); k++)
+        fill(out.at[k ? k + 1 : 0], Weight::PARTS[k].bytes, true);
+    fill(out.at[1], sizeof(typename Grad::stored), false);
+}
+template <class Weight, class Grad, class C> constexpr auto columns() {
+    Columns<C, 1 + parts<Weight>()> out{};
+    fill_first<Weight, Grad>(out);
+    return out;
+}
+// And those that follow.
+template <class Weight, class Grad, class C, int N> constexpr auto columns(const C (&rest)[N]) {
+    Columns<C, N + 1 + parts<Weight>()> out{};
+    fill_first<Weight, Grad>(out);
+    for (int k = 0; k < N; k++)
+        out.at[k + 1 + parts<Weight>()] = rest[k];
+    return out;
+}
 
 template <class Kernel> constexpr int width() { return sizeof(Kernel::COLUMNS) / sizeof(Column); }
 
