@@ -363,6 +363,7 @@ def test_one_kernel_beside_its_variants(capsys: pytest.CaptureFixture[str]) -> N
         cpu_kernel.main(["--optimizer", "LAMB", "--numel", "8192"])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux can forget the peak of a process")
 def test_released_gradients_are_not_in_the_peak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPTGEN_BACKEND")  # eager torch takes more room than kernels

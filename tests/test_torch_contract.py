@@ -40,6 +40,16 @@ CLASSES = [pytest.param(getattr(generated, name), id=name) for name in NAMES]
 STEPS = 4
 
 
+def in_turn(*values: object) -> list[Any]:
+    """The arguments of every optimizer with one of these values in turn; with each of the others marked `full`."""
+    marks = [[pytest.mark.full] * bool(n) for n in range(len(values))]
+    return [
+        pytest.param(*both.values, value, id=f"{both.id}-{value}", marks=marks[(k - n) % len(values)])
+        for k, both in enumerate(BOTH)
+        for n, value in enumerate(values)
+    ]
+
+
 def matrices(count: int = 2, seed: int = 0) -> list[nn.Parameter]:
     """Every rule takes matrices."""
     draw = torch.Generator().manual_seed(seed)
@@ -92,8 +102,7 @@ def test_the_table_knows_what_is_here() -> None:
 # -- the direction ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sliced", [False, True])
-@pytest.mark.parametrize(("cls", "kwargs"), BOTH)
+@pytest.mark.parametrize(("cls", "kwargs", "sliced"), in_turn(False, True))
 def test_the_loss_goes_down(cls: type[Optimizer], kwargs: dict[str, Any], sliced: bool) -> None:
     draw = torch.Generator().manual_seed(1)
     shape = (10, 5, 2) if sliced else (10, 5)
@@ -165,8 +174,7 @@ def test_schedulers_that_cycle_the_momentum(cls: type[Optimizer], name: str) -> 
     assert alike(list(map(Tensor.detach, params)), list(map(Tensor.detach, by_hand)))
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
-@pytest.mark.parametrize(("cls", "kwargs"), BOTH)
+@pytest.mark.parametrize(("cls", "kwargs", "shape"), in_turn((), (1,), (1, 1)))
 def test_a_rate_that_is_a_tensor(cls: type[Optimizer], kwargs: dict[str, Any], shape: tuple[int, ...]) -> None:
     value = torch.tensor(float(kwargs.get("lr", 0.01)))
     one = trained(cls, {**kwargs, "lr": value.reshape(shape)})
