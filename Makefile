@@ -9,7 +9,7 @@ help:
 	@echo "make demo        train a small language model with generated optimizers beside torch's AdamW"
 	@echo "make test        lint, types and the tests of every day"
 	@echo "make test-full   also the slow tests and the whole product of rules and plans"
-	@echo "make build       print generated/ again from specs/; make check only compares"
+	@echo "make build       generate generated/ again from specs/; make check only compares"
 	@echo "make kernels     instructions per element of every Triton kernel (no GPU needed)"
 	@echo "make gpu-check   tests and benchmarks on this machine's GPU"
 	@echo "make bench-cpu   benchmarks on this machine's CPU, beside the peers that are installed"

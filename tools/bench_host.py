@@ -47,7 +47,7 @@ TARGET = 0.5
 
 
 def tensors(count: int) -> list[torch.nn.Parameter]:
-    """Parameters of eight elements with gradients: what is done per element costs next to nothing."""
+    """Return parameters of eight elements with gradients: the work per element costs next to nothing."""
     made = [torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16)) for _ in range(count)]
     for p in made:
         p.grad = torch.ones_like(p)
@@ -116,7 +116,7 @@ def contenders() -> dict[str, Contender]:
 
 
 class Nothing:
-    """In the place of a Triton kernel."""
+    """A stub of a Triton kernel."""
 
     def __getitem__(self, grid: object) -> Callable[..., None]:
         return lambda *_, **__: None
@@ -146,7 +146,7 @@ def as_on_a_gpu() -> Iterator[None]:
 
 
 class Stubs:
-    """Launches of Triton kernels do nothing; calls of C++ kernels only where `calls` says so."""
+    """Stubs of Triton launches, and of C++ calls unless `calls` is set."""
 
     calls = True
 
@@ -165,13 +165,13 @@ class Stubs:
 
 
 def exchange(opt: torch.optim.Optimizer, spare: list[torch.Tensor]) -> None:
-    """Other gradients in the place of those that are there, which are kept for the next time."""
+    """Exchange the gradients for the spare ones."""
     for i, p in enumerate(opt.param_groups[0]["params"]):
         p.grad, spare[i] = spare[i], p.grad
 
 
 def measure(count: int, rounds: int, steps: int, stubs: Stubs) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """(name -> milliseconds of every step, name -> why it is missing)."""
+    """Return (name -> milliseconds of every step, name -> why it is missing)."""
     running: dict[str, torch.optim.Optimizer] = {}
     missing: dict[str, str] = {}
     listed = contenders()

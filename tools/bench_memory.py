@@ -40,7 +40,7 @@ EXACT = {"torch": 16.0, "torch-bf16": 8.0, "fp32": 16.0}
 
 
 def resident(which: str) -> int:
-    """VmRSS or VmHWM of this process, in bytes."""
+    """Return VmRSS or VmHWM of this process, in bytes."""
     for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
         if line.startswith(f"{which}:"):
             return int(line.split()[1]) * 1024
@@ -48,7 +48,7 @@ def resident(which: str) -> int:
 
 
 class Meter:
-    """Memory since it was made: of the GPU's allocator, or of this process."""
+    """The growth of memory since construction: of the GPU's allocator, or of this process."""
 
     def __init__(self) -> None:
         import torch
@@ -74,7 +74,7 @@ class Meter:
 
 
 def measure(way: str, layers: int, width: int, steps: int) -> dict[str, Any]:
-    """Trains in this process; bytes at the peak, and what they should be at least."""
+    """Train in this process; return the bytes at the peak, and their least number by counting."""
     import torch
     from torch import nn
 
@@ -127,7 +127,7 @@ def measure(way: str, layers: int, width: int, steps: int) -> dict[str, Any]:
 
 
 def run(way: str, layers: int, width: int, steps: int) -> dict[str, Any]:
-    """`measure` in a process of its own, whose allocator gives memory back at once."""
+    """Run `measure` in a process of its own, whose allocator returns memory at once."""
     command = [sys.executable, __file__, "--one", way, "--layers", str(layers), "--width", str(width)]
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])

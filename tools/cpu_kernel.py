@@ -150,7 +150,7 @@ def gigahertz() -> float | None:
 
 
 def race(call: Call, found: dict[str, Callable[..., int]], numel: int, rounds: int) -> dict[str, list[float]]:
-    """ns per parameter in each round."""
+    """Return the ns per parameter of each round."""
     times: dict[str, list[float]] = {name: [] for name in found}
     key, inner = 1, 1
     for name in found:  # warm

@@ -50,7 +50,7 @@ T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8:
 
 @dataclass(frozen=True)
 class Contestant:
-    """One row of the table: what holds the weights, and what updates them."""
+    """A row of the table: the format of the weights, and the optimizer."""
 
     name: str
     dtype: torch.dtype
@@ -66,7 +66,7 @@ CONTESTANTS = (
 
 
 def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer of a contestant, same hyper-parameters for all."""
+    """Return the optimizer of a contestant, with the same hyper-parameters for all."""
     options: dict[str, Any] = {"lr": PEAK, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
     if name.startswith("torch"):
         return torch.optim.AdamW(model.parameters(), **options)
@@ -103,7 +103,7 @@ def messages(queue: Any) -> Iterator[tuple[str, int, int, float]]:
 
 
 def run_all(console: Console, text: Corpus, steps: int, seeds: int, jobs: int) -> dict[str, list[Run]]:
-    """Every contestant with every seed, `jobs` at a time with one thread each."""
+    """Train every contestant with every seed, `jobs` at a time with one thread each."""
     results: dict[str, list[Run]] = {c.name: [] for c in CONTESTANTS}
     context = multiprocessing.get_context("spawn")
     texts = TextColumn("{task.description:<24}"), TextColumn("{task.fields[loss]}")
@@ -182,7 +182,7 @@ def mean_and_spread(values: Iterable[float]) -> tuple[float, float]:
 
 
 def table(results: dict[str, list[Run]]) -> Table:
-    """Two lines a row: it fits a terminal of 80 columns."""
+    """Return the table, of two lines a row to fit a terminal of 80 columns."""
     shown = Table(title="AdamW, four ways to keep its numbers", show_lines=True)
     shown.add_column("optimizer", no_wrap=True)
     for heading in ("bytes per\nparameter", "state\nmemory", "final loss\n± spread", "to fp32\n± 95 %"):
@@ -208,7 +208,7 @@ def table(results: dict[str, list[Run]]) -> Table:
 
 
 def plot(results: dict[str, list[Run]], path: Path) -> None:
-    """Validation loss over steps: mean line, band from the lowest to the highest seed."""
+    """Plot validation loss over steps: mean line, band from the lowest to the highest seed."""
     import matplotlib as mpl
 
     mpl.use("Agg")

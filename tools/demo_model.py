@@ -133,7 +133,7 @@ def corpus() -> Corpus:
 
 
 def batches(data: Tensor, size: Size, steps: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """`steps` random batches of (input, next byte), the same for the same seed."""
+    """Yield `steps` random batches of (input, next byte), the same for the same seed."""
     random = torch.Generator().manual_seed(seed)
     offsets = torch.arange(size.context + 1)
     for _ in range(steps):
@@ -143,13 +143,13 @@ def batches(data: Tensor, size: Size, steps: int, seed: int) -> Iterator[tuple[T
 
 
 def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """Mean cross-entropy in nats per byte."""
+    """Return the mean cross-entropy in nats per byte."""
     return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
 
 
 @torch.no_grad()
 def validate(model: nn.Module, data: Tensor, size: Size, count: int) -> float:
-    """Over the same `count` batches, whatever the run."""
+    """Return the loss over `count` batches, the same in every run."""
     model.eval()
     losses = [float(loss_of(model, x, y)) for x, y in batches(data, size, count, seed=12345)]
     model.train()
@@ -157,7 +157,7 @@ def validate(model: nn.Module, data: Tensor, size: Size, count: int) -> float:
 
 
 def rate(step: int, steps: int, peak: float) -> float:
-    """Learning rate: linear warm-up over a twentieth of the run, then a cosine down to a tenth of the peak."""
+    """Return the learning rate: linear warm-up over a twentieth of the run, then a cosine to a tenth of the peak."""
     warm = max(1, steps // 20)
     if step < warm:
         return peak * (step + 1) / warm
@@ -166,7 +166,7 @@ def rate(step: int, steps: int, peak: float) -> float:
 
 
 def stored_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
-    """(bytes of the weights, bytes of the optimizer's tensors): counted, not computed from formulas."""
+    """Count (bytes of the weights, bytes of the optimizer's tensors)."""
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     state = 0
     for slots in optimizer.state.values():

@@ -50,7 +50,7 @@ block spans up to so many octaves, or what the format's bound allows."""
 
 
 def random_blocks(fmt: Any, octaves: float, seed: int) -> Tensor:
-    """(BLOCKS, 1, size) fp32 of blocks that span up to so many octaves.
+    """Return (BLOCKS, 1, size) fp32 of blocks that span up to so many octaves.
 
     Values crowd at the ends of the span, where cells are widest and ranges end, and are uniform between.
     """
@@ -73,7 +73,7 @@ def random_blocks(fmt: Any, octaves: float, seed: int) -> Tensor:
 
 
 def noise_of(fmt: Any, shape: Sequence[int], seed: int) -> Any:
-    """Random words, one in four of them the least or the greatest."""
+    """Return random words, one in four of them the least or the greatest."""
     from optgen.formats import Noise
 
     if not fmt.noise_bits:
@@ -85,7 +85,7 @@ def noise_of(fmt: Any, shape: Sequence[int], seed: int) -> Any:
 
 
 def fuzzed(fmt: Any, seed: int = 0) -> float:
-    """The largest error of random blocks, in parts of bound + slack.
+    """Return the largest error of random blocks, in parts of bound + slack.
 
     TypeError for a format whose bound is a multiple of something that is not kept under a name known here.
     """
@@ -134,7 +134,7 @@ def of_format(fmt: Any, plans: tuple[str, ...] = ()) -> Row:
 
 
 def of_master(master: Any, param: Any, plans: tuple[str, ...]) -> Row:
-    """A weight's: fuzzed over all exponents that its range has."""
+    """Return a weight's row, fuzzed over all exponents in its range."""
     from optgen.formats import Noise
     from optgen.verify.bounds import master_bound
 
@@ -159,7 +159,7 @@ def of_master(master: Any, param: Any, plans: tuple[str, ...]) -> Row:
 
 @lru_cache(maxsize=1)
 def rows() -> tuple[list[Row], list[Row]]:
-    """(states, weights) of the shipped plans, each format once, with the plans that have it."""
+    """Return (states, weights) of the shipped plans, each format once, with the plans that have it."""
     from optgen.driver import targets
     from optgen.formats import Plan
     from optgen.ops import dtypes
@@ -181,7 +181,7 @@ def rows() -> tuple[list[Row], list[Row]]:
 
 
 def families() -> Iterator[tuple[str, str, list[Row]]]:
-    """(compander, rounding, its widths), signed but for the root; then the logarithms."""
+    """Yield (compander, rounding, its widths), signed but for the root; then the logarithms."""
     from optgen.formats import Blocked, LogMax, LogMinMax, companders, scales
 
     softsigns = [companders.softsign(x) for x in (0.5, 1, 2)]
@@ -241,7 +241,7 @@ def text() -> str:
 
 
 def between(document: str, inside: str) -> str:
-    """The document with this between its marks; SystemExit where it has none."""
+    """Return the document with this text between its marks; SystemExit where it has none."""
     before, mark, rest = document.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not mark or not end:

@@ -49,7 +49,7 @@ class Part:
 
 
 def laid_out(shapes: Sequence[tuple[str, tuple[int, ...]]]) -> tuple[tuple[Part, ...], int]:
-    """Parts at aligned places, and the elements in all."""
+    """Return parts at aligned places, and the number of all elements."""
     parts, end = [], 0
     for name, shape in shapes:
         parts.append(Part(name, shape, end))
@@ -107,7 +107,7 @@ class ConvNet(nn.Module):
 
 
 def images(steps: int, seed: int, batch: int = 24) -> Iterator[tuple[Tensor, Tensor]]:
-    """Ten smooth random patterns, shifted at random, in noise."""
+    """Yield images of ten smooth random patterns, shifted at random, in noise."""
     random = torch.Generator().manual_seed(seed)
     coarse = torch.randn(10, 3, 5, 5, generator=random)
     patterns = F.interpolate(coarse, size=(16, 16), mode="bilinear", align_corners=True)
@@ -119,7 +119,7 @@ def images(steps: int, seed: int, batch: int = 24) -> Iterator[tuple[Tensor, Ten
 
 
 def chosen_rows(shape: tuple[int, ...]) -> Tensor | None:
-    """Which rows (dimension 0) of a tensor are kept; None: all of it."""
+    """Return the rows (dimension 0) of a tensor that are kept; None for all."""
     numel = math.prod(shape)
     if len(shape) < 2 or numel <= WHOLE:
         return None
@@ -131,7 +131,7 @@ def _train(
     model: nn.Module, loss: Callable[[nn.Module, Tensor, Tensor], Tensor], data: Iterator[tuple[Tensor, Tensor]],
     steps: int, peak: float, dumps: Sequence[int],
 ) -> tuple[dict[str, Tensor], list[dict[str, tuple[Tensor, Tensor]]]]:  # fmt: skip
-    """(name -> gradients (steps, *kept shape), per dump name -> (first, second moment))."""
+    """Return (name -> gradients (steps, *kept shape), per dump name -> (first, second moment))."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak, betas=BETAS, weight_decay=0.1)
     named = dict(model.named_parameters())
     picked = {name: chosen_rows(tuple(p.shape)) for name, p in named.items()}
@@ -158,7 +158,7 @@ def _train(
 
 
 def collect(steps: int = 2000, seed: int = 0) -> Data:
-    """Both models, `steps` steps each; states after a hundredth, a tenth and a half of them, and at the end."""
+    """Train both models; keep the states after a hundredth, a tenth and a half of the steps, and at the end."""
     dumps = sorted({max(1, steps // 100), max(1, steps // 10), steps // 2, steps})
     size = Size()
     torch.manual_seed(seed)

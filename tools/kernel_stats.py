@@ -11,7 +11,7 @@ panels have a loop without masks and one with: there it is the narrower.  `eleme
 of that loop does for the whole program, so that `per_element` is instructions per thread and element.
 
 Works with Triton 3.6 to 3.9; NVIDIA targets need the `nvdisasm` and `cuobjdump` that come with the Triton wheel, AMD
-targets are read from the assembly text the compiler prints.
+targets are read from the assembly text of the compiler.
 """
 
 from __future__ import annotations

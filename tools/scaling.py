@@ -38,7 +38,7 @@ PLAN = "int8_split24"
 
 
 def shapes() -> list[tuple[int, ...]]:
-    """80 layers of width 8192, 28672 in the middle, 8 heads of keys and values; 128256 tokens, read and predicted."""
+    """Return 80 layers of width 8192, 28672 in the middle, 8 heads of keys and values; 128256 tokens at both ends."""
     wide, middle, keys = 8192, 28672, 1024
     layer: list[tuple[int, ...]] = [(wide, wide), (keys, wide), (keys, wide), (wide, wide)]
     layer += [(middle, wide), (middle, wide), (wide, middle), (wide,), (wide,)]

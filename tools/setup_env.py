@@ -1,4 +1,4 @@
-"""Make .venv ready: a virtual environment with pinned packages and the right build of PyTorch.
+"""Set up .venv: a virtual environment with pinned packages and the right build of PyTorch.
 
     python3 tools/setup_env.py          sets up what is missing; the second call only looks at a stamp
 
@@ -59,7 +59,7 @@ def has_nvidia_gpu() -> bool:
 
 
 def wanted_torch() -> str:
-    """ "cpu" or "cuda"."""
+    """Return "cpu" or "cuda"."""
     asked = os.environ.get("OPTGEN_TORCH", "")
     if asked in ("cpu", "cuda"):
         return asked
@@ -69,7 +69,7 @@ def wanted_torch() -> str:
 
 
 def torch_attempts(kind: str) -> list[tuple[str, list[str]]]:
-    """(what to say, arguments of pip install), to be tried in this order.
+    """Return (message, arguments of pip install), to be tried in this order.
 
     "2.13.0+cpu" names the CPU build and nothing else.  A machine's own package index or wheel folder may offer it; if
     not, PyTorch's index does.  The plain version is last: on Linux it is the CUDA build, which works without a GPU
@@ -89,7 +89,7 @@ def torch_attempts(kind: str) -> list[tuple[str, list[str]]]:
 
 
 def triton_requirement(kind: str) -> list[str]:
-    """Triton for a CPU build of torch; a CUDA build depends on the Triton that belongs to it."""
+    """Return Triton for a CPU build of torch; a CUDA build depends on the Triton that belongs to it."""
     has_wheel = sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64", "aarch64", "arm64")
     return [f"triton=={TRITON}"] if kind == "cpu" and has_wheel else []
 
@@ -103,7 +103,7 @@ def fingerprint(kind: str) -> str:
 
 
 def run(arguments: list[str]) -> bool:
-    """Runs quietly; output goes to the log."""
+    """Run quietly, with the output in the log."""
     with LOG.open("a") as log:
         log.write(f"$ {' '.join(arguments)}\n")
         log.flush()

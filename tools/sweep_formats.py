@@ -74,7 +74,7 @@ def points_of(steps: int) -> tuple[int, ...]:
 
 
 def exactly(gradients: Tensor, beta2: float, eps: float) -> Trace:
-    """Adam in fp64, by its formulas."""
+    """Compute Adam in fp64, by its formulas."""
     steps, numel = gradients.shape
     m, v, moved, early = (torch.zeros(numel, dtype=torch.float64) for _ in range(4))
     points, first, second = points_of(steps), [], []
@@ -92,7 +92,7 @@ def exactly(gradients: Tensor, beta2: float, eps: float) -> Trace:
 
 
 def update(m: Tensor, v: Tensor, step: int, beta2: float, eps: float) -> Tensor:
-    """Adam's step of size 1."""
+    """Return Adam's step of size 1."""
     return m / (1 - BETA1**step) / ((v / (1 - beta2**step)).sqrt() + eps)
 
 
@@ -134,7 +134,7 @@ class Product:
 
 
 def for_every_size(name: str) -> Any:
-    """The plan, but small tensors are stored like others; the lint's opinion of it is not asked."""
+    """Return the plan with small tensors stored like others, and without a verdict of the lint."""
     from optgen.formats import Plan
     from specs import plans
 
@@ -147,7 +147,7 @@ def for_every_size(name: str) -> Any:
 
 
 class Peer:
-    """Another package's storage: a function that says what is read back of a flat tensor, for each moment."""
+    """Another package's storage: a function that stores a flat tensor and reads it back, for each moment."""
 
     def __init__(self, codec: Callable[[Tensor, bool], Tensor], numel: int, beta2: float, eps: float) -> None:
         self.codec, self.beta2, self.eps, self.steps = codec, beta2, eps, 0
@@ -169,7 +169,7 @@ class Peer:
 
 
 def peers() -> dict[str, tuple[str, float, Callable[[Tensor, bool], Tensor]]]:
-    """Name -> (version, bits of both states per parameter, codec), of the packages that are here."""
+    """Return name -> (version, bits of both states per parameter, codec) of the packages that are installed."""
     found: dict[str, tuple[str, float, Callable[[Tensor, bool], Tensor]]] = {}
     version = importlib.metadata.version
     try:
@@ -211,7 +211,7 @@ def peers() -> dict[str, tuple[str, float, Callable[[Tensor, bool], Tensor]]]:
 
 
 def run(kept: Product | Peer, gradients: Tensor, scale: float, dead: Tensor | None = None) -> Trace:
-    """Every gradient of the stream, times `scale`; those of `dead` elements end a quarter into it."""
+    """Step over the gradients of the stream, times `scale`; those of `dead` elements end a quarter into it."""
     steps = len(gradients)
     points, first, second = points_of(steps), [], []
     early = torch.zeros_like(kept.weights)
@@ -303,7 +303,7 @@ def errors(
 
 
 def gain(parts: Sequence[Part], moved: Tensor, true: Tensor) -> float:
-    """Along the true way, each tensor's way of the same length."""
+    """Return the mean over tensors of the movement along the true one, over its length."""
     shares = []
     for part in parts:
         x, y = part.of(moved), part.of(true)
@@ -327,7 +327,7 @@ class Subject:
 
 
 def subjects() -> list[Subject]:
-    """Every plan that keeps its states in a way of its own, then the peers."""
+    """Return every plan whose states have formats of their own, then the peers."""
     from optgen.driver import targets
     from optgen.formats import Plan
     from optgen.ops import dtypes
@@ -361,7 +361,7 @@ def dead_elements(numel: int) -> Tensor:
 
 
 def measure(subject: Subject, data: Path, truths: Path, whole: bool) -> dict[str, Any]:
-    """Everything about one subject; `whole`: also where gradients end, and at other scales of gradients."""
+    """Measure one subject; `whole`: also where gradients end, and at other scales of gradients."""
     torch.set_num_threads(1)
     start = time.monotonic()
     found, true = Data.load(data), torch.load(truths, weights_only=False, mmap=True)
@@ -404,7 +404,7 @@ def measure(subject: Subject, data: Path, truths: Path, whole: bool) -> dict[str
 
 
 def exact_runs(data: Data) -> dict[Any, Trace]:
-    """beta2 -> the stream in fp64; (beta2, "dead") -> with gradients that end."""
+    """Return beta2 -> the stream in fp64; (beta2, "dead") -> with gradients that end."""
     out: dict[Any, Trace] = {}
     steps, numel = data.gradients.shape
     ended = data.gradients.clone()
@@ -504,7 +504,7 @@ def document(found: Sequence[dict[str, Any]], data: dict[str, Any]) -> str:
 
 
 def plot(found: Sequence[dict[str, Any]], path: Path) -> None:
-    """NMSE of the update over bits, once and at every step."""
+    """Plot the NMSE of the update over bits, stored once and at every step."""
     import matplotlib as mpl
 
     mpl.use("Agg")

@@ -64,7 +64,7 @@ RULES = (
 
 
 def make(rule: Rule, plan: str, model: nn.Module, options: Mapping[str, Any]) -> torch.optim.Optimizer:
-    """The optimizer of a rule; two groups where the rule treats embeddings and the head apart."""
+    """Return the optimizer of a rule, with two groups where the rule treats embeddings and the head apart."""
     import optgen
 
     cls = optgen.compile(rule.spec, plan=plan)
@@ -195,7 +195,7 @@ def rounds_weights_to_nearest(plan: str) -> bool:
 
 
 def plans_asked(names: list[str]) -> list[str]:
-    """The plans with states below fp32, or those of these names; SystemExit for one that is unknown."""
+    """Return the plans with states below fp32, or those of these names; SystemExit for one that is unknown."""
     from optgen.formats import Plan, floats
     from specs import plans
 
@@ -209,7 +209,7 @@ def plans_asked(names: list[str]) -> list[str]:
 def run_all(
     console: Console, wanted: list[tuple[str, str, int, float | None]], steps: int, text: Corpus, jobs: int
 ) -> dict[tuple[str, str, int, float | None], Run]:
-    """(rule, plan, seed, learning rate) -> its run."""
+    """Return (rule, plan, seed, learning rate) -> its run."""
     found: dict[tuple[str, str, int, float | None], Run] = {}
     with ProcessPoolExecutor(jobs) as pool:
         runs = {pool.submit(one_run, n, plan, s, steps, lr, text): (n, plan, s, lr) for n, plan, s, lr in wanted}

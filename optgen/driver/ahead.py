@@ -1,4 +1,4 @@
-"""Compiles printed C++ kernels before their first step: for machines that train without a compiler at hand."""
+"""Compile generated C++ kernels before their first step, for machines that train without a compiler."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ AT_ONCE = 8  # libraries per call, between two movements of the progress bar
 
 
 def kernels_of(out: Path, packages: Iterable[str]) -> list[native.Job]:
-    """A job for each kernel of the printed packages ("adamw/int8_split24"), for gradients of the parameter's dtype."""
+    """Return a job for each kernel of the packages ("adamw/int8_split24"), for gradients of the parameter's dtype."""
     jobs: dict[native.Job, None] = {}
     for name in packages:
         pair = pair_of(out, *name.split("/"))
@@ -30,7 +30,7 @@ def kernels_of(out: Path, packages: Iterable[str]) -> list[native.Job]:
 
 
 def pair_of(out: Path, rule: str, plan: str) -> Pair:
-    """A printed rule under a printed plan, read from their files: the folder need not be importable."""
+    """Return a rule under a plan, read from their generated files: the folder need not be importable."""
     own = out / PLANS / plan
     record = _package(own) if own.is_dir() else importlib.import_module(f"optgen.{PLANS}.{plan}")
     return plans.joined(_package(out / rule, "records.py").RULES, record, _package(out / rule / plan))

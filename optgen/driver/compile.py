@@ -1,4 +1,4 @@
-"""Compiling in memory: a spec and a plan -> a class, without a generated folder in the user's project.
+"""Compile in memory: a spec and a plan -> a class, without a generated folder in the user's project.
 
 The text is the same as `optgen build` writes.  It is kept in a folder of the user's cache, named by its own
 content, because Triton and tracebacks read sources from files; from there it is imported under a private package.
@@ -39,7 +39,7 @@ def compile(
     plan: Plan | str = DEFAULT_PLAN,
     maths: Literal["strict", "fast"] = "fast",
 ) -> type[Any]:
-    """The optimizer class of a spec under a plan.
+    """Return the optimizer class of a spec under a plan.
 
     spec   a Spec, its name, its file ("specs/mine.py"), or file.py:name
     plan   a Plan, its name, or plans.py:name; other plans are compiled when a parameter group asks for them
@@ -77,7 +77,7 @@ def _class(spec: Spec, plan: Plan, maths: Literal["strict", "fast"]) -> type[Any
 
 
 def provide(cls: type, plan: str) -> Pair:
-    """A generated or compiled class under a plan that it was not built for."""
+    """Return the records of a class under a plan that it was not built for."""
     base: Any = cls
     spec = _specs.get(cls.__module__) or load.find_spec(base.SPEC)
     if spec.class_name != cls.__name__:
@@ -90,7 +90,7 @@ def provide(cls: type, plan: str) -> Pair:
 
 
 def _import(name: str, files: dict[str, str]) -> ModuleType:
-    """The package of these files: path below it -> text."""
+    """Import the package of these files: path below it -> text."""
     key = hashlib.sha256()
     for path, text in sorted(files.items()):
         key.update(f"{path}\0{len(text)}\0{text}".encode())
@@ -109,7 +109,7 @@ def _import(name: str, files: dict[str, str]) -> ModuleType:
 
 
 def _put(path: Path, text: str) -> None:
-    """Writes a file whose name is its content's: at once, or not at all; what is there already is compared."""
+    """Write a file whose name has its content's hash, whole or not at all, unless it is there already."""
     try:
         if path.read_text(encoding="utf-8") == text:
             return
@@ -128,7 +128,7 @@ def _put(path: Path, text: str) -> None:
 
 @lru_cache(maxsize=1)
 def cache_folder() -> Path:
-    """$XDG_CACHE_HOME/optgen (~/.cache/optgen), the user's alone; a fresh folder for this process where it cannot be.
+    """Return $XDG_CACHE_HOME/optgen (~/.cache/optgen) if it is private, else a new folder for this process.
 
     Code is imported from there: a folder that others own or may write to is not used.
     """

@@ -1,4 +1,4 @@
-"""Functions as text, each once: equal ones are found under one name."""
+"""A pool of functions as text: equal ones share a name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import lru_cache
 
 @dataclass
 class Pool:
-    """Functions by their text: the same text is printed once, whoever needs it.
+    """Functions by their text: equal text is generated once.
 
     `scalars` are the names of the function's host scalars: two functions that differ in nothing else are one,
     because scalars are passed by position.
@@ -20,14 +20,14 @@ class Pool:
     functions: list[list[str]] = field(default_factory=list)
 
     def add(self, wanted: str, make: Callable[[str], list[str]], scalars: Sequence[str] = ()) -> str:
-        """The name under which `make(name) -> lines` stands; an equal one made before is used again."""
+        """Return the name of `make(name) -> lines`, which is that of an equal function where there is one."""
         name, new = self.name(wanted, make("@"), scalars)
         if new:
             self.functions.append(make(name))
         return name
 
     def name(self, wanted: str, lines: Sequence[str], scalars: Sequence[str] = ()) -> tuple[str, bool]:
-        """The name of a function that is printed as these lines under the name @, and whether it is a new one."""
+        """Return the name of a function whose lines under the name @ are these, and whether it is new."""
         marker = "\n".join(lines)
         if scalars:
             # Comments are aligned to names' lengths, so blanks do not count either.
@@ -42,7 +42,7 @@ class Pool:
         return name, True
 
     def keep(self, marker: str, name: str, lines: list[str]) -> str:
-        """As `add` of what is printed already, under a name of its own."""
+        """Add lines that are complete, under a name of their own."""
         if marker not in self.names:
             self.names[marker] = name
             self.functions.append(lines)
@@ -55,7 +55,7 @@ def _words(names: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def replaced(text: str, names: Mapping[str, str]) -> str:
-    """The text with whole words replaced; an @ before a word is part of it."""
+    """Return the text with whole words replaced; an @ before a word is part of it."""
     # Looked for one by one first: few of many names are in a text, and each alternative of the pattern takes its time.
     found = tuple(old for old, new in names.items() if old != new and old in text)
     return _words(found).sub(lambda word: names[word[0]], text) if found else text
