@@ -18,12 +18,11 @@ from optgen.runtime.checkpoint.container import VERSION, Path_, read, refuse_sha
 from optgen.runtime.checkpoint.container import CheckpointError as CheckpointError
 from optgen.runtime.layout import layout, plans, sharding
 from optgen.runtime.optimizer import Optimizer
-from optgen.runtime.options import options
-from optgen.runtime.options.entries import labels as labels_of
+from optgen.runtime.options import entries, options
 from optgen.runtime.records import dtype_name, dtype_of
 from optgen.runtime.records.misfits import Misfits
 from optgen.runtime.states import low_bits
-from optgen.runtime.states.state import describe, problems
+from optgen.runtime.states.state import kind, problems
 from optgen.runtime.states.state import of as state_of
 
 
@@ -146,14 +145,11 @@ READ = 64
 def _readings(optimizer: Optimizer) -> list[list[Any]]:
     """Return [position, state, its first values] of the smallest parameter of each kernel."""
     smallest: dict[object, tuple[int, int, Mapping[str, Any], Tensor, plans.Label]] = {}
-    position = -1
-    for group, labels in zip(optimizer.param_groups, labels_of(optimizer.param_groups), strict=True):
-        for p, label in zip(group["params"], labels, strict=True):
-            position += 1
-            if state_of(optimizer.state, p) and p.numel():
-                _, plan, variant = checkpoint.select(type(optimizer), group, p, label)
-                if p.numel() < smallest.get((plan, variant), (math.inf,))[0]:
-                    smallest[plan, variant] = p.numel(), position, group, p, label
+    for p, group, _, _, position, label in entries.of(optimizer.param_groups):
+        if state_of(optimizer.state, p) and p.numel():
+            _, plan, variant = checkpoint.select(type(optimizer), group, p, label)
+            if p.numel() < smallest.get((plan, variant), (math.inf,))[0]:
+                smallest[plan, variant] = p.numel(), position, group, p, label
     return [
         [position, name, values]
         for _, position, group, p, label in smallest.values()
@@ -180,24 +176,19 @@ def misread(cls: type, defaults: Mapping[str, Any], content: Mapping[str, Any]) 
     What does not fit the plan in shape is left to loading.
     """
     saved = content["optimizer"]
-    rows = [
-        (group, label, number)
-        for group, labels in zip(saved["param_groups"], labels_of(saved["param_groups"]), strict=True)
-        for label, number in zip(labels, group["params"], strict=True)
-    ]
-    lines = []
+    rows, lines = list(entries.of(saved["param_groups"])), []
     for at, name, values in content["about"]["readings"]:
-        group, label, number = rows[at]
+        number, group, *_, label = rows[at]
         kept, one = saved["state"].get(number), content["about"]["parameters"][at]
         if not isinstance(kept, Mapping) or any(
             isinstance(value, Tensor) and not checkpoint.has_values(value) for value in kept.values()
         ):
             continue
         try:
-            group, entries = checkpoint.migrated(group, {number: kept})
+            group, states = checkpoint.migrated(group, {number: kept})
             group = {**defaults, **group, **options.check(cls, {**defaults, **group})}
             p = torch.empty(one["shape"], dtype=dtype_of(one["dtype"]), device="cpu")
-            kept = checkpoint.renamed(cls, group, p, label, entries[number])
+            kept = checkpoint.renamed(cls, group, p, label, states[number])
             now = _first_values(cls, group, p, kept, label).get(name, values)
         except (TypeError, ValueError, RuntimeError):  # no such plan, or not for this dtype; no room for such a shape
             continue
@@ -222,16 +213,12 @@ def _compare(model: nn.Module, saved: Any, misfits: Misfits) -> None:
         return
     live = model.state_dict(keep_vars=True)
     for name in (n for n in live if n not in saved):
-        misfits.add(f"model: {name}: expected {_kind(live[name])}, it is missing")
+        misfits.add(f"model: {name}: expected {kind(live[name])}, it is missing")
     for name in (n for n in saved if n not in live):
         misfits.add(f"model: {name}: not expected, the model has none of that name")
     for name in (n for n in live if n in saved):
-        if _kind(live[name]) != _kind(saved[name]):
-            misfits.add(f"model: {name}: expected {_kind(live[name])}, got {_kind(saved[name])}")
-
-
-def _kind(value: Any) -> str:
-    return describe(value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
+        if kind(live[name]) != kind(saved[name]):
+            misfits.add(f"model: {name}: expected {kind(live[name])}, got {kind(saved[name])}")
 
 
 def _same_places(
@@ -243,9 +230,7 @@ def _same_places(
     Parameters without names are known by their places, which may hold other weights by now.
     """
     keys, live = _keys(model), model.state_dict(keep_vars=True)
-    groups = optimizer.param_groups
-    for group, labels in zip(groups, labels_of(groups), strict=True):
-        for p, label in zip(group["params"], labels, strict=True):
-            now, then = keys.get(id(p)), saved[order[id(p)]].get("key") if id(p) in order else None
-            if now is not None and then is not None and live.get(then) is not p:  # a tied weight has several keys
-                misfits.add(f"{label}: expected the state of {now}, got that of {then}")
+    for p, *_, label in entries.of(optimizer.param_groups):
+        now, then = keys.get(id(p)), saved[order[id(p)]].get("key") if id(p) in order else None
+        if now is not None and then is not None and live.get(then) is not p:  # a tied weight has several keys
+            misfits.add(f"{label}: expected the state of {now}, got that of {then}")

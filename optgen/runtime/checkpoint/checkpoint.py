@@ -28,6 +28,7 @@ from optgen.runtime.checkpoint.reader import reader
 from optgen.runtime.layout import layout, plans, sharding
 from optgen.runtime.options import blocks, options, overrides
 from optgen.runtime.options.entries import labels as labels_of
+from optgen.runtime.options.entries import of as entries_of
 from optgen.runtime.records import Field, Variant, as_float, in_blocks, keys
 from optgen.runtime.records.arena import Arena
 from optgen.runtime.records.join import Pair
@@ -244,10 +245,9 @@ def _whose(cls: Any, groups: Groups, saved: Mapping[Any, Any]) -> str:
             return ""
         found |= {frozenset(states)} if names else set()
     own: set[frozenset[str]] = set()
-    for group, labels in zip(groups, labels_of(groups), strict=True):
+    for one in entries_of(groups):
         with suppress(TypeError, ValueError):
-            for p, label in zip(group["params"], labels, strict=True):
-                own.add(frozenset(select(cls, group, p, label)[2].states))
+            own.add(frozenset(select(cls, one.group, one.p, one.name)[2].states))
     known = [names for names in found if len(found) == 1 and names in WHOSE.keys() - own]
     return f"it looks like {WHOSE[known[0]]} ({', '.join(sorted(known[0]))})" if known else ""
 

@@ -147,7 +147,7 @@ def check(model: nn.Module, owner: str, saved: Any, owned: Mapping[int, object],
     live = model.state_dict(keep_vars=True)
     if strict:
         for name in (n for n in live if n not in saved):
-            misfits.add(f"{name}: expected {_describe(live[name])}, it is missing")
+            misfits.add(f"{name}: expected {state.kind(live[name])}, it is missing")
         for name in (n for n in saved if n not in live):
             misfits.add(f"{name}: not expected, the model has none of that name")
     loading = Loading()
@@ -159,7 +159,7 @@ def check(model: nn.Module, owner: str, saved: Any, owned: Mapping[int, object],
         if isinstance(target, Tensor):
             line = _misfit(target, value)
             if line:
-                misfits.add(f"{name}: expected {_describe(target)}, got {line}")
+                misfits.add(f"{name}: expected {state.kind(target)}, got {line}")
                 continue
             other = first.setdefault(id(target), name)
             if other != name:
@@ -183,16 +183,12 @@ def check(model: nn.Module, owner: str, saved: Any, owned: Mapping[int, object],
     return loading
 
 
-def _describe(value: Any) -> str:
-    return state.describe(value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
-
-
 def _misfit(target: Tensor, value: Any) -> str:
     """Describe a value that does not fit or that torch cannot read; "" if it fits. Floating dtypes fit one another."""
     if not isinstance(value, Tensor):
         return f"{value!r:.80}"
     if value.shape != target.shape or _kind(value) != _kind(target):
-        return _describe(value)
+        return state.kind(value)
     if value.layout is not target.layout:
         return f"one of layout {value.layout}"
     if state.is_fake(value) and not state.is_fake(target):

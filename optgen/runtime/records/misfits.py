@@ -1,9 +1,9 @@
-"""What is wrong with something that was given, collected to say it at once."""
+"""The problems of an input, collected to be raised at once."""
 
 from __future__ import annotations
 
 SHOWN = 8
-"""How many misfits an error lists before it only counts them."""
+"""The number of problems that an error lists; it counts the rest."""
 
 
 class Misfits:
@@ -17,7 +17,7 @@ class Misfits:
         self.lines.append(line)
 
     def stop(self) -> None:
-        """ValueError where anything was added."""
+        """Raise ValueError if there is a line."""
         if self.lines:
             more = [f"... and {len(self.lines) - SHOWN} more"] if len(self.lines) > SHOWN else []
             raise ValueError("\n  ".join([f"{self.heading}:", *self.lines[:SHOWN], *more]))

@@ -1,4 +1,4 @@
-"""What an optimizer keeps in memory, per parameter tensor and in total."""
+"""The memory of an optimizer, per parameter tensor and in total."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def human(size: int) -> str:
 
 
 def measure(p: torch.Tensor, name: str | int, plan: str, variant: Variant) -> ParameterMemory:
-    """What p and its state take: from shapes alone, so the state need not exist yet."""
+    """Return the bytes of p and its state, from shapes alone: the state need not exist yet."""
     states = {f.name: math.prod(layout.field_shape(f, p.shape)) * f.torch_dtype.itemsize for f in variant.fields}
     return ParameterMemory(
         name, tuple(p.shape), str(p.dtype).removeprefix("torch."), plan, variant.function,

@@ -168,6 +168,11 @@ def describe(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
     return f"{dtype_name(dtype)} {list(shape)}"
 
 
+def kind(value: Any) -> str:
+    """Return the dtype and shape of a tensor, or the type of another value, for an error message."""
+    return describe(value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
+
+
 def label(p: Tensor, name: str | int, kind: str = "parameter") -> str:
     """Return the description of a parameter in errors.
 
