@@ -1,10 +1,10 @@
-"""C++ kernels for CPUs: one call per (group, plan, dtype) over all its tensors.
+"""C++ kernels for CPUs: one call per (group, plan, dtype of weights) over all its tensors.
 
 A tile is a multiple of 16 storage blocks (a run of elements where nothing is stored in blocks).  A
 reduction over a block cuts the work on a tile in two: *phase* k reads what the reductions of the phases before
 it found.  Between two phases stands a stage for the blocks' own values, 16 blocks to a vector; a value that a
-later phase reads again is kept in an array on the stack, which the first-level cache holds.  What depends on the
-element's number only by eighths (the hash behind the random bits) is computed once for eight elements.
+later phase reads again is kept in an array on the stack, which the first-level cache holds.  How a weight is kept is
+a struct of its own (`weight`), and a kernel a template over it; random bits are dealt out by the header.
 
 The text is written over the vector types of `optgen.h`: F, I and M, whose width is the machine's.
 """
@@ -64,7 +64,7 @@ RESERVED = frozenset(
     "parts PLACE private protected public RAGGED ramp raw read_row register reinterpret_cast requires return "
     "rint rotl run SCALARS scalars search SHARE Share short sign signed sizeof Smaller smaller smallest "
     "spread sqrt staged static static_assert static_cast step_key store store_byte store_half stream_key "
-    "struct switch template Tensor this thread_local throw TILE tile tile_of to_float to_int true try "
+    "struct switch template Tensor this thread_local throw TILE tile to_float to_int true try "
     "typedef typeid typename U16 U8 uint16_t uint8_t union unpack unsigned update_weight using V4d V4f V4i "
     "V4u virtual void volatile W walk Want wchar_t Weight weight weight_float32 where while widen widen_half "
     "widened width Word Words words xor xor_eq".split()
@@ -80,7 +80,7 @@ def type_of(dtype: DType) -> str:
 
 
 def literal(value: float | int | bool) -> str:
-    """A constant as C++ text, of its exact f32 value."""
+    """Return a constant as C++ text, of its exact f32 value."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int):
@@ -106,7 +106,7 @@ _SAID = frozenset({"widened", "joined", "counter"})
 
 
 class CppPrinter(Printer):
-    """A printer that knows what stays as it was loaded."""
+    """The printer of C++ expressions, which knows what stays as it was loaded."""
 
     def __init__(self, phases: Phases) -> None:
         super().__init__(SPELL, dict(phases.head))
@@ -136,14 +136,14 @@ def _infix(p: Printer, n: Node) -> Text:
 
 
 def _apart(p: Printer, n: Node, plus: int) -> bool:
-    """Whether n is masked where it is printed, so that it has no bit of `plus`: their sum is their union."""
+    """Return True if n has no bit of `plus` where it is written, so that their sum is their union."""
     if n.op == "draw":
         return n.attr[0] == "integer" and not plus & ((1 << n.attr[1]) - 1)
     return n.op == "and" and n.uid not in p.names and n.args[1].op == "const" and not n.args[1].attr & plus
 
 
 def _mul(p: Printer, n: Node) -> Text:
-    """A product with a reciprocal is a division: the divider works beside the other pipes.
+    """Spell a product; that with a reciprocal is a division: the divider works beside the other pipes.
 
     Estimates with a Newton step, for one or for all of a phase's four, were 5 to 12 % slower (Zen 4, both widths).
     """
@@ -166,7 +166,7 @@ def _const(p: Printer, n: Node) -> Text:
 
 
 def _choice(p: Printer, n: Node) -> Text:
-    """A constant branch says its type: a bare number would fit two."""
+    """Spell a choice; a constant branch says its type: a bare number would fit two."""
     c, x, y = n.args
 
     def branch(a: Node) -> str:
@@ -188,7 +188,7 @@ def _limit(name: str) -> Spelling:
 
 
 def _min(p: Printer, n: Node) -> Text:
-    """A pattern at most NaN's is one without a NaN's payload, for what is added to it.  Fast maths.
+    """Spell a minimum; of a pattern and NaN's, in fast maths, the pattern without a NaN's payload.
 
     The least of two integers would pass negative NaNs on as they are: a GPU never makes one, a CPU keeps what it read.
     """
@@ -237,7 +237,7 @@ def _table(p: Printer, n: Node) -> Text:
 
 
 def tables(program: Program) -> list[str]:
-    """What the program looks things up in."""
+    """Return the definitions of the tables that the program looks things up in."""
     found = {str(n.attr): n.attr for n in postorder(program.roots()) if n.op in ("lookup", "search")}
     lines = []
     for name, table in sorted(found.items()):
@@ -263,7 +263,7 @@ def _load(p: Printer, n: Node) -> Text:
 
 
 def _load_few(runs_over: Space, n: Node) -> str:
-    """Of a row, column, matrix or tensor: from its own memory, or from an array of the tile (see stages.h)."""
+    """Load values of rows, columns, matrices or tensors: from memory, or from an array of the tile (see stages.h)."""
     if n.space.name in ("row", "mat") and n.space != runs_over:
         return f"load({n.attr}_at + (i & row_mask))"
     if n.space.name in ("tensor", "model") and n.space != runs_over:
@@ -319,7 +319,7 @@ def _cost(nodes: Iterable[Node]) -> int:
 
 @dataclass
 class Phase:
-    """What is done between two rounds of reductions: first for the blocks, then for the elements.
+    """The work between two rounds of reductions: first for the blocks, then for the elements.
 
     found   the reductions of the phase before, which the blocks' stage finishes
     apart   a loop that left the phase before it: it has no stage, and the next phase does not wait for it
@@ -341,7 +341,11 @@ def _union(lists: Iterable[list[str]]) -> list[str]:
 
 
 class Phases:
-    """Where each value of a sweep is computed, and which values outlive their phase."""
+    """The phases of a sweep: the one that computes each value, and the values that outlive theirs.
+
+    weight   True if the weight is f32, in whose place the kernel has any (`weight`)
+    wants    value -> random bits
+    """
 
     def __init__(
         self,
@@ -396,7 +400,7 @@ class Phases:
         self.drawn, self.kept_draws = _union(drawn), _union(drawn[self.first + 1 :])
 
     def fresh(self, wanted: str) -> str:
-        """A name that nothing else has; arrays are called `<name>_kept`, so no name ends like that."""
+        """Return a name that nothing else has; arrays are called `<name>_kept`, so no name ends like that."""
         base = f"{wanted}_" if wanted in self.reserved or wanted.endswith("_kept") else wanted
         name, k = base, 1
         while name in self._taken:
@@ -410,13 +414,12 @@ class Phases:
             self.name[n.uid] = self.fresh(wanted)
 
     def _trivial(self, n: Node) -> bool:
-        """Whether it is cheaper to compute n again than to keep it: it only looks differently at a named value."""
-        if n.op == "draw":
-            return True
-        return n.op in ("abs", "neg", "bitcast") and n.space.name == "elem" and n.args[0].uid in self.name
+        """Return True if n costs less to compute again than to keep: another look at a named value, or noise."""
+        looks = n.op in ("abs", "neg", "bitcast") and n.space.name == "elem"
+        return n.op == "draw" or (looks and n.args[0].uid in self.name)
 
     def operands(self, n: Node) -> tuple[Node, ...]:
-        """What the text of a node reads."""
+        """Return the nodes that the text of a node reads."""
         found = idiom(n)
         if found is None or found.helper not in _SAID or any(a.uid not in self.raw for a in found.args):
             return n.args
@@ -460,7 +463,7 @@ class Phases:
         return list(itertools.takewhile(lambda j: self.phases[j].apart, range(k + 1, len(self.phases))))
 
     def phase_roots(self, k: int) -> list[Node]:
-        """What the elements' loop of phase k computes."""
+        """Return the nodes that the elements' loop of phase k computes."""
         phase = self.phases[k]
         own = [r.args[0] for r in phase.reductions] + [_wanted(s.node) for s in phase.stores]
         return [let.node for let in phase.elements] + own
@@ -607,7 +610,7 @@ def _stored(plan: Phases, s: Store, printer: CppPrinter, at: str) -> str:
 
 
 def _wanted(node: Node) -> Node:
-    """What a store of the node reads."""
+    """Return the node that a store of this one reads."""
     shifted = _shifted(node)
     return node if shifted is None else shifted[0]
 
@@ -648,7 +651,7 @@ def _column(b: Buffer) -> str:
 
 
 def kernel(schedule: Schedule, function: str, source: str = "", host: Sequence[Let] | None = None) -> list[str]:
-    """The tile function of one (rule, plan, flags), in a struct that says what its buffers are.
+    """Return the tile function of one (rule, plan, flags), in a struct that says what its buffers are.
 
     It is a template over how the weight is kept and the dtype of the gradient.  A weight in another dtype than f32 is
     a buffer as any other, and read and written as the program says.
@@ -670,7 +673,7 @@ def kernel(schedule: Schedule, function: str, source: str = "", host: Sequence[L
         out.append("    static constexpr auto COLUMNS = columns<Weight, Grad, Column>();")
     out.append("")
     extent = "blocks" if program.block > 1 else "count"
-    out += head_of_tile(plan, extent, "const float *scalars, int32_t step_key, int32_t stream_key")
+    out += head_of_tile(extent, "const float *scalars, int32_t step_key, int32_t stream_key")
     body = ["Weight weight(at[0], at + 2);"] if plan.weight else []
     rows = [(b, _position(plan, k)) for k, b in enumerate(program.buffers) if b in program.touched]
     pointers = [(_pointer(b, k), _buffer_comment(b)) for b, k in rows if k != "0" or not plan.weight]
@@ -683,18 +686,18 @@ def kernel(schedule: Schedule, function: str, source: str = "", host: Sequence[L
 
 
 def _position(plan: Phases, k: int) -> str:
-    """Where the k-th buffer's address stands: behind as many as the weight has parts."""
+    """Return the place of the k-th buffer's address: behind as many as the weight has parts."""
     return f"parts<Weight>() + {k - 1}" if plan.weight and k > 1 else str(k)
 
 
 def scalars(program: Program, host: Sequence[Let]) -> list[tuple[Let, int]]:
-    """The program's scalars and their places among those that are passed."""
+    """Return the program's scalars and their places among those that are passed."""
     places = {let.node.uid: k for k, let in enumerate(host)}
     return [(let, places[let.node.uid]) for let in program.host]
 
 
 def weight(name: str, decode: Schedule, encode: Schedule, value: Node, bits: int, doc: str) -> list[str]:
-    """The struct of how a plan keeps a weight that is not f32: its parts, and how it is read and written.
+    """Return the struct of how a plan keeps a weight that is not f32: its parts, and how it is read and written.
 
     decode, encode  the schedules of its codec (lower_weight)
     value           the node of the weight in the program of `encode`
@@ -725,7 +728,7 @@ def weight(name: str, decode: Schedule, encode: Schedule, value: Node, bits: int
 
 
 def _codec_lines(plan: Phases, printer: CppPrinter) -> list[str]:
-    """The lets of a codec."""
+    """Return the lines of a codec's lets."""
     lines = []
     for let in plan.program.host:
         lines.append(f"const F {plan.scalar[let.name]}({literal(_number(let.node))});")
@@ -738,33 +741,21 @@ def _codec_lines(plan: Phases, printer: CppPrinter) -> list[str]:
 
 
 def _number(node: Node) -> float:
-    """The value of a host expression without names, fp64."""
+    """Return the value of a host expression without names, fp64."""
     if node.op == "const":
         return float(node.attr)
     return float({"add": add, "sub": sub, "mul": mul, "div": truediv}[node.op](*map(_number, node.args)))
 
 
-def head_of_tile(plan: Phases, extent: str, known: str) -> list[str]:
-    """The first lines of a tile's function; `known`: its last parameters.
-
-    Where it reduces over blocks there are two of it: one for blocks that are all whole looks at no ends, which saves a
-    thirtieth of a step.
-    """
-    first = f"char *const *at, int {extent}, const int *live, int32_t first,"
-    if not any(phase.reductions for phase in plan.phases):
-        start = "    OPTGEN_ONCE static void tile("
-        return [start + first, " " * len(start) + known + ") {"]
-    start = "    static void tile("
-    names = ", ".join(x.split()[-1].lstrip("*&") for x in known.split(","))
-    call = f"(at, {extent}, live, first, {names})"
-    out = [start + first, " " * len(start) + known + ") {"]
-    out += [f"        live ? tile_of<true>{call} : tile_of<false>{call};", "    }", ""]
-    start = "    OPTGEN_ONCE static void tile_of("
-    return [*out, "    template <bool RAGGED>", start + first, " " * len(start) + known + ") {"]
+def head_of_tile(extent: str, known: str) -> list[str]:
+    """Return the first lines of a tile's function; `known`: its last parameters."""
+    start = "    OPTGEN_ONCE static void tile("
+    first = f"{start}char *const *at, int {extent}, const int *live, int32_t first,"
+    return ["    template <bool RAGGED>", first, " " * len(start) + known + ") {"]
 
 
 def loops(plan: Phases, extent: str, source: str) -> list[str]:
-    """What stays on the stack, and the loops; `extent`: "blocks" or "count", what the tile is counted in."""
+    """Return the arrays on the stack and the loops; `extent`: "blocks" or "count", what the tile is counted in."""
     body = [*tables(plan.program), *unpacked(plan.program)]
     for n in plan.kept:
         body.append(f"alignas(64) {_KEPT[_value_type(n)]} {plan.name[n.uid]}_kept[TILE];")
@@ -797,7 +788,7 @@ def unpacked(program: Program) -> list[str]:
 
 
 def packed(program: Program) -> list[str]:
-    """And go back in the end."""
+    """Return the lines that pack the codes again."""
     found = [b for b in program.buffers if b.dtype.packed and b.writes]
     lines = [f"pack<{b.dtype.bits}>({b.name}_packed, {b.name}_at, BLOCK * blocks);" for b in found]
     dead = [f"no_codes<BLOCK>({b.name}_at, blocks, live);" for b in found]
@@ -805,7 +796,7 @@ def packed(program: Program) -> list[str]:
 
 
 def _fetched(plan: Phases, k: int) -> list[str]:
-    """What the elements' loop of phase k asks for: what the next loop reads first, or a part of the next tile.
+    """Return what the elements' loop of phase k asks for: what the next loop reads first, or a part of the next tile.
 
     A processor's own prefetchers stop at the end of a page, and a loop takes long enough that nothing else hides what
     they miss: beyond the caches AdamW int8_split24 took 68 cycles for 16 parameters without, 51 of them arithmetic, and
@@ -940,7 +931,7 @@ def _element_phase(plan: Phases, k: int, blocked: bool, source: str) -> list[str
 
 
 def _weight_function(plan: Phases, k: int) -> list[str]:
-    """The function of what phase k does to an element's weight."""
+    """Return the function of what phase k does to an element's weight."""
     phase, printer = plan.phases[k], CppPrinter(plan)
     used = plan.uses(plan.phase_roots(k), {let.node.uid for let in phase.elements})
     printer.names |= {n.uid: plan.name[n.uid] for n in used}

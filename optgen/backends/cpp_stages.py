@@ -84,7 +84,7 @@ class StagePhases(Phases):
 
 
 def _sources(schedule: Schedule) -> dict[str, str]:
-    """For each partial the first one that reduces the same values: their array of the tile is written once."""
+    """Return for each partial the first one that reduces the same values: their array is written once."""
     first: dict[int, str] = {}
     partials = {b.name for b in schedule.partials if b.space != spaces.model}
     return {s.buffer: first.setdefault(s.node.uid, s.buffer) for s in schedule.sweep.stores if s.buffer in partials}
@@ -165,7 +165,7 @@ class Text:
             out.append(f"        {_place(b, columns, found.is_sweep, first)},  // {b.name}")
         out += ["    });", ""]
         extent = "blocks" if block > 1 else "count"
-        out += head_of_tile(plan, extent, "int row_mask, const Known &known")
+        out += head_of_tile(extent, "int row_mask, const Known &known")
         pointers = [_pointer(b, k) for k, b in enumerate(own) if plan.source.get(b.name, b.name) == b.name]
         body = [f"Weight weight(at[{len(own)}], at + {len(own) + 1});"] if weights else []
         body += with_comments(pointers, comment_mark="//")
@@ -176,7 +176,7 @@ class Text:
         return [*out, "    }", "};"]
 
     def _known(self, stage: Stage, plan: StagePhases) -> list[str]:
-        """What the stage reads of the tensor, the step and the scalars."""
+        """Return the lines for what the stage reads of the tensor, the step and the scalars."""
         program, sweep = stage.schedule.program, stage.schedule.sweep
         nodes = list(postorder([let.node for let in sweep.lets] + [s.node for s in sweep.stores]))
         read = {n.attr for n in nodes if n.op == "sym"}

@@ -68,6 +68,7 @@ struct adafactor_kernel_1 {
         {6, 17, 4, COLUMN, false, true, TOTAL, 2},  // col_sum_for_col_var
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[4], at + 5);
@@ -102,6 +103,7 @@ struct adafactor_kernel_2 {
         {4, -1, 4, ROW, true, false, NONE, 4},  // row_sum_for_alpha
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict row_var_at = (float *)at[0];                          // float32 [row]  read and written
@@ -140,6 +142,7 @@ struct adafactor_kernel_3 {
         {6, -1, 4, COLUMN, true, false, NONE, 1},  // col_sum_for_col_var
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict col_var_at = (float *)at[0];                          // float32 [col]  read and written
@@ -172,6 +175,7 @@ struct adafactor_kernel_4 {
         {8, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_for_alpha
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict alpha_at = (float *)at[0];                             // float32 [tensor]  written
@@ -202,6 +206,7 @@ struct adafactor_kernel_5 {
         {7, -1, 4, MATRIX, true, false, NONE, 1},  // mat_sum_of_row_var
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float32 [mat]  written
@@ -231,6 +236,7 @@ struct adafactor_kernel_6 {
         {10, -1, 4, MATRIX, true, false, NONE, 2},  // mat_sum_of_row_var_over_rows_max_eps1
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const float *__restrict row_var_at = (const float *)at[0];  // float32 [row]  read
@@ -261,6 +267,7 @@ struct adafactor_kernel_7 {
         {11, -1, 4, ROW, true, false, NONE, 3},  // row_div
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float [n]  read
@@ -293,6 +300,7 @@ struct adafactor_kernel_8 {
         {12, -1, 4, ROW, true, false, NONE, 1},  // row_sum_of_g
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict tensor_sum_of_g_at = (float *)at[0];           // float32 [tensor]  for tensor_sum
@@ -319,6 +327,7 @@ struct adafactor_kernel_9 {
         {13, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_of_g
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict tensor_div_at = (float *)at[0];                   // float32 [tensor]  written
@@ -354,6 +363,7 @@ struct adafactor_kernel_10 {
         {11, -1, 4, ROW, true, false, NONE, 3},  // row_div
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[4], at + 5);
@@ -399,6 +409,7 @@ struct adafactor_no_factored_kernel_1 {
         {4, 7, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_of_g
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[4], at + 5);
@@ -438,6 +449,7 @@ struct adafactor_no_factored_kernel_2 {
         {4, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_of_g
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict tensor_div_at = (float *)at[0];                        // float32 [tensor]  written
@@ -476,6 +488,7 @@ struct adafactor_no_factored_kernel_3 {
         {5, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_div
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[3], at + 4);

@@ -91,6 +91,7 @@ struct adafactor_kernel_1 {
         {6, 17, 4, COLUMN, false, true, TOTAL, 2},  // col_sum_for_col_var
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[4], at + 5);
@@ -125,6 +126,7 @@ struct adafactor_kernel_2 {
         {4, -1, 4, ROW, true, false, NONE, 4},  // row_sum_for_alpha
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict row_var_at = (float *)at[0];                          // float32 [row]  read and written
@@ -163,6 +165,7 @@ struct adafactor_kernel_3 {
         {6, -1, 4, COLUMN, true, false, NONE, 1},  // col_sum_for_col_var
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict col_var_at = (float *)at[0];                          // float32 [col]  read and written
@@ -195,6 +198,7 @@ struct adafactor_kernel_4 {
         {8, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_for_alpha
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict alpha_at = (float *)at[0];                             // float32 [tensor]  written
@@ -225,6 +229,7 @@ struct adafactor_kernel_5 {
         {7, -1, 4, MATRIX, true, false, NONE, 1},  // mat_sum_of_row_var
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float32 [mat]  written
@@ -254,6 +259,7 @@ struct adafactor_kernel_6 {
         {10, -1, 4, MATRIX, true, false, NONE, 2},  // mat_sum_of_row_var_over_rows_max_eps1
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const float *__restrict row_var_at = (const float *)at[0];  // float32 [row]  read
@@ -284,6 +290,7 @@ struct adafactor_kernel_7 {
         {11, -1, 4, ROW, true, false, NONE, 3},  // row_div
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float [n]  read
@@ -316,6 +323,7 @@ struct adafactor_kernel_8 {
         {12, -1, 4, ROW, true, false, NONE, 1},  // row_sum_of_g
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict tensor_sum_of_g_at = (float *)at[0];           // float32 [tensor]  for tensor_sum
@@ -342,6 +350,7 @@ struct adafactor_kernel_9 {
         {13, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_of_g
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict tensor_div_at = (float *)at[0];                   // float32 [tensor]  written
@@ -377,6 +386,7 @@ struct adafactor_kernel_10 {
         {11, -1, 4, ROW, true, false, NONE, 3},  // row_div
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[4], at + 5);
@@ -423,6 +433,7 @@ struct adafactor_no_factored_kernel_1 {
         {5, 8, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_of_g
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[5], at + 6);
@@ -489,6 +500,7 @@ struct adafactor_no_factored_kernel_2 {
         {5, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_of_g
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict tensor_div_at = (float *)at[0];                        // float32 [tensor]  written
@@ -528,14 +540,9 @@ struct adafactor_no_factored_kernel_3 {
         {6, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_div
     });
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
     template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
+    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                                 int row_mask, const Known &known) {
         Weight weight(at[4], at + 5);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
@@ -665,6 +672,7 @@ struct adafactor_no_factored_small_kernel_1 {
         {4, 7, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_of_g
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[4], at + 5);
@@ -704,6 +712,7 @@ struct adafactor_no_factored_small_kernel_2 {
         {4, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_of_g
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict tensor_div_at = (float *)at[0];                        // float32 [tensor]  written
@@ -742,6 +751,7 @@ struct adafactor_no_factored_small_kernel_3 {
         {5, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_div
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[3], at + 4);

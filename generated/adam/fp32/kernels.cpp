@@ -63,6 +63,7 @@ struct adam_kernel {
     // bytes per entry, of what, written
     static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}});
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
         Weight weight(at[0], at + 2);
@@ -110,6 +111,7 @@ struct adam_decoupled_weight_decay_kernel {
     // bytes per entry, of what, written
     static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}});
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
         Weight weight(at[0], at + 2);
@@ -156,6 +158,7 @@ struct adam_amsgrad_kernel {
     // bytes per entry, of what, written
     static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}});
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
         Weight weight(at[0], at + 2);
@@ -208,6 +211,7 @@ struct adam_amsgrad_decoupled_weight_decay_kernel {
     // bytes per entry, of what, written
     static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}});
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
         Weight weight(at[0], at + 2);

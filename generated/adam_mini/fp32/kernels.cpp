@@ -67,6 +67,7 @@ struct adam_mini_kernel_1 {
         {4, 6, 4, ROW, false, true, TOTAL, 2},  // row_sum_for_vmean_row
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float [n]  read
@@ -100,6 +101,7 @@ struct adam_mini_kernel_2 {
         {4, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_vmean_row
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict vmean_row_at = (float *)at[0];       // float32 [row]  read and written
@@ -142,6 +144,7 @@ struct adam_mini_kernel_3 {
         {5, -1, 4, ROW, true, false, NONE, 1},  // one_over_denom
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[2], at + 3);
@@ -179,6 +182,7 @@ struct adam_mini_no_by_rows_kernel_1 {
         {4, 6, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_vmean
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float [n]  read
@@ -212,6 +216,7 @@ struct adam_mini_no_by_rows_kernel_2 {
         {4, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_vmean
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict vmean_at = (float *)at[0];                             // float32 [tensor]  read and written
@@ -253,6 +258,7 @@ struct adam_mini_no_by_rows_kernel_3 {
         {5, -1, 4, WHOLE, true, false, NONE, 1},  // one_over_denom
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[2], at + 3);

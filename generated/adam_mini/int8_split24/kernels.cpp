@@ -94,14 +94,9 @@ struct adam_mini_kernel_1 {
         {5, 7, 4, ROW, false, true, TOTAL, 3},  // row_sum_for_vmean_row
     });
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
     template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
+    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                                 int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         uint8_t *__restrict m_codes_at = (uint8_t *)at[1];            // uint8 [n]  read and written
@@ -190,6 +185,7 @@ struct adam_mini_kernel_2 {
         {5, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_vmean_row
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict vmean_row_at = (float *)at[0];       // float32 [row]  read and written
@@ -233,6 +229,7 @@ struct adam_mini_kernel_3 {
         {6, -1, 4, ROW, true, false, NONE, 2},  // one_over_denom
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[3], at + 4);
@@ -290,6 +287,7 @@ struct adam_mini_small_kernel_1 {
         {4, 6, 4, ROW, false, true, TOTAL, 2},  // row_sum_for_vmean_row
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float [n]  read
@@ -323,6 +321,7 @@ struct adam_mini_small_kernel_2 {
         {4, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_vmean_row
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict vmean_row_at = (float *)at[0];       // float32 [row]  read and written
@@ -365,6 +364,7 @@ struct adam_mini_small_kernel_3 {
         {5, -1, 4, ROW, true, false, NONE, 1},  // one_over_denom
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[2], at + 3);
@@ -406,14 +406,9 @@ struct adam_mini_no_by_rows_kernel_1 {
         {5, 7, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_vmean
     });
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
     template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
+    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                                 int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         uint8_t *__restrict m_codes_at = (uint8_t *)at[1];           // uint8 [n]  read and written
@@ -502,6 +497,7 @@ struct adam_mini_no_by_rows_kernel_2 {
         {5, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_vmean
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict vmean_at = (float *)at[0];                             // float32 [tensor]  read and written
@@ -544,6 +540,7 @@ struct adam_mini_no_by_rows_kernel_3 {
         {6, -1, 4, WHOLE, true, false, NONE, 2},  // one_over_denom
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[3], at + 4);
@@ -602,6 +599,7 @@ struct adam_mini_no_by_rows_small_kernel_1 {
         {4, 6, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_vmean
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float [n]  read
@@ -635,6 +633,7 @@ struct adam_mini_no_by_rows_small_kernel_2 {
         {4, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_vmean
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict vmean_at = (float *)at[0];                             // float32 [tensor]  read and written
@@ -676,6 +675,7 @@ struct adam_mini_no_by_rows_small_kernel_3 {
         {5, -1, 4, WHOLE, true, false, NONE, 1},  // one_over_denom
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[2], at + 3);

@@ -71,6 +71,7 @@ struct adamp_kernel_1 {
         {7, 24, 4, ROW, false, true, TOTAL, 6},  // row_sum_of_p
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[7], at + 8);
@@ -131,6 +132,7 @@ struct adamp_kernel_2 {
         {7, -1, 4, ROW, true, false, NONE, 9},  // row_sum_of_p
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict tensor_max_for_invariant_at = (float *)at[0];     // float32 [tensor]  for tensor_max
@@ -179,6 +181,7 @@ struct adamp_kernel_3 {
         {15, -1, 4, WHOLE, false, true, NONE, 1},  // delta_over_sqrt_elements
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict delta_over_sqrt_columns_at = (float *)at[0];   // float32 [tensor]  written
@@ -211,6 +214,7 @@ struct adamp_kernel_4 {
         {13, -1, 4, WHOLE, true, false, NONE, 6},  // tensor_sum_of_p
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float32 [tensor]  written
@@ -260,6 +264,7 @@ struct adamp_kernel_5 {
         {16, -1, 4, WHOLE, true, false, NONE, 4},  // lt_tensor_div_delta_over_sqrt_elements
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict tensor_lt_at = (float *)at[0];  // float32 [tensor]  written
@@ -305,6 +310,7 @@ struct adamp_kernel_6 {
         {17, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_of_p_over_tensor_mul_3_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict row_sum_of_p_over_row_mul_3_2_at = (float *)at[0];  // float32 [row]  written
@@ -341,6 +347,7 @@ struct adamp_kernel_7 {
         {20, -1, 4, ROW, true, false, NONE, 3},  // row_sum_of_p_over_row_mul_3_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[4], at + 5);
@@ -393,6 +400,7 @@ struct adamp_kernel_1_2 {
         {7, 24, 4, ROW, false, true, TOTAL, 7},  // row_sum_of_update
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const uint16_t *__restrict p_at = (const uint16_t *)at[0];      // bfloat16 [n]  read
@@ -455,6 +463,7 @@ struct adamp_kernel_2_2 {
         {7, -1, 4, ROW, true, false, NONE, 9},  // row_sum_of_update
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict tensor_max_for_invariant_at = (float *)at[0];          // float32 [tensor]  for tensor_max
@@ -508,6 +517,7 @@ struct adamp_kernel_4_2 {
         {13, -1, 4, WHOLE, true, false, NONE, 6},  // tensor_sum_of_update
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float32 [tensor]  written
@@ -556,6 +566,7 @@ struct adamp_kernel_6_2 {
         {17, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_of_update_over_tensor_mul_3_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float32 [row]  written
@@ -591,6 +602,7 @@ struct adamp_kernel_7_2 {
         {20, -1, 4, ROW, true, false, NONE, 4},  // row_sum_of_update_over_row_mul_3_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                 // bfloat16 [n]  read and written
@@ -642,6 +654,7 @@ struct adamp_kernel_1_3 {
         {7, 24, 4, ROW, false, true, TOTAL, 7},  // row_sum_of_update
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const uint16_t *__restrict p_at = (const uint16_t *)at[0];      // float16 [n]  read
@@ -699,6 +712,7 @@ struct adamp_kernel_7_3 {
         {20, -1, 4, ROW, true, false, NONE, 4},  // row_sum_of_update_over_row_mul_3_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                 // float16 [n]  read and written
@@ -739,6 +753,7 @@ struct adamp_no_projected_kernel {
     // bytes per entry, of what, written
     static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}});
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
         Weight weight(at[0], at + 2);
@@ -795,6 +810,7 @@ struct adamp_nesterov_kernel_1 {
         {7, 24, 4, ROW, false, true, TOTAL, 6},  // row_sum_of_p
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[7], at + 8);
@@ -852,6 +868,7 @@ struct adamp_nesterov_kernel_2 {
         {7, -1, 4, ROW, true, false, NONE, 9},  // row_sum_of_p
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict tensor_max_for_invariant_at = (float *)at[0];     // float32 [tensor]  for tensor_max
@@ -900,6 +917,7 @@ struct adamp_nesterov_kernel_3 {
         {15, -1, 4, WHOLE, false, true, NONE, 1},  // delta_over_sqrt_elements
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict delta_over_sqrt_columns_at = (float *)at[0];   // float32 [tensor]  written
@@ -932,6 +950,7 @@ struct adamp_nesterov_kernel_4 {
         {13, -1, 4, WHOLE, true, false, NONE, 6},  // tensor_sum_of_p
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float32 [tensor]  written
@@ -981,6 +1000,7 @@ struct adamp_nesterov_kernel_5 {
         {16, -1, 4, WHOLE, true, false, NONE, 4},  // lt_tensor_div_delta_over_sqrt_elements
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict tensor_lt_at = (float *)at[0];  // float32 [tensor]  written
@@ -1030,6 +1050,7 @@ struct adamp_nesterov_kernel_7 {
         {20, -1, 4, ROW, true, false, NONE, 4},  // row_sum_of_p_over_row_mul_3_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[5], at + 6);
@@ -1096,6 +1117,7 @@ struct adamp_nesterov_kernel_1_2 {
         {7, 24, 4, ROW, false, true, TOTAL, 7},  // row_sum_of_update
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const uint16_t *__restrict p_at = (const uint16_t *)at[0];      // bfloat16 [n]  read
@@ -1155,6 +1177,7 @@ struct adamp_nesterov_kernel_2_2 {
         {7, -1, 4, ROW, true, false, NONE, 9},  // row_sum_of_update
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict tensor_max_for_invariant_at = (float *)at[0];          // float32 [tensor]  for tensor_max
@@ -1208,6 +1231,7 @@ struct adamp_nesterov_kernel_4_2 {
         {13, -1, 4, WHOLE, true, false, NONE, 6},  // tensor_sum_of_update
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float32 [tensor]  written
@@ -1258,6 +1282,7 @@ struct adamp_nesterov_kernel_7_2 {
         {20, -1, 4, ROW, true, false, NONE, 5},  // row_sum_of_update_over_row_mul_3_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];     // bfloat16 [n]  read and written
@@ -1324,6 +1349,7 @@ struct adamp_nesterov_kernel_1_3 {
         {7, 24, 4, ROW, false, true, TOTAL, 7},  // row_sum_of_update
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const uint16_t *__restrict p_at = (const uint16_t *)at[0];      // float16 [n]  read
@@ -1379,6 +1405,7 @@ struct adamp_nesterov_kernel_7_3 {
         {20, -1, 4, ROW, true, false, NONE, 5},  // row_sum_of_update_over_row_mul_3_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];     // float16 [n]  read and written
@@ -1434,6 +1461,7 @@ struct adamp_nesterov_no_projected_kernel {
     // bytes per entry, of what, written
     static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}});
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
         Weight weight(at[0], at + 2);

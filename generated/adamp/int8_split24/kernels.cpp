@@ -103,14 +103,9 @@ struct adamp_kernel_1 {
         {9, 26, 4, ROW, false, true, TOTAL, 8},  // row_sum_of_p
     });
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
     template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
+    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                                 int row_mask, const Known &known) {
         Weight weight(at[9], at + 10);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
@@ -314,6 +309,7 @@ struct adamp_kernel_2 {
         {9, -1, 4, ROW, true, false, NONE, 9},  // row_sum_of_p
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict tensor_max_for_invariant_at = (float *)at[0];     // float32 [tensor]  for tensor_max
@@ -362,6 +358,7 @@ struct adamp_kernel_3 {
         {17, -1, 4, WHOLE, false, true, NONE, 1},  // delta_over_sqrt_elements
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict delta_over_sqrt_columns_at = (float *)at[0];   // float32 [tensor]  written
@@ -394,6 +391,7 @@ struct adamp_kernel_4 {
         {15, -1, 4, WHOLE, true, false, NONE, 6},  // tensor_sum_of_p
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float32 [tensor]  written
@@ -443,6 +441,7 @@ struct adamp_kernel_5 {
         {18, -1, 4, WHOLE, true, false, NONE, 4},  // lt_tensor_div_delta_over_sqrt_elements
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict tensor_lt_at = (float *)at[0];  // float32 [tensor]  written
@@ -488,6 +487,7 @@ struct adamp_kernel_6 {
         {19, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_of_p_over_tensor_mul_3_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict row_sum_of_p_over_row_mul_3_2_at = (float *)at[0];  // float32 [row]  written
@@ -526,6 +526,7 @@ struct adamp_kernel_7 {
         {22, -1, 4, ROW, true, false, NONE, 5},  // row_sum_of_p_over_row_mul_3_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[6], at + 7);
@@ -616,6 +617,7 @@ struct adamp_small_kernel_1 {
         {7, 24, 4, ROW, false, true, TOTAL, 6},  // row_sum_of_p
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[7], at + 8);
@@ -676,6 +678,7 @@ struct adamp_small_kernel_2 {
         {7, -1, 4, ROW, true, false, NONE, 9},  // row_sum_of_p
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict tensor_max_for_invariant_at = (float *)at[0];     // float32 [tensor]  for tensor_max
@@ -724,6 +727,7 @@ struct adamp_small_kernel_3 {
         {15, -1, 4, WHOLE, false, true, NONE, 1},  // delta_over_sqrt_elements
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict delta_over_sqrt_columns_at = (float *)at[0];   // float32 [tensor]  written
@@ -756,6 +760,7 @@ struct adamp_small_kernel_4 {
         {13, -1, 4, WHOLE, true, false, NONE, 6},  // tensor_sum_of_p
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float32 [tensor]  written
@@ -805,6 +810,7 @@ struct adamp_small_kernel_5 {
         {16, -1, 4, WHOLE, true, false, NONE, 4},  // lt_tensor_div_delta_over_sqrt_elements
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict tensor_lt_at = (float *)at[0];  // float32 [tensor]  written
@@ -850,6 +856,7 @@ struct adamp_small_kernel_6 {
         {17, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_of_p_over_tensor_mul_3_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict row_sum_of_p_over_row_mul_3_2_at = (float *)at[0];  // float32 [row]  written
@@ -886,6 +893,7 @@ struct adamp_small_kernel_7 {
         {20, -1, 4, ROW, true, false, NONE, 3},  // row_sum_of_p_over_row_mul_3_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[4], at + 5);
@@ -944,14 +952,9 @@ struct adamp_kernel_1_2 {
         {10, 27, 4, ROW, false, true, TOTAL, 10},  // row_sum_of_update
     });
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
     template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
+    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                                 int row_mask, const Known &known) {
         const uint16_t *__restrict p_at = (const uint16_t *)at[0];         // bfloat16 [n]  read
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -1160,6 +1163,7 @@ struct adamp_kernel_2_2 {
         {10, -1, 4, ROW, true, false, NONE, 9},  // row_sum_of_update
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict tensor_max_for_invariant_at = (float *)at[0];          // float32 [tensor]  for tensor_max
@@ -1208,6 +1212,7 @@ struct adamp_kernel_3_2 {
         {18, -1, 4, WHOLE, false, true, NONE, 1},  // delta_over_sqrt_elements
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict delta_over_sqrt_columns_at = (float *)at[0];   // float32 [tensor]  written
@@ -1240,6 +1245,7 @@ struct adamp_kernel_4_2 {
         {16, -1, 4, WHOLE, true, false, NONE, 6},  // tensor_sum_of_update
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float32 [tensor]  written
@@ -1289,6 +1295,7 @@ struct adamp_kernel_5_2 {
         {19, -1, 4, WHOLE, true, false, NONE, 4},  // lt_tensor_div_delta_over_sqrt_elements
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict tensor_lt_at = (float *)at[0];  // float32 [tensor]  written
@@ -1334,6 +1341,7 @@ struct adamp_kernel_6_2 {
         {20, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_of_update_over_tensor_mul_3_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float32 [row]  written
@@ -1375,6 +1383,7 @@ struct adamp_kernel_7_2 {
         {23, -1, 4, ROW, true, false, NONE, 7},  // row_sum_of_update_over_row_mul_3_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                           // bfloat16 [n]  read and written
@@ -1473,6 +1482,7 @@ struct adamp_small_kernel_1_2 {
         {8, 25, 4, ROW, false, true, TOTAL, 8},  // row_sum_of_update
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const uint16_t *__restrict p_at = (const uint16_t *)at[0];         // bfloat16 [n]  read
@@ -1537,6 +1547,7 @@ struct adamp_small_kernel_2_2 {
         {8, -1, 4, ROW, true, false, NONE, 9},  // row_sum_of_update
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict tensor_max_for_invariant_at = (float *)at[0];          // float32 [tensor]  for tensor_max
@@ -1585,6 +1596,7 @@ struct adamp_small_kernel_3_2 {
         {16, -1, 4, WHOLE, false, true, NONE, 1},  // delta_over_sqrt_elements
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict delta_over_sqrt_columns_at = (float *)at[0];   // float32 [tensor]  written
@@ -1617,6 +1629,7 @@ struct adamp_small_kernel_4_2 {
         {14, -1, 4, WHOLE, true, false, NONE, 6},  // tensor_sum_of_update
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float32 [tensor]  written
@@ -1666,6 +1679,7 @@ struct adamp_small_kernel_5_2 {
         {17, -1, 4, WHOLE, true, false, NONE, 4},  // lt_tensor_div_delta_over_sqrt_elements
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict tensor_lt_at = (float *)at[0];  // float32 [tensor]  written
@@ -1711,6 +1725,7 @@ struct adamp_small_kernel_6_2 {
         {18, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_of_update_over_tensor_mul_3_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float32 [row]  written
@@ -1750,6 +1765,7 @@ struct adamp_small_kernel_7_2 {
         {21, -1, 4, ROW, true, false, NONE, 5},  // row_sum_of_update_over_row_mul_3_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                 // bfloat16 [n]  read and written
@@ -1813,14 +1829,9 @@ struct adamp_kernel_1_3 {
         {10, 27, 4, ROW, false, true, TOTAL, 10},  // row_sum_of_update
     });
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
     template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
+    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                                 int row_mask, const Known &known) {
         const uint16_t *__restrict p_at = (const uint16_t *)at[0];         // float16 [n]  read
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -2050,6 +2061,7 @@ struct adamp_kernel_7_3 {
         {23, -1, 4, ROW, true, false, NONE, 7},  // row_sum_of_update_over_row_mul_3_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                           // float16 [n]  read and written
@@ -2166,6 +2178,7 @@ struct adamp_small_kernel_1_3 {
         {8, 25, 4, ROW, false, true, TOTAL, 8},  // row_sum_of_update
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const uint16_t *__restrict p_at = (const uint16_t *)at[0];         // float16 [n]  read
@@ -2237,6 +2250,7 @@ struct adamp_small_kernel_7_3 {
         {21, -1, 4, ROW, true, false, NONE, 5},  // row_sum_of_update_over_row_mul_3_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                 // float16 [n]  read and written
@@ -2303,14 +2317,9 @@ struct adamp_no_projected_kernel {
     // bytes per entry, of what, written
     static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}});
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
     template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
+    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                                 const float *scalars, int32_t step_key, int32_t stream_key) {
         Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -2518,6 +2527,7 @@ struct adamp_no_projected_small_kernel {
     // bytes per entry, of what, written
     static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}});
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
         Weight weight(at[0], at + 2);
@@ -2576,6 +2586,7 @@ struct adamp_nesterov_kernel_1 {
         {9, 26, 4, ROW, false, true, TOTAL, 8},  // row_sum_of_p
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[9], at + 10);
@@ -2672,6 +2683,7 @@ struct adamp_nesterov_kernel_2 {
         {9, -1, 4, ROW, true, false, NONE, 9},  // row_sum_of_p
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict tensor_max_for_invariant_at = (float *)at[0];     // float32 [tensor]  for tensor_max
@@ -2720,6 +2732,7 @@ struct adamp_nesterov_kernel_3 {
         {17, -1, 4, WHOLE, false, true, NONE, 1},  // delta_over_sqrt_elements
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict delta_over_sqrt_columns_at = (float *)at[0];   // float32 [tensor]  written
@@ -2752,6 +2765,7 @@ struct adamp_nesterov_kernel_4 {
         {15, -1, 4, WHOLE, true, false, NONE, 6},  // tensor_sum_of_p
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float32 [tensor]  written
@@ -2801,6 +2815,7 @@ struct adamp_nesterov_kernel_5 {
         {18, -1, 4, WHOLE, true, false, NONE, 4},  // lt_tensor_div_delta_over_sqrt_elements
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict tensor_lt_at = (float *)at[0];  // float32 [tensor]  written
@@ -2852,14 +2867,9 @@ struct adamp_nesterov_kernel_7 {
         {22, -1, 4, ROW, true, false, NONE, 6},  // row_sum_of_p_over_row_mul_3_2
     });
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
     template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
+    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                                 int row_mask, const Known &known) {
         Weight weight(at[7], at + 8);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
@@ -3077,6 +3087,7 @@ struct adamp_nesterov_small_kernel_1 {
         {7, 24, 4, ROW, false, true, TOTAL, 6},  // row_sum_of_p
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[7], at + 8);
@@ -3134,6 +3145,7 @@ struct adamp_nesterov_small_kernel_2 {
         {7, -1, 4, ROW, true, false, NONE, 9},  // row_sum_of_p
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict tensor_max_for_invariant_at = (float *)at[0];     // float32 [tensor]  for tensor_max
@@ -3182,6 +3194,7 @@ struct adamp_nesterov_small_kernel_3 {
         {15, -1, 4, WHOLE, false, true, NONE, 1},  // delta_over_sqrt_elements
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict delta_over_sqrt_columns_at = (float *)at[0];   // float32 [tensor]  written
@@ -3214,6 +3227,7 @@ struct adamp_nesterov_small_kernel_4 {
         {13, -1, 4, WHOLE, true, false, NONE, 6},  // tensor_sum_of_p
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float32 [tensor]  written
@@ -3263,6 +3277,7 @@ struct adamp_nesterov_small_kernel_5 {
         {16, -1, 4, WHOLE, true, false, NONE, 4},  // lt_tensor_div_delta_over_sqrt_elements
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict tensor_lt_at = (float *)at[0];  // float32 [tensor]  written
@@ -3312,6 +3327,7 @@ struct adamp_nesterov_small_kernel_7 {
         {20, -1, 4, ROW, true, false, NONE, 4},  // row_sum_of_p_over_row_mul_3_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[5], at + 6);
@@ -3381,6 +3397,7 @@ struct adamp_nesterov_kernel_1_2 {
         {10, 27, 4, ROW, false, true, TOTAL, 10},  // row_sum_of_update
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const uint16_t *__restrict p_at = (const uint16_t *)at[0];               // bfloat16 [n]  read
@@ -3482,6 +3499,7 @@ struct adamp_nesterov_kernel_2_2 {
         {10, -1, 4, ROW, true, false, NONE, 9},  // row_sum_of_update
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict tensor_max_for_invariant_at = (float *)at[0];          // float32 [tensor]  for tensor_max
@@ -3530,6 +3548,7 @@ struct adamp_nesterov_kernel_3_2 {
         {18, -1, 4, WHOLE, false, true, NONE, 1},  // delta_over_sqrt_elements
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict delta_over_sqrt_columns_at = (float *)at[0];   // float32 [tensor]  written
@@ -3562,6 +3581,7 @@ struct adamp_nesterov_kernel_4_2 {
         {16, -1, 4, WHOLE, true, false, NONE, 6},  // tensor_sum_of_update
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float32 [tensor]  written
@@ -3611,6 +3631,7 @@ struct adamp_nesterov_kernel_5_2 {
         {19, -1, 4, WHOLE, true, false, NONE, 4},  // lt_tensor_div_delta_over_sqrt_elements
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict tensor_lt_at = (float *)at[0];  // float32 [tensor]  written
@@ -3664,14 +3685,9 @@ struct adamp_nesterov_kernel_7_2 {
         {23, -1, 4, ROW, true, false, NONE, 8},  // row_sum_of_update_over_row_mul_3_2
     });
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
     template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
+    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                                 int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];               // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -3899,6 +3915,7 @@ struct adamp_nesterov_small_kernel_1_2 {
         {8, 25, 4, ROW, false, true, TOTAL, 8},  // row_sum_of_update
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const uint16_t *__restrict p_at = (const uint16_t *)at[0];         // bfloat16 [n]  read
@@ -3960,6 +3977,7 @@ struct adamp_nesterov_small_kernel_2_2 {
         {8, -1, 4, ROW, true, false, NONE, 9},  // row_sum_of_update
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict tensor_max_for_invariant_at = (float *)at[0];          // float32 [tensor]  for tensor_max
@@ -4008,6 +4026,7 @@ struct adamp_nesterov_small_kernel_3_2 {
         {16, -1, 4, WHOLE, false, true, NONE, 1},  // delta_over_sqrt_elements
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict delta_over_sqrt_columns_at = (float *)at[0];   // float32 [tensor]  written
@@ -4040,6 +4059,7 @@ struct adamp_nesterov_small_kernel_4_2 {
         {14, -1, 4, WHOLE, true, false, NONE, 6},  // tensor_sum_of_update
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float32 [tensor]  written
@@ -4089,6 +4109,7 @@ struct adamp_nesterov_small_kernel_5_2 {
         {17, -1, 4, WHOLE, true, false, NONE, 4},  // lt_tensor_div_delta_over_sqrt_elements
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict tensor_lt_at = (float *)at[0];  // float32 [tensor]  written
@@ -4140,6 +4161,7 @@ struct adamp_nesterov_small_kernel_7_2 {
         {21, -1, 4, ROW, true, false, NONE, 6},  // row_sum_of_update_over_row_mul_3_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];         // bfloat16 [n]  read and written
@@ -4215,6 +4237,7 @@ struct adamp_nesterov_kernel_1_3 {
         {10, 27, 4, ROW, false, true, TOTAL, 10},  // row_sum_of_update
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const uint16_t *__restrict p_at = (const uint16_t *)at[0];               // float16 [n]  read
@@ -4326,14 +4349,9 @@ struct adamp_nesterov_kernel_7_3 {
         {23, -1, 4, ROW, true, false, NONE, 8},  // row_sum_of_update_over_row_mul_3_2
     });
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
     template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
+    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                                 int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];               // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -4579,6 +4597,7 @@ struct adamp_nesterov_small_kernel_1_3 {
         {8, 25, 4, ROW, false, true, TOTAL, 8},  // row_sum_of_update
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const uint16_t *__restrict p_at = (const uint16_t *)at[0];         // float16 [n]  read
@@ -4648,6 +4667,7 @@ struct adamp_nesterov_small_kernel_7_3 {
         {21, -1, 4, ROW, true, false, NONE, 6},  // row_sum_of_update_over_row_mul_3_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];         // float16 [n]  read and written
@@ -4729,14 +4749,9 @@ struct adamp_nesterov_no_projected_kernel {
     // bytes per entry, of what, written
     static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}});
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
     template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
+    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                                 const float *scalars, int32_t step_key, int32_t stream_key) {
         Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -4942,6 +4957,7 @@ struct adamp_nesterov_no_projected_small_kernel {
     // bytes per entry, of what, written
     static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}});
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
         Weight weight(at[0], at + 2);

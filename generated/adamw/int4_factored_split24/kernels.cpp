@@ -90,6 +90,7 @@ struct adamw_kernel_1 {
         {6, -1, 4, ROW, false, true, NONE, 1},  // exp_avg_sq_least
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const float *__restrict exp_avg_sq_row_at = (const float *)at[0];  // float32 [row]  read
@@ -120,6 +121,7 @@ struct adamw_kernel_2 {
         {6, -1, 4, ROW, true, false, NONE, 5},  // exp_avg_sq_least
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float [n]  read
@@ -156,6 +158,7 @@ struct adamw_kernel_3 {
         {7, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_exp_avg_sq_row_means
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict exp_avg_sq_row_means_at = (float *)at[0];  // float32 [row]  written
@@ -187,6 +190,7 @@ struct adamw_kernel_4 {
         {8, -1, 4, COLUMN, true, false, NONE, 1},  // col_sum_for_exp_avg_sq_parts
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict exp_avg_sq_parts_at = (float *)at[0];  // float32 [col]  written
@@ -215,6 +219,7 @@ struct adamw_kernel_5 {
         {10, -1, 4, MATRIX, true, false, NONE, 1},  // mat_sum_for_exp_avg_sq_row_factor
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict mat_max_at = (float *)at[0];  // float32 [mat]  written
@@ -244,6 +249,7 @@ struct adamw_kernel_6 {
         {12, -1, 4, MATRIX, true, false, NONE, 3},  // mat_max
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict exp_avg_sq_row_factor_at = (float *)at[0];             // float32 [row]  written
@@ -285,14 +291,9 @@ struct adamw_kernel_7 {
         {14, -1, 4, ROW, true, false, NONE, 8},  // exp_avg_sq_least_2
     });
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
     template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
+    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                                 int row_mask, const Known &known) {
         Weight weight(at[9], at + 10);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
@@ -407,6 +408,7 @@ struct adamw_kernel_8 {
         {13, -1, 4, ROW, true, false, NONE, 1},  // exp_avg_sq_row_factor
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict exp_avg_sq_row_at = (float *)at[0];  // float32 [row]  written
@@ -433,6 +435,7 @@ struct adamw_kernel_9 {
         {11, -1, 4, COLUMN, true, false, NONE, 1},  // exp_avg_sq_parts
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict exp_avg_sq_col_at = (float *)at[0];                // float32 [col]  written
@@ -455,6 +458,7 @@ struct adamw_small_kernel {
     // bytes per entry, of what, written
     static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}});
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
         Weight weight(at[0], at + 2);
@@ -501,14 +505,9 @@ struct adamw_vector_kernel {
     // bytes per entry, of what, written
     static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {2, BLOCK_OF, true}});
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
     template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
+    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                                 const float *scalars, int32_t step_key, int32_t stream_key) {
         Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -734,6 +733,7 @@ struct adamw_amsgrad_kernel_1 {
         {9, -1, 4, ROW, false, true, NONE, 3},  // exp_avg_sq_least
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const float *__restrict exp_avg_sq_row_at = (const float *)at[0];      // float32 [row]  read
@@ -774,6 +774,7 @@ struct adamw_amsgrad_kernel_2 {
         {8, -1, 4, ROW, true, false, NONE, 10},  // max_exp_avg_sq_least
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float [n]  read
@@ -824,6 +825,7 @@ struct adamw_amsgrad_kernel_3 {
         {10, -1, 4, ROW, true, false, NONE, 5},  // row_sum_for_exp_avg_sq_row_means
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict max_exp_avg_sq_row_means_at = (float *)at[0];  // float32 [row]  written
@@ -866,6 +868,7 @@ struct adamw_amsgrad_kernel_4 {
         {11, -1, 4, COLUMN, true, false, NONE, 3},  // col_sum_for_exp_avg_sq_parts
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict max_exp_avg_sq_col_factor_at = (float *)at[0];  // float32 [col]  written
@@ -902,6 +905,7 @@ struct adamw_amsgrad_kernel_5 {
         {17, -1, 4, MATRIX, true, false, NONE, 3},  // mat_sum_for_exp_avg_sq_row_factor
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict mat_max_2_at = (float *)at[0];  // float32 [mat]  written
@@ -939,6 +943,7 @@ struct adamw_amsgrad_kernel_6 {
         {21, -1, 4, MATRIX, true, false, NONE, 6},  // mat_max
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict max_exp_avg_sq_row_factor_at = (float *)at[0];         // float32 [row]  written
@@ -991,14 +996,9 @@ struct adamw_amsgrad_kernel_7 {
         {24, -1, 4, ROW, true, false, NONE, 11},  // exp_avg_sq_least_2
     });
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
     template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
+    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                                 int row_mask, const Known &known) {
         Weight weight(at[12], at + 13);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
@@ -1122,6 +1122,7 @@ struct adamw_amsgrad_kernel_8 {
         {22, -1, 4, ROW, true, false, NONE, 3},  // max_exp_avg_sq_row_factor
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict exp_avg_sq_row_at = (float *)at[0];      // float32 [row]  written
@@ -1155,6 +1156,7 @@ struct adamw_amsgrad_kernel_9 {
         {18, -1, 4, COLUMN, true, false, NONE, 3},  // max_exp_avg_sq_col_factor
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict exp_avg_sq_col_at = (float *)at[0];                // float32 [col]  written
@@ -1182,6 +1184,7 @@ struct adamw_amsgrad_small_kernel {
     // bytes per entry, of what, written
     static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}});
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
         Weight weight(at[0], at + 2);
@@ -1233,14 +1236,9 @@ struct adamw_amsgrad_vector_kernel {
     // bytes per entry, of what, written
     static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {2, BLOCK_OF, true}});
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
     template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
+    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                                 const float *scalars, int32_t step_key, int32_t stream_key) {
         Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];

@@ -91,6 +91,7 @@ struct adamw_kernel_1 {
         {7, -1, 4, ROW, false, true, NONE, 1},  // exp_avg_sq_least
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const float *__restrict exp_avg_sq_row_at = (const float *)at[0];  // float32 [row]  read
@@ -121,6 +122,7 @@ struct adamw_kernel_2 {
         {7, -1, 4, ROW, true, false, NONE, 5},  // exp_avg_sq_least
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float [n]  read
@@ -157,6 +159,7 @@ struct adamw_kernel_3 {
         {8, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_exp_avg_sq_row_means
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict exp_avg_sq_row_means_at = (float *)at[0];  // float32 [row]  written
@@ -188,6 +191,7 @@ struct adamw_kernel_4 {
         {9, -1, 4, COLUMN, true, false, NONE, 1},  // col_sum_for_exp_avg_sq_parts
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict exp_avg_sq_parts_at = (float *)at[0];  // float32 [col]  written
@@ -216,6 +220,7 @@ struct adamw_kernel_5 {
         {11, -1, 4, MATRIX, true, false, NONE, 1},  // mat_sum_for_exp_avg_sq_row_factor
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict mat_max_at = (float *)at[0];  // float32 [mat]  written
@@ -245,6 +250,7 @@ struct adamw_kernel_6 {
         {13, -1, 4, MATRIX, true, false, NONE, 3},  // mat_max
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict exp_avg_sq_row_factor_at = (float *)at[0];             // float32 [row]  written
@@ -287,14 +293,9 @@ struct adamw_kernel_7 {
         {15, -1, 4, ROW, true, false, NONE, 9},  // exp_avg_sq_least_2
     });
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
     template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
+    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                                 int row_mask, const Known &known) {
         Weight weight(at[10], at + 11);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
@@ -420,6 +421,7 @@ struct adamw_kernel_8 {
         {14, -1, 4, ROW, true, false, NONE, 1},  // exp_avg_sq_row_factor
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict exp_avg_sq_row_at = (float *)at[0];  // float32 [row]  written
@@ -446,6 +448,7 @@ struct adamw_kernel_9 {
         {12, -1, 4, COLUMN, true, false, NONE, 1},  // exp_avg_sq_parts
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict exp_avg_sq_col_at = (float *)at[0];                // float32 [col]  written
@@ -468,6 +471,7 @@ struct adamw_small_kernel {
     // bytes per entry, of what, written
     static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}});
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
         Weight weight(at[0], at + 2);
@@ -514,14 +518,9 @@ struct adamw_vector_kernel {
     // bytes per entry, of what, written
     static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, EIGHTH, true}, {1, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {1, EIGHTH, true}, {2, BLOCK_OF, true}});
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
     template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
+    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                                 const float *scalars, int32_t step_key, int32_t stream_key) {
         Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -770,6 +769,7 @@ struct adamw_amsgrad_kernel_1 {
         {10, -1, 4, ROW, false, true, NONE, 3},  // exp_avg_sq_least
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const float *__restrict exp_avg_sq_row_at = (const float *)at[0];      // float32 [row]  read
@@ -810,6 +810,7 @@ struct adamw_amsgrad_kernel_2 {
         {9, -1, 4, ROW, true, false, NONE, 10},  // max_exp_avg_sq_least
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float [n]  read
@@ -860,6 +861,7 @@ struct adamw_amsgrad_kernel_3 {
         {11, -1, 4, ROW, true, false, NONE, 5},  // row_sum_for_exp_avg_sq_row_means
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict max_exp_avg_sq_row_means_at = (float *)at[0];  // float32 [row]  written
@@ -902,6 +904,7 @@ struct adamw_amsgrad_kernel_4 {
         {12, -1, 4, COLUMN, true, false, NONE, 3},  // col_sum_for_exp_avg_sq_parts
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict max_exp_avg_sq_col_factor_at = (float *)at[0];  // float32 [col]  written
@@ -938,6 +941,7 @@ struct adamw_amsgrad_kernel_5 {
         {18, -1, 4, MATRIX, true, false, NONE, 3},  // mat_sum_for_exp_avg_sq_row_factor
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict mat_max_2_at = (float *)at[0];  // float32 [mat]  written
@@ -975,6 +979,7 @@ struct adamw_amsgrad_kernel_6 {
         {22, -1, 4, MATRIX, true, false, NONE, 6},  // mat_max
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict max_exp_avg_sq_row_factor_at = (float *)at[0];         // float32 [row]  written
@@ -1028,14 +1033,9 @@ struct adamw_amsgrad_kernel_7 {
         {25, -1, 4, ROW, true, false, NONE, 12},  // exp_avg_sq_least_2
     });
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
     template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
+    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                                 int row_mask, const Known &known) {
         Weight weight(at[13], at + 14);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
@@ -1170,6 +1170,7 @@ struct adamw_amsgrad_kernel_8 {
         {23, -1, 4, ROW, true, false, NONE, 3},  // max_exp_avg_sq_row_factor
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict exp_avg_sq_row_at = (float *)at[0];      // float32 [row]  written
@@ -1203,6 +1204,7 @@ struct adamw_amsgrad_kernel_9 {
         {19, -1, 4, COLUMN, true, false, NONE, 3},  // max_exp_avg_sq_col_factor
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict exp_avg_sq_col_at = (float *)at[0];                // float32 [col]  written
@@ -1230,6 +1232,7 @@ struct adamw_amsgrad_small_kernel {
     // bytes per entry, of what, written
     static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}});
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
         Weight weight(at[0], at + 2);
@@ -1281,14 +1284,9 @@ struct adamw_amsgrad_vector_kernel {
     // bytes per entry, of what, written
     static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, EIGHTH, true}, {1, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {1, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {1, EIGHTH, true}, {2, BLOCK_OF, true}});
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
     template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
+    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                                 const float *scalars, int32_t step_key, int32_t stream_key) {
         Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];

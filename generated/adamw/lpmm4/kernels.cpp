@@ -67,6 +67,7 @@ struct adamw_kernel_1 {
         {7, -1, 4, COLUMN, false, true, NONE, 1},  // exp_avg_sq_col_spread
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const float *__restrict exp_avg_sq_col_at = (const float *)at[0];  // float32 [axis]  read
@@ -101,14 +102,9 @@ struct adamw_kernel_2 {
         {7, -1, 4, COLUMN, true, false, NONE, 7},  // exp_avg_sq_col_spread
     });
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
     template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
+    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                                 int row_mask, const Known &known) {
         Weight weight(at[8], at + 9);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
@@ -237,6 +233,7 @@ struct adamw_kernel_3 {
         {8, -1, 4, ROW, true, false, NONE, 1},  // row_max_for_exp_avg_sq_row_top
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict exp_avg_sq_row_top_at = (float *)at[0];  // float32 [row]  written
@@ -264,6 +261,7 @@ struct adamw_kernel_4 {
         {9, -1, 4, COLUMN, true, false, NONE, 1},  // col_max_for_exp_avg_sq_col_top
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict exp_avg_sq_col_at = (float *)at[0];  // float32 [axis]  written
@@ -291,6 +289,7 @@ struct adamw_kernel_5 {
         {11, -1, 4, COLUMN, false, true, NONE, 1},  // exp_avg_sq_col_top_spread
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const float *__restrict exp_avg_sq_col_at = (const float *)at[0];  // float32 [axis]  read
@@ -320,6 +319,7 @@ struct adamw_kernel_6 {
         {11, -1, 4, COLUMN, true, false, NONE, 5},  // exp_avg_sq_col_top_spread
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float [n]  read
@@ -374,6 +374,7 @@ struct adamw_kernel_7 {
         {10, -1, 4, ROW, true, false, NONE, 1},  // exp_avg_sq_row_top
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict exp_avg_sq_row_at = (float *)at[0];                  // float32 [row]  written
@@ -396,6 +397,7 @@ struct adamw_small_kernel {
     // bytes per entry, of what, written
     static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}});
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
         Weight weight(at[0], at + 2);
@@ -442,14 +444,9 @@ struct adamw_vector_kernel {
     // bytes per entry, of what, written
     static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}});
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
     template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
+    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                                 const float *scalars, int32_t step_key, int32_t stream_key) {
         Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -600,6 +597,7 @@ struct adamw_amsgrad_kernel_1 {
         {11, -1, 4, COLUMN, false, true, NONE, 3},  // exp_avg_sq_col_spread
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const float *__restrict exp_avg_sq_col_at = (const float *)at[0];      // float32 [axis]  read
@@ -643,14 +641,9 @@ struct adamw_amsgrad_kernel_2 {
         {10, -1, 4, COLUMN, true, false, NONE, 12},  // max_exp_avg_sq_col_spread
     });
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
     template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
+    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                                 int row_mask, const Known &known) {
         Weight weight(at[13], at + 14);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
@@ -800,6 +793,7 @@ struct adamw_amsgrad_kernel_3 {
         {12, -1, 4, ROW, true, false, NONE, 3},  // row_max_for_exp_avg_sq_row_top
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict max_exp_avg_sq_row_top_at = (float *)at[0];  // float32 [row]  written
@@ -835,6 +829,7 @@ struct adamw_amsgrad_kernel_4 {
         {15, -1, 4, COLUMN, true, false, NONE, 3},  // col_max_for_max_exp_avg_sq_col_top
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict exp_avg_sq_col_at = (float *)at[0];      // float32 [axis]  written
@@ -870,6 +865,7 @@ struct adamw_amsgrad_kernel_5 {
         {19, -1, 4, COLUMN, false, true, NONE, 3},  // exp_avg_sq_col_top_spread
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const float *__restrict exp_avg_sq_col_at = (const float *)at[0];      // float32 [axis]  read
@@ -908,6 +904,7 @@ struct adamw_amsgrad_kernel_6 {
         {18, -1, 4, COLUMN, true, false, NONE, 10},  // max_exp_avg_sq_col_top_spread
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float [n]  read
@@ -989,6 +986,7 @@ struct adamw_amsgrad_kernel_7 {
         {16, -1, 4, ROW, true, false, NONE, 3},  // max_exp_avg_sq_row_top
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict exp_avg_sq_row_at = (float *)at[0];                  // float32 [row]  written
@@ -1016,6 +1014,7 @@ struct adamw_amsgrad_small_kernel {
     // bytes per entry, of what, written
     static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}});
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
         Weight weight(at[0], at + 2);
@@ -1067,14 +1066,9 @@ struct adamw_amsgrad_vector_kernel {
     // bytes per entry, of what, written
     static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}});
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
     template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
+    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                                 const float *scalars, int32_t step_key, int32_t stream_key) {
         Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];

@@ -67,6 +67,7 @@ struct adamw_kernel_1 {
         {6, -1, 4, ROW, false, true, NONE, 1},  // exp_avg_sq_least
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const float *__restrict exp_avg_sq_row_at = (const float *)at[0];  // float32 [row]  read
@@ -97,6 +98,7 @@ struct adamw_kernel_2 {
         {6, -1, 4, ROW, true, false, NONE, 5},  // exp_avg_sq_least
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float [n]  read
@@ -133,6 +135,7 @@ struct adamw_kernel_3 {
         {7, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_exp_avg_sq_row_means
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict exp_avg_sq_row_means_at = (float *)at[0];  // float32 [row]  written
@@ -164,6 +167,7 @@ struct adamw_kernel_4 {
         {8, -1, 4, COLUMN, true, false, NONE, 1},  // col_sum_for_exp_avg_sq_col_factor
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict exp_avg_sq_col_at = (float *)at[0];  // float32 [col]  written
@@ -192,6 +196,7 @@ struct adamw_kernel_5 {
         {10, -1, 4, MATRIX, true, false, NONE, 1},  // mat_sum_for_exp_avg_sq_row_factor
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict mat_max_at = (float *)at[0];  // float32 [mat]  written
@@ -221,6 +226,7 @@ struct adamw_kernel_6 {
         {11, -1, 4, MATRIX, true, false, NONE, 3},  // mat_max
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict exp_avg_sq_row_at = (float *)at[0];                    // float32 [row]  written
@@ -259,14 +265,9 @@ struct adamw_kernel_7 {
         {12, -1, 4, ROW, true, false, NONE, 5},  // exp_avg_sq_row_factor_min_1p1754943508222875em38
     });
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
     template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
+    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                                 int row_mask, const Known &known) {
         Weight weight(at[6], at + 7);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
@@ -377,6 +378,7 @@ struct adamw_small_kernel {
     // bytes per entry, of what, written
     static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}});
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
         Weight weight(at[0], at + 2);
@@ -423,14 +425,9 @@ struct adamw_vector_kernel {
     // bytes per entry, of what, written
     static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}});
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
     template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
+    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                                 const float *scalars, int32_t step_key, int32_t stream_key) {
         Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -581,6 +578,7 @@ struct adamw_amsgrad_kernel_1 {
         {9, -1, 4, ROW, false, true, NONE, 3},  // exp_avg_sq_least
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const float *__restrict exp_avg_sq_row_at = (const float *)at[0];      // float32 [row]  read
@@ -616,6 +614,7 @@ struct adamw_amsgrad_kernel_2 {
         {9, -1, 4, ROW, true, false, NONE, 5},  // exp_avg_sq_least
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float [n]  read
@@ -652,6 +651,7 @@ struct adamw_amsgrad_kernel_3 {
         {10, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_exp_avg_sq_row_means
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict exp_avg_sq_row_means_at = (float *)at[0];  // float32 [row]  written
@@ -683,6 +683,7 @@ struct adamw_amsgrad_kernel_4 {
         {11, -1, 4, COLUMN, true, false, NONE, 1},  // col_sum_for_exp_avg_sq_col_factor
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict exp_avg_sq_col_at = (float *)at[0];  // float32 [col]  written
@@ -711,6 +712,7 @@ struct adamw_amsgrad_kernel_5 {
         {13, -1, 4, MATRIX, true, false, NONE, 1},  // mat_sum_for_exp_avg_sq_row_factor
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict mat_max_at = (float *)at[0];  // float32 [mat]  written
@@ -740,6 +742,7 @@ struct adamw_amsgrad_kernel_6 {
         {14, -1, 4, MATRIX, true, false, NONE, 3},  // mat_max
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict exp_avg_sq_row_at = (float *)at[0];                    // float32 [row]  written
@@ -777,6 +780,7 @@ struct adamw_amsgrad_kernel_7 {
         {15, -1, 4, ROW, true, false, NONE, 7},  // exp_avg_sq_row_factor_min_1p1754943508222875em38
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const float *__restrict exp_avg_sq_row_at = (const float *)at[0];        // float32 [row]  read
@@ -815,6 +819,7 @@ struct adamw_amsgrad_kernel_8 {
         {16, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_max_exp_avg_sq_row_means
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict max_exp_avg_sq_row_means_at = (float *)at[0];  // float32 [row]  written
@@ -846,6 +851,7 @@ struct adamw_amsgrad_kernel_9 {
         {17, -1, 4, COLUMN, true, false, NONE, 1},  // col_sum_for_max_exp_avg_sq_col_factor
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict max_exp_avg_sq_col_at = (float *)at[0];  // float32 [col]  written
@@ -874,6 +880,7 @@ struct adamw_amsgrad_kernel_10 {
         {19, -1, 4, MATRIX, true, false, NONE, 1},  // mat_sum_for_max_exp_avg_sq_row_factor
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict mat_max_2_at = (float *)at[0];  // float32 [mat]  written
@@ -903,6 +910,7 @@ struct adamw_amsgrad_kernel_11 {
         {20, -1, 4, MATRIX, true, false, NONE, 3},  // mat_max_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict max_exp_avg_sq_row_at = (float *)at[0];     // float32 [row]  written
@@ -941,14 +949,9 @@ struct adamw_amsgrad_kernel_12 {
         {21, -1, 4, ROW, true, false, NONE, 5},  // row_min
     });
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
     template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
+    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                                 int row_mask, const Known &known) {
         Weight weight(at[6], at + 7);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
@@ -1058,6 +1061,7 @@ struct adamw_amsgrad_small_kernel {
     // bytes per entry, of what, written
     static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}});
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
         Weight weight(at[0], at + 2);
@@ -1109,14 +1113,9 @@ struct adamw_amsgrad_vector_kernel {
     // bytes per entry, of what, written
     static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}});
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
     template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
+    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                                 const float *scalars, int32_t step_key, int32_t stream_key) {
         Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];

@@ -63,14 +63,9 @@ struct adamw_kernel {
     // bytes per entry, of what, written
     static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{1, ELEMENT, true}, {4, BLOCK_OF, true}, {1, ELEMENT, true}, {4, BLOCK_OF, true}});
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
     template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
+    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                                 const float *scalars, int32_t step_key, int32_t stream_key) {
         Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -225,6 +220,7 @@ struct adamw_small_kernel {
     // bytes per entry, of what, written
     static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}});
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
         Weight weight(at[0], at + 2);
@@ -271,14 +267,9 @@ struct adamw_amsgrad_kernel {
     // bytes per entry, of what, written
     static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{1, ELEMENT, true}, {4, BLOCK_OF, true}, {1, ELEMENT, true}, {4, BLOCK_OF, true}, {1, ELEMENT, true}, {4, BLOCK_OF, true}});
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
     template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
+    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                                 const float *scalars, int32_t step_key, int32_t stream_key) {
         Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -477,6 +468,7 @@ struct adamw_amsgrad_small_kernel {
     // bytes per entry, of what, written
     static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}});
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
         Weight weight(at[0], at + 2);

@@ -73,6 +73,7 @@ struct came_kernel_1 {
         {8, 24, 4, ROW, false, true, TOTAL, 1},  // row_sum_for_exp_avg_sq_row
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float [n]  read
@@ -101,6 +102,7 @@ struct came_kernel_2 {
         {8, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_exp_avg_sq_row
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict exp_avg_sq_row_at = (float *)at[0];             // float32 [row]  read and written
@@ -138,6 +140,7 @@ struct came_kernel_3 {
         {7, -1, 4, COLUMN, true, false, NONE, 2},  // col_sum_for_exp_avg_sq_col
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict exp_avg_sq_col_at = (float *)at[0];                  // float32 [col]  read and written
@@ -174,6 +177,7 @@ struct came_kernel_4 {
         {9, -1, 4, MATRIX, true, false, NONE, 1},  // mat_sum_of_exp_avg_sq_row
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float32 [mat]  written
@@ -203,6 +207,7 @@ struct came_kernel_5 {
         {11, -1, 4, MATRIX, true, false, NONE, 2},  // mat_sum_of_exp_avg_sq_row_over_rows
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const float *__restrict exp_avg_sq_row_at = (const float *)at[0];  // float32 [row]  read
@@ -233,6 +238,7 @@ struct came_kernel_6 {
         {12, -1, 4, ROW, true, false, NONE, 3},  // one_over_sqrt_row_div
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float [n]  read
@@ -264,6 +270,7 @@ struct came_kernel_7 {
         {13, -1, 4, ROW, true, false, NONE, 1},  // row_sum_of_g
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict tensor_sum_of_g_at = (float *)at[0];           // float32 [tensor]  for tensor_sum
@@ -289,6 +296,7 @@ struct came_kernel_8 {
         {14, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_g
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict one_over_one_max_tensor_div_at = (float *)at[0];  // float32 [tensor]  written
@@ -318,6 +326,7 @@ struct came_kernel_9 {
         {15, -1, 4, WHOLE, true, false, NONE, 2},  // one_over_one_max_tensor_div
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict row_mul_3_at = (float *)at[0];  // float32 [row]  written
@@ -351,6 +360,7 @@ struct came_kernel_10 {
         {16, -1, 4, ROW, true, false, NONE, 5},  // row_mul_3
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float [n]  read
@@ -392,6 +402,7 @@ struct came_kernel_11 {
         {17, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_exp_avg_res_row
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict exp_avg_res_row_at = (float *)at[0];             // float32 [row]  read and written
@@ -428,6 +439,7 @@ struct came_kernel_12 {
         {18, -1, 4, COLUMN, true, false, NONE, 2},  // col_sum_for_exp_avg_res_col
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict exp_avg_res_col_at = (float *)at[0];                  // float32 [col]  read and written
@@ -463,6 +475,7 @@ struct came_kernel_13 {
         {19, -1, 4, MATRIX, true, false, NONE, 1},  // mat_sum_of_exp_avg_res_row
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float32 [mat]  written
@@ -492,6 +505,7 @@ struct came_kernel_14 {
         {21, -1, 4, MATRIX, true, false, NONE, 2},  // mat_sum_of_exp_avg_res_row_over_rows
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const float *__restrict exp_avg_res_row_at = (const float *)at[0];  // float32 [row]  read
@@ -524,6 +538,7 @@ struct came_kernel_15 {
         {20, -1, 4, COLUMN, true, false, NONE, 2},  // one_over_sqrt_exp_avg_res_col_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[3], at + 4);
@@ -564,6 +579,7 @@ struct came_no_factored_kernel_1 {
         {4, 6, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_of_g
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float [n]  read
@@ -600,6 +616,7 @@ struct came_no_factored_kernel_2 {
         {4, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_g
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict one_over_one_max_tensor_div_at = (float *)at[0];  // float32 [tensor]  written
@@ -633,6 +650,7 @@ struct came_no_factored_kernel_3 {
         {5, -1, 4, WHOLE, true, false, NONE, 3},  // one_over_one_max_tensor_div
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[4], at + 5);

@@ -96,6 +96,7 @@ struct came_kernel_1 {
         {9, 25, 4, ROW, false, true, TOTAL, 1},  // row_sum_for_exp_avg_sq_row
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float [n]  read
@@ -124,6 +125,7 @@ struct came_kernel_2 {
         {9, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_exp_avg_sq_row
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict exp_avg_sq_row_at = (float *)at[0];             // float32 [row]  read and written
@@ -161,6 +163,7 @@ struct came_kernel_3 {
         {8, -1, 4, COLUMN, true, false, NONE, 2},  // col_sum_for_exp_avg_sq_col
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict exp_avg_sq_col_at = (float *)at[0];                  // float32 [col]  read and written
@@ -197,6 +200,7 @@ struct came_kernel_4 {
         {10, -1, 4, MATRIX, true, false, NONE, 1},  // mat_sum_of_exp_avg_sq_row
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float32 [mat]  written
@@ -226,6 +230,7 @@ struct came_kernel_5 {
         {12, -1, 4, MATRIX, true, false, NONE, 2},  // mat_sum_of_exp_avg_sq_row_over_rows
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const float *__restrict exp_avg_sq_row_at = (const float *)at[0];  // float32 [row]  read
@@ -256,6 +261,7 @@ struct came_kernel_6 {
         {13, -1, 4, ROW, true, false, NONE, 3},  // one_over_sqrt_row_div
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float [n]  read
@@ -287,6 +293,7 @@ struct came_kernel_7 {
         {14, -1, 4, ROW, true, false, NONE, 1},  // row_sum_of_g
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict tensor_sum_of_g_at = (float *)at[0];           // float32 [tensor]  for tensor_sum
@@ -312,6 +319,7 @@ struct came_kernel_8 {
         {15, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_g
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict one_over_one_max_tensor_div_at = (float *)at[0];  // float32 [tensor]  written
@@ -341,6 +349,7 @@ struct came_kernel_9 {
         {16, -1, 4, WHOLE, true, false, NONE, 2},  // one_over_one_max_tensor_div
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict row_mul_3_at = (float *)at[0];  // float32 [row]  written
@@ -378,14 +387,9 @@ struct came_kernel_10 {
         {17, -1, 4, ROW, true, false, NONE, 6},  // row_mul_3
     });
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
     template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
+    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                                 int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[1];            // uint8 [n]  read and written
@@ -481,6 +485,7 @@ struct came_kernel_11 {
         {18, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_exp_avg_res_row
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict exp_avg_res_row_at = (float *)at[0];             // float32 [row]  read and written
@@ -517,6 +522,7 @@ struct came_kernel_12 {
         {19, -1, 4, COLUMN, true, false, NONE, 2},  // col_sum_for_exp_avg_res_col
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict exp_avg_res_col_at = (float *)at[0];                  // float32 [col]  read and written
@@ -552,6 +558,7 @@ struct came_kernel_13 {
         {20, -1, 4, MATRIX, true, false, NONE, 1},  // mat_sum_of_exp_avg_res_row
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float32 [mat]  written
@@ -581,6 +588,7 @@ struct came_kernel_14 {
         {22, -1, 4, MATRIX, true, false, NONE, 2},  // mat_sum_of_exp_avg_res_row_over_rows
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const float *__restrict exp_avg_res_row_at = (const float *)at[0];  // float32 [row]  read
@@ -614,6 +622,7 @@ struct came_kernel_15 {
         {21, -1, 4, COLUMN, true, false, NONE, 3},  // one_over_sqrt_exp_avg_res_col_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[4], at + 5);
@@ -674,6 +683,7 @@ struct came_small_kernel_1 {
         {8, 24, 4, ROW, false, true, TOTAL, 1},  // row_sum_for_exp_avg_sq_row
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float [n]  read
@@ -702,6 +712,7 @@ struct came_small_kernel_2 {
         {8, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_exp_avg_sq_row
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict exp_avg_sq_row_at = (float *)at[0];             // float32 [row]  read and written
@@ -739,6 +750,7 @@ struct came_small_kernel_3 {
         {7, -1, 4, COLUMN, true, false, NONE, 2},  // col_sum_for_exp_avg_sq_col
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict exp_avg_sq_col_at = (float *)at[0];                  // float32 [col]  read and written
@@ -775,6 +787,7 @@ struct came_small_kernel_4 {
         {9, -1, 4, MATRIX, true, false, NONE, 1},  // mat_sum_of_exp_avg_sq_row
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float32 [mat]  written
@@ -804,6 +817,7 @@ struct came_small_kernel_5 {
         {11, -1, 4, MATRIX, true, false, NONE, 2},  // mat_sum_of_exp_avg_sq_row_over_rows
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const float *__restrict exp_avg_sq_row_at = (const float *)at[0];  // float32 [row]  read
@@ -834,6 +848,7 @@ struct came_small_kernel_6 {
         {12, -1, 4, ROW, true, false, NONE, 3},  // one_over_sqrt_row_div
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float [n]  read
@@ -865,6 +880,7 @@ struct came_small_kernel_7 {
         {13, -1, 4, ROW, true, false, NONE, 1},  // row_sum_of_g
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict tensor_sum_of_g_at = (float *)at[0];           // float32 [tensor]  for tensor_sum
@@ -890,6 +906,7 @@ struct came_small_kernel_8 {
         {14, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_g
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict one_over_one_max_tensor_div_at = (float *)at[0];  // float32 [tensor]  written
@@ -919,6 +936,7 @@ struct came_small_kernel_9 {
         {15, -1, 4, WHOLE, true, false, NONE, 2},  // one_over_one_max_tensor_div
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict row_mul_3_at = (float *)at[0];  // float32 [row]  written
@@ -952,6 +970,7 @@ struct came_small_kernel_10 {
         {16, -1, 4, ROW, true, false, NONE, 5},  // row_mul_3
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float [n]  read
@@ -993,6 +1012,7 @@ struct came_small_kernel_11 {
         {17, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_exp_avg_res_row
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict exp_avg_res_row_at = (float *)at[0];             // float32 [row]  read and written
@@ -1029,6 +1049,7 @@ struct came_small_kernel_12 {
         {18, -1, 4, COLUMN, true, false, NONE, 2},  // col_sum_for_exp_avg_res_col
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict exp_avg_res_col_at = (float *)at[0];                  // float32 [col]  read and written
@@ -1064,6 +1085,7 @@ struct came_small_kernel_13 {
         {19, -1, 4, MATRIX, true, false, NONE, 1},  // mat_sum_of_exp_avg_res_row
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float32 [mat]  written
@@ -1093,6 +1115,7 @@ struct came_small_kernel_14 {
         {21, -1, 4, MATRIX, true, false, NONE, 2},  // mat_sum_of_exp_avg_res_row_over_rows
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const float *__restrict exp_avg_res_row_at = (const float *)at[0];  // float32 [row]  read
@@ -1125,6 +1148,7 @@ struct came_small_kernel_15 {
         {20, -1, 4, COLUMN, true, false, NONE, 2},  // one_over_sqrt_exp_avg_res_col_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[3], at + 4);
@@ -1166,6 +1190,7 @@ struct came_no_factored_kernel_1 {
         {6, 8, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_of_g
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float [n]  read
@@ -1228,6 +1253,7 @@ struct came_no_factored_kernel_2 {
         {6, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_g
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict one_over_one_max_tensor_div_at = (float *)at[0];  // float32 [tensor]  written
@@ -1263,14 +1289,9 @@ struct came_no_factored_kernel_3 {
         {7, -1, 4, WHOLE, true, false, NONE, 5},  // one_over_one_max_tensor_div
     });
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
     template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
+    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                                 int row_mask, const Known &known) {
         Weight weight(at[6], at + 7);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
@@ -1454,6 +1475,7 @@ struct came_no_factored_small_kernel_1 {
         {4, 6, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_of_g
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float [n]  read
@@ -1490,6 +1512,7 @@ struct came_no_factored_small_kernel_2 {
         {4, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_g
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict one_over_one_max_tensor_div_at = (float *)at[0];  // float32 [tensor]  written
@@ -1523,6 +1546,7 @@ struct came_no_factored_small_kernel_3 {
         {5, -1, 4, WHOLE, true, false, NONE, 3},  // one_over_one_max_tensor_div
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[4], at + 5);

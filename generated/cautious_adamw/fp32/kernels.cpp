@@ -67,6 +67,7 @@ struct cautious_adamw_kernel_1 {
         {4, 6, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_of_agrees
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float [n]  read
@@ -103,6 +104,7 @@ struct cautious_adamw_kernel_2 {
         {4, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_agrees
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict tensor_div_at = (float *)at[0];                        // float32 [tensor]  written
@@ -134,6 +136,7 @@ struct cautious_adamw_kernel_3 {
         {5, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_div
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[4], at + 5);

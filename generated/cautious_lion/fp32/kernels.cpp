@@ -65,6 +65,7 @@ struct cautious_lion_kernel_1 {
         {3, 5, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_of_agrees
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float [n]  read
@@ -101,6 +102,7 @@ struct cautious_lion_kernel_2 {
         {3, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_agrees
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict tensor_div_at = (float *)at[0];                        // float32 [tensor]  written
@@ -132,6 +134,7 @@ struct cautious_lion_kernel_3 {
         {4, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_div
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[3], at + 4);

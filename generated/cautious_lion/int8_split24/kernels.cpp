@@ -89,6 +89,7 @@ struct cautious_lion_kernel_1 {
         {4, 6, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_of_agrees
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float [n]  read
@@ -145,6 +146,7 @@ struct cautious_lion_kernel_2 {
         {4, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_agrees
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict tensor_div_at = (float *)at[0];                        // float32 [tensor]  written
@@ -177,14 +179,9 @@ struct cautious_lion_kernel_3 {
         {5, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_div
     });
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
     template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
+    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                                 int row_mask, const Known &known) {
         Weight weight(at[4], at + 5);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
@@ -294,6 +291,7 @@ struct cautious_lion_small_kernel_1 {
         {3, 5, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_of_agrees
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float [n]  read
@@ -330,6 +328,7 @@ struct cautious_lion_small_kernel_2 {
         {3, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_agrees
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict tensor_div_at = (float *)at[0];                        // float32 [tensor]  written
@@ -361,6 +360,7 @@ struct cautious_lion_small_kernel_3 {
         {4, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_div
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[3], at + 4);

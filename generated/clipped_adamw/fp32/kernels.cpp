@@ -66,6 +66,7 @@ struct clipped_adamw_kernel_1 {
         {4, 7, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_of_g
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float [n]  read
@@ -93,6 +94,7 @@ struct clipped_adamw_kernel_2 {
         {4, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_g
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict model_sum_of_g_at = (float *)at[0];               // float32 [model]  for model_sum
@@ -118,6 +120,7 @@ struct clipped_adamw_kernel_3 {
         {5, -1, 4, WHOLE, true, false, NONE, 1},  // model_sum_of_g
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict model_min_at = (float *)at[0];                   // float32 [model]  written
@@ -149,6 +152,7 @@ struct clipped_adamw_kernel_4 {
         {6, -1, 4, WHOLE, true, false, NONE, 3},  // model_min
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[4], at + 5);
@@ -202,6 +206,7 @@ struct clipped_adamw_amsgrad_kernel_1 {
         {5, 8, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_of_g
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float [n]  read
@@ -229,6 +234,7 @@ struct clipped_adamw_amsgrad_kernel_2 {
         {5, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_g
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict model_sum_of_g_at = (float *)at[0];               // float32 [model]  for model_sum
@@ -254,6 +260,7 @@ struct clipped_adamw_amsgrad_kernel_3 {
         {6, -1, 4, WHOLE, true, false, NONE, 1},  // model_sum_of_g
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict model_min_at = (float *)at[0];                   // float32 [model]  written
@@ -286,6 +293,7 @@ struct clipped_adamw_amsgrad_kernel_4 {
         {7, -1, 4, WHOLE, true, false, NONE, 4},  // model_min
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[5], at + 6);

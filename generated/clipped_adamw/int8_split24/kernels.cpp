@@ -93,6 +93,7 @@ struct clipped_adamw_kernel_1 {
         {6, 9, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_of_g
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float [n]  read
@@ -120,6 +121,7 @@ struct clipped_adamw_kernel_2 {
         {6, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_g
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict model_sum_of_g_at = (float *)at[0];               // float32 [model]  for model_sum
@@ -145,6 +147,7 @@ struct clipped_adamw_kernel_3 {
         {7, -1, 4, WHOLE, true, false, NONE, 1},  // model_sum_of_g
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict model_min_at = (float *)at[0];                   // float32 [model]  written
@@ -178,14 +181,9 @@ struct clipped_adamw_kernel_4 {
         {8, -1, 4, WHOLE, true, false, NONE, 5},  // model_min
     });
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
     template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
+    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                                 int row_mask, const Known &known) {
         Weight weight(at[6], at + 7);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
@@ -394,6 +392,7 @@ struct clipped_adamw_small_kernel_1 {
         {4, 7, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_of_g
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float [n]  read
@@ -421,6 +420,7 @@ struct clipped_adamw_small_kernel_2 {
         {4, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_g
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict model_sum_of_g_at = (float *)at[0];               // float32 [model]  for model_sum
@@ -446,6 +446,7 @@ struct clipped_adamw_small_kernel_3 {
         {5, -1, 4, WHOLE, true, false, NONE, 1},  // model_sum_of_g
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict model_min_at = (float *)at[0];                   // float32 [model]  written
@@ -477,6 +478,7 @@ struct clipped_adamw_small_kernel_4 {
         {6, -1, 4, WHOLE, true, false, NONE, 3},  // model_min
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[4], at + 5);
@@ -530,6 +532,7 @@ struct clipped_adamw_amsgrad_kernel_1 {
         {8, 11, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_of_g
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float [n]  read
@@ -557,6 +560,7 @@ struct clipped_adamw_amsgrad_kernel_2 {
         {8, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_g
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict model_sum_of_g_at = (float *)at[0];               // float32 [model]  for model_sum
@@ -582,6 +586,7 @@ struct clipped_adamw_amsgrad_kernel_3 {
         {9, -1, 4, WHOLE, true, false, NONE, 1},  // model_sum_of_g
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict model_min_at = (float *)at[0];                   // float32 [model]  written
@@ -617,14 +622,9 @@ struct clipped_adamw_amsgrad_kernel_4 {
         {10, -1, 4, WHOLE, true, false, NONE, 7},  // model_min
     });
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
     template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
+    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                                 int row_mask, const Known &known) {
         Weight weight(at[8], at + 9);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
@@ -891,6 +891,7 @@ struct clipped_adamw_amsgrad_small_kernel_1 {
         {5, 8, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_of_g
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float [n]  read
@@ -918,6 +919,7 @@ struct clipped_adamw_amsgrad_small_kernel_2 {
         {5, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_g
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict model_sum_of_g_at = (float *)at[0];               // float32 [model]  for model_sum
@@ -943,6 +945,7 @@ struct clipped_adamw_amsgrad_small_kernel_3 {
         {6, -1, 4, WHOLE, true, false, NONE, 1},  // model_sum_of_g
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict model_min_at = (float *)at[0];                   // float32 [model]  written
@@ -975,6 +978,7 @@ struct clipped_adamw_amsgrad_small_kernel_4 {
         {7, -1, 4, WHOLE, true, false, NONE, 4},  // model_min
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[5], at + 6);

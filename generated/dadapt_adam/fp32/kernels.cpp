@@ -74,6 +74,7 @@ struct dadapt_adam_kernel_1 {
         {9, -1, 4, WHOLE, false, true, NONE, 3},  // one_times_one_minus_sqrt_beta2_times_rate
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const float *__restrict d_at = (const float *)at[0];  // float32 [model]  read
@@ -121,6 +122,7 @@ struct dadapt_adam_kernel_2 {
         {7, -1, 4, WHOLE, true, false, NONE, 8},  // one_times_one_minus_beta1_times_rate
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[9], at + 10);
@@ -198,6 +200,7 @@ struct dadapt_adam_kernel_3 {
         {10, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_for_total
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict model_sum_for_numerator_at = (float *)at[0];           // float32 [model]  for model_sum
@@ -230,6 +233,7 @@ struct dadapt_adam_kernel_4 {
         {12, -1, 4, WHOLE, true, false, NONE, 3},  // model_sum_for_numerator
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict d_at = (float *)at[0];                   // float32 [model]  read and written
@@ -278,6 +282,7 @@ struct dadapt_adam_use_bias_correction_kernel_1 {
         {9, -1, 4, WHOLE, false, true, NONE, 3},  // one_times_one_minus_sqrt_beta2_times_rate
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const float *__restrict d_at = (const float *)at[0];  // float32 [model]  read
@@ -325,6 +330,7 @@ struct dadapt_adam_use_bias_correction_kernel_2 {
         {7, -1, 4, WHOLE, true, false, NONE, 8},  // one_times_one_minus_beta1_times_rate
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[9], at + 10);

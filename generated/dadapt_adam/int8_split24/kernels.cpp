@@ -100,6 +100,7 @@ struct dadapt_adam_kernel_1 {
         {12, -1, 4, WHOLE, false, true, NONE, 3},  // one_times_one_minus_sqrt_beta2_times_rate
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const float *__restrict d_at = (const float *)at[0];  // float32 [model]  read
@@ -150,14 +151,9 @@ struct dadapt_adam_kernel_2 {
         {10, -1, 4, WHOLE, true, false, NONE, 11},  // one_times_one_minus_beta1_times_rate
     });
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
     template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
+    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                                 int row_mask, const Known &known) {
         Weight weight(at[12], at + 13);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
@@ -397,6 +393,7 @@ struct dadapt_adam_kernel_3 {
         {13, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_for_total
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict model_sum_for_numerator_at = (float *)at[0];           // float32 [model]  for model_sum
@@ -429,6 +426,7 @@ struct dadapt_adam_kernel_4 {
         {15, -1, 4, WHOLE, true, false, NONE, 3},  // model_sum_for_numerator
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict d_at = (float *)at[0];                   // float32 [model]  read and written
@@ -477,6 +475,7 @@ struct dadapt_adam_small_kernel_1 {
         {9, -1, 4, WHOLE, false, true, NONE, 3},  // one_times_one_minus_sqrt_beta2_times_rate
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const float *__restrict d_at = (const float *)at[0];  // float32 [model]  read
@@ -524,6 +523,7 @@ struct dadapt_adam_small_kernel_2 {
         {7, -1, 4, WHOLE, true, false, NONE, 8},  // one_times_one_minus_beta1_times_rate
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[9], at + 10);
@@ -601,6 +601,7 @@ struct dadapt_adam_small_kernel_3 {
         {10, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_for_total
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict model_sum_for_numerator_at = (float *)at[0];           // float32 [model]  for model_sum
@@ -633,6 +634,7 @@ struct dadapt_adam_small_kernel_4 {
         {12, -1, 4, WHOLE, true, false, NONE, 3},  // model_sum_for_numerator
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict d_at = (float *)at[0];                   // float32 [model]  read and written
@@ -681,6 +683,7 @@ struct dadapt_adam_use_bias_correction_kernel_1 {
         {12, -1, 4, WHOLE, false, true, NONE, 3},  // one_times_one_minus_sqrt_beta2_times_rate
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const float *__restrict d_at = (const float *)at[0];  // float32 [model]  read
@@ -731,14 +734,9 @@ struct dadapt_adam_use_bias_correction_kernel_2 {
         {10, -1, 4, WHOLE, true, false, NONE, 11},  // one_times_one_minus_beta1_times_rate
     });
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
     template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
+    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                                 int row_mask, const Known &known) {
         Weight weight(at[12], at + 13);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
@@ -978,6 +976,7 @@ struct dadapt_adam_use_bias_correction_small_kernel_1 {
         {9, -1, 4, WHOLE, false, true, NONE, 3},  // one_times_one_minus_sqrt_beta2_times_rate
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const float *__restrict d_at = (const float *)at[0];  // float32 [model]  read
@@ -1025,6 +1024,7 @@ struct dadapt_adam_use_bias_correction_small_kernel_2 {
         {7, -1, 4, WHOLE, true, false, NONE, 8},  // one_times_one_minus_beta1_times_rate
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[9], at + 10);

@@ -63,6 +63,7 @@ struct fromage_kernel_1 {
         {3, 7, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_g_norm
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[3], at + 4);
@@ -95,6 +96,7 @@ struct fromage_kernel_2 {
         {2, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_for_p_norm
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict shrink_at = (float *)at[0];          // float32 [tensor]  written
@@ -141,6 +143,7 @@ struct fromage_kernel_3 {
         {4, -1, 4, WHOLE, true, false, NONE, 2},  // shrink
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[3], at + 4);

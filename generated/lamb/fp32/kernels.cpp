@@ -69,6 +69,7 @@ struct lamb_kernel_1 {
         {5, 8, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_update_norm
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[5], at + 6);
@@ -119,6 +120,7 @@ struct lamb_kernel_2 {
         {5, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_update_norm
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict lr_times_trust_at = (float *)at[0];  // float32 [tensor]  written
@@ -160,6 +162,7 @@ struct lamb_kernel_3 {
         {6, -1, 4, WHOLE, true, false, NONE, 2},  // lr_times_trust
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[3], at + 4);

@@ -101,14 +101,9 @@ struct lamb_kernel_1 {
         {7, 10, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_update_norm
     });
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
     template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
+    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                                 int row_mask, const Known &known) {
         Weight weight(at[7], at + 8);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
@@ -302,6 +297,7 @@ struct lamb_kernel_2 {
         {7, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_update_norm
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict lr_times_trust_at = (float *)at[0];  // float32 [tensor]  written
@@ -345,6 +341,7 @@ struct lamb_kernel_3 {
         {8, -1, 4, WHOLE, true, false, NONE, 4},  // lr_times_trust
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[5], at + 6);
@@ -427,6 +424,7 @@ struct lamb_small_kernel_1 {
         {5, 8, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_update_norm
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[5], at + 6);
@@ -477,6 +475,7 @@ struct lamb_small_kernel_2 {
         {5, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_update_norm
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict lr_times_trust_at = (float *)at[0];  // float32 [tensor]  written
@@ -518,6 +517,7 @@ struct lamb_small_kernel_3 {
         {6, -1, 4, WHOLE, true, false, NONE, 2},  // lr_times_trust
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[3], at + 4);

@@ -65,6 +65,7 @@ struct lars_kernel_1 {
         {4, 7, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_grad_norm
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[3], at + 4);
@@ -96,6 +97,7 @@ struct lars_kernel_2 {
         {4, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_grad_norm
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict lr_times_local_lr_at = (float *)at[0];  // float32 [tensor]  written
@@ -140,6 +142,7 @@ struct lars_kernel_3 {
         {5, -1, 4, WHOLE, true, false, NONE, 2},  // lr_times_local_lr
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[3], at + 4);

@@ -88,6 +88,7 @@ struct lars_kernel_1 {
         {5, 8, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_grad_norm
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[3], at + 4);
@@ -119,6 +120,7 @@ struct lars_kernel_2 {
         {5, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_grad_norm
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict lr_times_local_lr_at = (float *)at[0];  // float32 [tensor]  written
@@ -164,14 +166,9 @@ struct lars_kernel_3 {
         {6, -1, 4, WHOLE, true, false, NONE, 3},  // lr_times_local_lr
     });
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
     template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
+    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                                 int row_mask, const Known &known) {
         Weight weight(at[4], at + 5);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
@@ -284,6 +281,7 @@ struct lars_small_kernel_1 {
         {4, 7, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_grad_norm
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[3], at + 4);
@@ -315,6 +313,7 @@ struct lars_small_kernel_2 {
         {4, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_grad_norm
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict lr_times_local_lr_at = (float *)at[0];  // float32 [tensor]  written
@@ -359,6 +358,7 @@ struct lars_small_kernel_3 {
         {5, -1, 4, WHOLE, true, false, NONE, 2},  // lr_times_local_lr
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[3], at + 4);

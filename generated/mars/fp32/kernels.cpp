@@ -69,6 +69,7 @@ struct mars_kernel_1 {
         {5, 7, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_of_c
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float [n]  read
@@ -105,6 +106,7 @@ struct mars_kernel_2 {
         {5, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_c
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float32 [tensor]  written
@@ -137,6 +139,7 @@ struct mars_kernel_3 {
         {6, -1, 4, WHOLE, true, false, NONE, 4},  // one_over_sqrt_tensor_sum_of_c_max_one
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[5], at + 6);

@@ -97,6 +97,7 @@ struct mars_kernel_1 {
         {8, 10, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_of_c
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float [n]  read
@@ -153,6 +154,7 @@ struct mars_kernel_2 {
         {8, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_c
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float32 [tensor]  written
@@ -188,14 +190,9 @@ struct mars_kernel_3 {
         {9, -1, 4, WHOLE, true, false, NONE, 7},  // one_over_sqrt_tensor_sum_of_c_max_one
     });
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
     template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
+    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                                 int row_mask, const Known &known) {
         Weight weight(at[8], at + 9);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
@@ -446,6 +443,7 @@ struct mars_small_kernel_1 {
         {5, 7, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_of_c
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float [n]  read
@@ -482,6 +480,7 @@ struct mars_small_kernel_2 {
         {5, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_c
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float32 [tensor]  written
@@ -514,6 +513,7 @@ struct mars_small_kernel_3 {
         {6, -1, 4, WHOLE, true, false, NONE, 4},  // one_over_sqrt_tensor_sum_of_c_max_one
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[5], at + 6);

@@ -63,6 +63,7 @@ struct muon_kernel_1 {
         {3, -1, 4, WHOLE, false, true, NONE, 0},  // lr_times_scale
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict lr_times_scale_at = (float *)at[0];  // float32 [tensor]  written
@@ -91,6 +92,7 @@ struct muon_kernel_2 {
         {4, -1, 2, ELEMENT, false, true, NONE, 2},  // direction
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float [n]  read
@@ -131,6 +133,7 @@ struct muon_kernel_4 {
         {4, -1, 2, ELEMENT, true, false, NONE, 1},  // direction
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[2], at + 3);
@@ -165,6 +168,7 @@ struct muon_no_matrix_kernel {
     // bytes per entry, of what, written
     static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}});
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
         Weight weight(at[0], at + 2);
@@ -213,6 +217,7 @@ struct muon_match_rms_adamw_kernel_1 {
         {3, -1, 4, WHOLE, false, true, NONE, 0},  // lr_times_scale
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict lr_times_scale_at = (float *)at[0];  // float32 [tensor]  written
@@ -241,6 +246,7 @@ struct muon_no_nesterov_kernel_2 {
         {4, -1, 2, ELEMENT, false, true, NONE, 2},  // direction
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float [n]  read

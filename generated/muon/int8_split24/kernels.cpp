@@ -86,6 +86,7 @@ struct muon_kernel_1 {
         {4, -1, 4, WHOLE, false, true, NONE, 0},  // lr_times_scale
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict lr_times_scale_at = (float *)at[0];  // float32 [tensor]  written
@@ -118,14 +119,9 @@ struct muon_kernel_2 {
         {5, -1, 2, ELEMENT, false, true, NONE, 3},  // direction
     });
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
     template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
+    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                                 int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[1];  // uint8 [n]  read and written
@@ -231,6 +227,7 @@ struct muon_kernel_4 {
         {5, -1, 2, ELEMENT, true, false, NONE, 1},  // direction
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[2], at + 3);
@@ -267,6 +264,7 @@ struct muon_small_kernel_1 {
         {3, -1, 4, WHOLE, false, true, NONE, 0},  // lr_times_scale
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict lr_times_scale_at = (float *)at[0];  // float32 [tensor]  written
@@ -295,6 +293,7 @@ struct muon_small_kernel_2 {
         {4, -1, 2, ELEMENT, false, true, NONE, 2},  // direction
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float [n]  read
@@ -335,6 +334,7 @@ struct muon_small_kernel_4 {
         {4, -1, 2, ELEMENT, true, false, NONE, 1},  // direction
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[2], at + 3);
@@ -369,14 +369,9 @@ struct muon_no_matrix_kernel {
     // bytes per entry, of what, written
     static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}});
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
     template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
+    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                                 const float *scalars, int32_t step_key, int32_t stream_key) {
         Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -554,6 +549,7 @@ struct muon_no_matrix_small_kernel {
     // bytes per entry, of what, written
     static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}});
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
         Weight weight(at[0], at + 2);
@@ -602,6 +598,7 @@ struct muon_match_rms_adamw_kernel_1 {
         {4, -1, 4, WHOLE, false, true, NONE, 0},  // lr_times_scale
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict lr_times_scale_at = (float *)at[0];  // float32 [tensor]  written
@@ -628,6 +625,7 @@ struct muon_match_rms_adamw_small_kernel_1 {
         {3, -1, 4, WHOLE, false, true, NONE, 0},  // lr_times_scale
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict lr_times_scale_at = (float *)at[0];  // float32 [tensor]  written
@@ -660,14 +658,9 @@ struct muon_no_nesterov_kernel_2 {
         {5, -1, 2, ELEMENT, false, true, NONE, 3},  // direction
     });
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
     template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
+    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                                 int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[1];  // uint8 [n]  read and written
@@ -765,6 +758,7 @@ struct muon_no_nesterov_small_kernel_2 {
         {4, -1, 2, ELEMENT, false, true, NONE, 2},  // direction
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float [n]  read

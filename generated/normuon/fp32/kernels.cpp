@@ -67,6 +67,7 @@ struct normuon_kernel_1 {
         {4, -1, 2, ELEMENT, false, true, NONE, 2},  // direction
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float [n]  read
@@ -101,6 +102,7 @@ struct normuon_kernel_3 {
         {4, -1, 2, ELEMENT, true, false, NONE, 1},  // direction
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict row_sum_for_row_sq_at = (float *)at[0];           // float32 [row]  for row_sum
@@ -128,6 +130,7 @@ struct normuon_kernel_4 {
         {5, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_row_sq
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict row_sq_at = (float *)at[0];                           // float32 [row]  read and written
@@ -163,6 +166,7 @@ struct normuon_kernel_5 {
         {6, -1, 4, ROW, true, false, NONE, 2},  // one_over_sqrt_row_sq_2_plus_eps
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict row_sum_for_size_at = (float *)at[0];             // float32 [row]  for row_sum
@@ -193,6 +197,7 @@ struct normuon_kernel_6 {
         {7, -1, 4, ROW, true, false, NONE, 1},  // row_sum_for_size
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict tensor_sum_for_size_at = (float *)at[0];           // float32 [tensor]  for tensor_sum
@@ -217,6 +222,7 @@ struct normuon_kernel_7 {
         {9, -1, 4, WHOLE, false, true, NONE, 0},  // by_0p2_times_sqrt_rows_times_columns
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float32 [tensor]  written
@@ -243,6 +249,7 @@ struct normuon_kernel_8 {
         {8, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_size
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict lr_times_size_at = (float *)at[0];                    // float32 [tensor]  written
@@ -276,6 +283,7 @@ struct normuon_kernel_9 {
         {6, -1, 4, ROW, true, false, NONE, 2},  // one_over_sqrt_row_sq_2_plus_eps
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict row_mul_2_at = (float *)at[0];                  // float32 [row]  written
@@ -307,6 +315,7 @@ struct normuon_kernel_10 {
         {11, -1, 4, ROW, true, false, NONE, 1},  // row_mul_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[2], at + 3);
@@ -340,6 +349,7 @@ struct normuon_no_matrix_kernel {
     // bytes per entry, of what, written
     static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}});
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
         Weight weight(at[0], at + 2);

@@ -94,14 +94,9 @@ struct normuon_kernel_1 {
         {5, -1, 2, ELEMENT, false, true, NONE, 3},  // direction
     });
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
     template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
+    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                                 int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[1];  // uint8 [n]  read and written
@@ -198,6 +193,7 @@ struct normuon_kernel_3 {
         {5, -1, 2, ELEMENT, true, false, NONE, 1},  // direction
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict row_sum_for_row_sq_at = (float *)at[0];           // float32 [row]  for row_sum
@@ -225,6 +221,7 @@ struct normuon_kernel_4 {
         {6, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_row_sq
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict row_sq_at = (float *)at[0];                           // float32 [row]  read and written
@@ -260,6 +257,7 @@ struct normuon_kernel_5 {
         {7, -1, 4, ROW, true, false, NONE, 2},  // one_over_sqrt_row_sq_2_plus_eps
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict row_sum_for_size_at = (float *)at[0];             // float32 [row]  for row_sum
@@ -290,6 +288,7 @@ struct normuon_kernel_6 {
         {8, -1, 4, ROW, true, false, NONE, 1},  // row_sum_for_size
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict tensor_sum_for_size_at = (float *)at[0];           // float32 [tensor]  for tensor_sum
@@ -314,6 +313,7 @@ struct normuon_kernel_7 {
         {10, -1, 4, WHOLE, false, true, NONE, 0},  // by_0p2_times_sqrt_rows_times_columns
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float32 [tensor]  written
@@ -340,6 +340,7 @@ struct normuon_kernel_8 {
         {9, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_size
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict lr_times_size_at = (float *)at[0];                    // float32 [tensor]  written
@@ -373,6 +374,7 @@ struct normuon_kernel_9 {
         {7, -1, 4, ROW, true, false, NONE, 2},  // one_over_sqrt_row_sq_2_plus_eps
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict row_mul_2_at = (float *)at[0];                  // float32 [row]  written
@@ -404,6 +406,7 @@ struct normuon_kernel_10 {
         {12, -1, 4, ROW, true, false, NONE, 1},  // row_mul_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[2], at + 3);
@@ -441,6 +444,7 @@ struct normuon_small_kernel_1 {
         {4, -1, 2, ELEMENT, false, true, NONE, 2},  // direction
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float [n]  read
@@ -475,6 +479,7 @@ struct normuon_small_kernel_3 {
         {4, -1, 2, ELEMENT, true, false, NONE, 1},  // direction
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict row_sum_for_row_sq_at = (float *)at[0];           // float32 [row]  for row_sum
@@ -502,6 +507,7 @@ struct normuon_small_kernel_4 {
         {5, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_row_sq
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict row_sq_at = (float *)at[0];                           // float32 [row]  read and written
@@ -537,6 +543,7 @@ struct normuon_small_kernel_5 {
         {6, -1, 4, ROW, true, false, NONE, 2},  // one_over_sqrt_row_sq_2_plus_eps
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict row_sum_for_size_at = (float *)at[0];             // float32 [row]  for row_sum
@@ -567,6 +574,7 @@ struct normuon_small_kernel_6 {
         {7, -1, 4, ROW, true, false, NONE, 1},  // row_sum_for_size
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict tensor_sum_for_size_at = (float *)at[0];           // float32 [tensor]  for tensor_sum
@@ -591,6 +599,7 @@ struct normuon_small_kernel_7 {
         {9, -1, 4, WHOLE, false, true, NONE, 0},  // by_0p2_times_sqrt_rows_times_columns
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float32 [tensor]  written
@@ -617,6 +626,7 @@ struct normuon_small_kernel_8 {
         {8, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_size
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict lr_times_size_at = (float *)at[0];                    // float32 [tensor]  written
@@ -650,6 +660,7 @@ struct normuon_small_kernel_9 {
         {6, -1, 4, ROW, true, false, NONE, 2},  // one_over_sqrt_row_sq_2_plus_eps
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict row_mul_2_at = (float *)at[0];                  // float32 [row]  written
@@ -681,6 +692,7 @@ struct normuon_small_kernel_10 {
         {11, -1, 4, ROW, true, false, NONE, 1},  // row_mul_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[2], at + 3);
@@ -714,14 +726,9 @@ struct normuon_no_matrix_kernel {
     // bytes per entry, of what, written
     static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}});
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
     template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
+    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                                 const float *scalars, int32_t step_key, int32_t stream_key) {
         Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -899,6 +906,7 @@ struct normuon_no_matrix_small_kernel {
     // bytes per entry, of what, written
     static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}});
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
         Weight weight(at[0], at + 2);

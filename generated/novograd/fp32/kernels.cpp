@@ -66,6 +66,7 @@ struct novograd_kernel_1 {
         {4, 6, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_for_exp_avg_sq
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float [n]  read
@@ -93,6 +94,7 @@ struct novograd_kernel_2 {
         {4, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_exp_avg_sq
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict exp_avg_sq_at = (float *)at[0];  // float32 [tensor]  read and written
@@ -133,6 +135,7 @@ struct novograd_kernel_3 {
         {5, -1, 4, WHOLE, true, false, NONE, 2},  // one_over_sqrt_exp_avg_sq_2_plus_eps
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[3], at + 4);
@@ -182,6 +185,7 @@ struct novograd_grad_averaging_kernel_3 {
         {5, -1, 4, WHOLE, true, false, NONE, 2},  // one_over_sqrt_exp_avg_sq_2_plus_eps
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[3], at + 4);

@@ -89,6 +89,7 @@ struct novograd_kernel_1 {
         {5, 7, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_for_exp_avg_sq
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float [n]  read
@@ -116,6 +117,7 @@ struct novograd_kernel_2 {
         {5, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_exp_avg_sq
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict exp_avg_sq_at = (float *)at[0];  // float32 [tensor]  read and written
@@ -157,14 +159,9 @@ struct novograd_kernel_3 {
         {6, -1, 4, WHOLE, true, false, NONE, 3},  // one_over_sqrt_exp_avg_sq_2_plus_eps
     });
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
     template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
+    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                                 int row_mask, const Known &known) {
         Weight weight(at[4], at + 5);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
@@ -279,6 +276,7 @@ struct novograd_small_kernel_1 {
         {4, 6, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_for_exp_avg_sq
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float [n]  read
@@ -306,6 +304,7 @@ struct novograd_small_kernel_2 {
         {4, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_exp_avg_sq
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict exp_avg_sq_at = (float *)at[0];  // float32 [tensor]  read and written
@@ -346,6 +345,7 @@ struct novograd_small_kernel_3 {
         {5, -1, 4, WHOLE, true, false, NONE, 2},  // one_over_sqrt_exp_avg_sq_2_plus_eps
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[3], at + 4);
@@ -396,14 +396,9 @@ struct novograd_grad_averaging_kernel_3 {
         {6, -1, 4, WHOLE, true, false, NONE, 3},  // one_over_sqrt_exp_avg_sq_2_plus_eps
     });
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
     template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
+    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                                 int row_mask, const Known &known) {
         Weight weight(at[4], at + 5);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
@@ -522,6 +517,7 @@ struct novograd_grad_averaging_small_kernel_3 {
         {5, -1, 4, WHOLE, true, false, NONE, 2},  // one_over_sqrt_exp_avg_sq_2_plus_eps
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[3], at + 4);

@@ -64,6 +64,7 @@ struct orthograd_kernel_1 {
         {4, 12, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_radial_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[4], at + 5);
@@ -100,6 +101,7 @@ struct orthograd_kernel_2 {
         {2, -1, 4, WHOLE, true, false, NONE, 5},  // tensor_sum_for_g_norm
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict radial_at = (float *)at[0];                 // float32 [tensor]  written
@@ -143,6 +145,7 @@ struct orthograd_kernel_3 {
         {5, -1, 4, WHOLE, true, false, NONE, 2},  // radial
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[3], at + 4);
@@ -178,6 +181,7 @@ struct orthograd_kernel_4 {
         {6, -1, 4, WHOLE, true, false, NONE, 3},  // g_norm
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict stretch_at = (float *)at[0];             // float32 [tensor]  written
@@ -216,6 +220,7 @@ struct orthograd_kernel_5 {
         {5, -1, 4, WHOLE, true, false, NONE, 2},  // radial
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[3], at + 4);
@@ -260,6 +265,7 @@ struct orthograd_has_momentum_kernel_1 {
         {5, 13, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_radial_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[4], at + 5);
@@ -296,6 +302,7 @@ struct orthograd_has_momentum_kernel_2 {
         {3, -1, 4, WHOLE, true, false, NONE, 5},  // tensor_sum_for_g_norm
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict radial_at = (float *)at[0];                 // float32 [tensor]  written
@@ -339,6 +346,7 @@ struct orthograd_has_momentum_kernel_3 {
         {6, -1, 4, WHOLE, true, false, NONE, 2},  // radial
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[3], at + 4);
@@ -374,6 +382,7 @@ struct orthograd_has_momentum_kernel_4 {
         {7, -1, 4, WHOLE, true, false, NONE, 3},  // g_norm
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict stretch_at = (float *)at[0];             // float32 [tensor]  written
@@ -413,6 +422,7 @@ struct orthograd_has_momentum_kernel_5 {
         {6, -1, 4, WHOLE, true, false, NONE, 3},  // radial
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[4], at + 5);
@@ -467,6 +477,7 @@ struct orthograd_nesterov_has_momentum_kernel_5 {
         {6, -1, 4, WHOLE, true, false, NONE, 3},  // radial
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[4], at + 5);

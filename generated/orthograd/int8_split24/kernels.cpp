@@ -87,6 +87,7 @@ struct orthograd_kernel_1 {
         {4, 12, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_radial_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[4], at + 5);
@@ -123,6 +124,7 @@ struct orthograd_kernel_2 {
         {2, -1, 4, WHOLE, true, false, NONE, 5},  // tensor_sum_for_g_norm
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict radial_at = (float *)at[0];                 // float32 [tensor]  written
@@ -166,6 +168,7 @@ struct orthograd_kernel_3 {
         {5, -1, 4, WHOLE, true, false, NONE, 2},  // radial
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[3], at + 4);
@@ -201,6 +204,7 @@ struct orthograd_kernel_4 {
         {6, -1, 4, WHOLE, true, false, NONE, 3},  // g_norm
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict stretch_at = (float *)at[0];             // float32 [tensor]  written
@@ -239,6 +243,7 @@ struct orthograd_kernel_5 {
         {5, -1, 4, WHOLE, true, false, NONE, 2},  // radial
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[3], at + 4);
@@ -283,6 +288,7 @@ struct orthograd_has_momentum_kernel_1 {
         {6, 14, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_radial_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[4], at + 5);
@@ -319,6 +325,7 @@ struct orthograd_has_momentum_kernel_2 {
         {4, -1, 4, WHOLE, true, false, NONE, 5},  // tensor_sum_for_g_norm
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict radial_at = (float *)at[0];                 // float32 [tensor]  written
@@ -362,6 +369,7 @@ struct orthograd_has_momentum_kernel_3 {
         {7, -1, 4, WHOLE, true, false, NONE, 2},  // radial
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[3], at + 4);
@@ -397,6 +405,7 @@ struct orthograd_has_momentum_kernel_4 {
         {8, -1, 4, WHOLE, true, false, NONE, 3},  // g_norm
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict stretch_at = (float *)at[0];             // float32 [tensor]  written
@@ -437,14 +446,9 @@ struct orthograd_has_momentum_kernel_5 {
         {7, -1, 4, WHOLE, true, false, NONE, 4},  // radial
     });
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
     template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
+    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                                 int row_mask, const Known &known) {
         Weight weight(at[5], at + 6);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
@@ -564,6 +568,7 @@ struct orthograd_has_momentum_small_kernel_1 {
         {5, 13, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_radial_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[4], at + 5);
@@ -600,6 +605,7 @@ struct orthograd_has_momentum_small_kernel_2 {
         {3, -1, 4, WHOLE, true, false, NONE, 5},  // tensor_sum_for_g_norm
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict radial_at = (float *)at[0];                 // float32 [tensor]  written
@@ -643,6 +649,7 @@ struct orthograd_has_momentum_small_kernel_3 {
         {6, -1, 4, WHOLE, true, false, NONE, 2},  // radial
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[3], at + 4);
@@ -678,6 +685,7 @@ struct orthograd_has_momentum_small_kernel_4 {
         {7, -1, 4, WHOLE, true, false, NONE, 3},  // g_norm
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict stretch_at = (float *)at[0];             // float32 [tensor]  written
@@ -717,6 +725,7 @@ struct orthograd_has_momentum_small_kernel_5 {
         {6, -1, 4, WHOLE, true, false, NONE, 3},  // radial
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[4], at + 5);
@@ -772,14 +781,9 @@ struct orthograd_nesterov_has_momentum_kernel_5 {
         {7, -1, 4, WHOLE, true, false, NONE, 4},  // radial
     });
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
     template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
+    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                                 int row_mask, const Known &known) {
         Weight weight(at[5], at + 6);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
@@ -888,6 +892,7 @@ struct orthograd_nesterov_has_momentum_small_kernel_5 {
         {6, -1, 4, WHOLE, true, false, NONE, 3},  // radial
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[4], at + 5);

@@ -80,6 +80,7 @@ struct prodigy_kernel_1 {
         {13, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0_times_rate
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const float *__restrict d_at = (const float *)at[0];         // float32 [model]  read
@@ -125,6 +126,7 @@ struct prodigy_kernel_2 {
         {13, -1, 4, WHOLE, true, false, NONE, 5},  // d_over_d0_times_rate
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[6], at + 7);
@@ -172,6 +174,7 @@ struct prodigy_kernel_3 {
         {14, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_for_d_denom
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict model_sum_for_numerator_at = (float *)at[0];  // float32 [model]  for model_sum
@@ -208,6 +211,7 @@ struct prodigy_kernel_4 {
         {16, -1, 4, WHOLE, true, false, NONE, 6},  // model_sum_for_numerator
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const float *__restrict d_at = (const float *)at[0];        // float32 [model]  read
@@ -273,6 +277,7 @@ struct prodigy_kernel_5 {
         {19, -1, 4, WHOLE, true, false, NONE, 7},  // d_2_times_eps
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[8], at + 9);
@@ -336,6 +341,7 @@ struct prodigy_kernel_6 {
         {18, -1, 4, WHOLE, true, false, NONE, 1},  // d_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict d_at = (float *)at[0];                // float32 [model]  written
@@ -365,6 +371,7 @@ struct prodigy_safeguard_warmup_kernel_1 {
         {13, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0_times_d_times_one
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const float *__restrict d_at = (const float *)at[0];                // float32 [model]  read
@@ -411,6 +418,7 @@ struct prodigy_safeguard_warmup_kernel_2 {
         {13, -1, 4, WHOLE, true, false, NONE, 5},  // d_over_d0_times_d_times_one
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[6], at + 7);
@@ -466,6 +474,7 @@ struct prodigy_safeguard_warmup_kernel_5 {
         {19, -1, 4, WHOLE, true, false, NONE, 7},  // d_2_times_eps
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[8], at + 9);
@@ -533,6 +542,7 @@ struct prodigy_use_bias_correction_kernel_1 {
         {13, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0_times_rate
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const float *__restrict d_at = (const float *)at[0];         // float32 [model]  read
@@ -578,6 +588,7 @@ struct prodigy_use_bias_correction_kernel_2 {
         {13, -1, 4, WHOLE, true, false, NONE, 5},  // d_over_d0_times_rate
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[6], at + 7);
@@ -628,6 +639,7 @@ struct prodigy_use_bias_correction_kernel_4 {
         {16, -1, 4, WHOLE, true, false, NONE, 6},  // model_sum_for_numerator
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const float *__restrict d_at = (const float *)at[0];        // float32 [model]  read
@@ -688,6 +700,7 @@ struct prodigy_use_bias_correction_safeguard_warmup_kernel_1 {
         {13, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0_times_d_times_one
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const float *__restrict d_at = (const float *)at[0];                // float32 [model]  read
@@ -734,6 +747,7 @@ struct prodigy_use_bias_correction_safeguard_warmup_kernel_2 {
         {13, -1, 4, WHOLE, true, false, NONE, 5},  // d_over_d0_times_d_times_one
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[6], at + 7);

@@ -106,6 +106,7 @@ struct prodigy_kernel_1 {
         {16, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0_times_rate
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const float *__restrict d_at = (const float *)at[0];         // float32 [model]  read
@@ -155,14 +156,9 @@ struct prodigy_kernel_2 {
         {16, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_rate
     });
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
     template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
+    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                                 int row_mask, const Known &known) {
         Weight weight(at[7], at + 8);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
@@ -266,6 +262,7 @@ struct prodigy_kernel_3 {
         {17, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_for_d_denom
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict model_sum_for_numerator_at = (float *)at[0];  // float32 [model]  for model_sum
@@ -302,6 +299,7 @@ struct prodigy_kernel_4 {
         {19, -1, 4, WHOLE, true, false, NONE, 6},  // model_sum_for_numerator
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const float *__restrict d_at = (const float *)at[0];        // float32 [model]  read
@@ -369,14 +367,9 @@ struct prodigy_kernel_5 {
         {22, -1, 4, WHOLE, true, false, NONE, 9},  // d_2_times_eps
     });
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
     template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
+    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                                 int row_mask, const Known &known) {
         Weight weight(at[10], at + 11);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
@@ -562,6 +555,7 @@ struct prodigy_kernel_6 {
         {21, -1, 4, WHOLE, true, false, NONE, 1},  // d_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict d_at = (float *)at[0];                // float32 [model]  written
@@ -591,6 +585,7 @@ struct prodigy_small_kernel_1 {
         {13, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0_times_rate
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const float *__restrict d_at = (const float *)at[0];         // float32 [model]  read
@@ -636,6 +631,7 @@ struct prodigy_small_kernel_2 {
         {13, -1, 4, WHOLE, true, false, NONE, 5},  // d_over_d0_times_rate
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[6], at + 7);
@@ -683,6 +679,7 @@ struct prodigy_small_kernel_3 {
         {14, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_for_d_denom
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict model_sum_for_numerator_at = (float *)at[0];  // float32 [model]  for model_sum
@@ -719,6 +716,7 @@ struct prodigy_small_kernel_4 {
         {16, -1, 4, WHOLE, true, false, NONE, 6},  // model_sum_for_numerator
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const float *__restrict d_at = (const float *)at[0];        // float32 [model]  read
@@ -784,6 +782,7 @@ struct prodigy_small_kernel_5 {
         {19, -1, 4, WHOLE, true, false, NONE, 7},  // d_2_times_eps
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[8], at + 9);
@@ -847,6 +846,7 @@ struct prodigy_small_kernel_6 {
         {18, -1, 4, WHOLE, true, false, NONE, 1},  // d_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict d_at = (float *)at[0];                // float32 [model]  written
@@ -876,6 +876,7 @@ struct prodigy_safeguard_warmup_kernel_1 {
         {16, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0_times_d_times_one
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const float *__restrict d_at = (const float *)at[0];                // float32 [model]  read
@@ -926,14 +927,9 @@ struct prodigy_safeguard_warmup_kernel_2 {
         {16, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_d_times_one
     });
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
     template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
+    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                                 int row_mask, const Known &known) {
         Weight weight(at[7], at + 8);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
@@ -1047,14 +1043,9 @@ struct prodigy_safeguard_warmup_kernel_5 {
         {22, -1, 4, WHOLE, true, false, NONE, 9},  // d_2_times_eps
     });
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
     template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
+    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                                 int row_mask, const Known &known) {
         Weight weight(at[10], at + 11);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
@@ -1244,6 +1235,7 @@ struct prodigy_safeguard_warmup_small_kernel_1 {
         {13, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0_times_d_times_one
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const float *__restrict d_at = (const float *)at[0];                // float32 [model]  read
@@ -1290,6 +1282,7 @@ struct prodigy_safeguard_warmup_small_kernel_2 {
         {13, -1, 4, WHOLE, true, false, NONE, 5},  // d_over_d0_times_d_times_one
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[6], at + 7);
@@ -1345,6 +1338,7 @@ struct prodigy_safeguard_warmup_small_kernel_5 {
         {19, -1, 4, WHOLE, true, false, NONE, 7},  // d_2_times_eps
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[8], at + 9);
@@ -1412,6 +1406,7 @@ struct prodigy_use_bias_correction_kernel_1 {
         {16, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0_times_rate
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const float *__restrict d_at = (const float *)at[0];         // float32 [model]  read
@@ -1461,14 +1456,9 @@ struct prodigy_use_bias_correction_kernel_2 {
         {16, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_rate
     });
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
     template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
+    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                                 int row_mask, const Known &known) {
         Weight weight(at[7], at + 8);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
@@ -1575,6 +1565,7 @@ struct prodigy_use_bias_correction_kernel_4 {
         {19, -1, 4, WHOLE, true, false, NONE, 6},  // model_sum_for_numerator
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const float *__restrict d_at = (const float *)at[0];        // float32 [model]  read
@@ -1635,6 +1626,7 @@ struct prodigy_use_bias_correction_small_kernel_1 {
         {13, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0_times_rate
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const float *__restrict d_at = (const float *)at[0];         // float32 [model]  read
@@ -1680,6 +1672,7 @@ struct prodigy_use_bias_correction_small_kernel_2 {
         {13, -1, 4, WHOLE, true, false, NONE, 5},  // d_over_d0_times_rate
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[6], at + 7);
@@ -1730,6 +1723,7 @@ struct prodigy_use_bias_correction_small_kernel_4 {
         {16, -1, 4, WHOLE, true, false, NONE, 6},  // model_sum_for_numerator
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const float *__restrict d_at = (const float *)at[0];        // float32 [model]  read
@@ -1790,6 +1784,7 @@ struct prodigy_use_bias_correction_safeguard_warmup_kernel_1 {
         {16, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0_times_d_times_one
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const float *__restrict d_at = (const float *)at[0];                // float32 [model]  read
@@ -1840,14 +1835,9 @@ struct prodigy_use_bias_correction_safeguard_warmup_kernel_2 {
         {16, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_d_times_one
     });
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
     template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
+    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                                 int row_mask, const Known &known) {
         Weight weight(at[7], at + 8);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
@@ -1954,6 +1944,7 @@ struct prodigy_use_bias_correction_safeguard_warmup_small_kernel_1 {
         {13, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0_times_d_times_one
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const float *__restrict d_at = (const float *)at[0];                // float32 [model]  read
@@ -2000,6 +1991,7 @@ struct prodigy_use_bias_correction_safeguard_warmup_small_kernel_2 {
         {13, -1, 4, WHOLE, true, false, NONE, 5},  // d_over_d0_times_d_times_one
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[6], at + 7);

@@ -68,6 +68,7 @@ struct sgdp_kernel_1 {
         {6, 23, 4, ROW, false, true, TOTAL, 5},  // row_sum_of_p
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[6], at + 7);
@@ -117,6 +118,7 @@ struct sgdp_kernel_2 {
         {6, -1, 4, ROW, true, false, NONE, 9},  // row_sum_of_p
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict tensor_max_for_invariant_at = (float *)at[0];     // float32 [tensor]  for tensor_max
@@ -165,6 +167,7 @@ struct sgdp_kernel_3 {
         {14, -1, 4, WHOLE, false, true, NONE, 1},  // delta_over_sqrt_elements
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict delta_over_sqrt_columns_at = (float *)at[0];   // float32 [tensor]  written
@@ -197,6 +200,7 @@ struct sgdp_kernel_4 {
         {12, -1, 4, WHOLE, true, false, NONE, 6},  // tensor_sum_of_p
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float32 [tensor]  written
@@ -246,6 +250,7 @@ struct sgdp_kernel_5 {
         {15, -1, 4, WHOLE, true, false, NONE, 4},  // lt_tensor_div_delta_over_sqrt_elements
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict tensor_lt_at = (float *)at[0];  // float32 [tensor]  written
@@ -291,6 +296,7 @@ struct sgdp_kernel_6 {
         {16, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_of_p_over_tensor_mul_3_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict row_sum_of_p_over_row_mul_3_2_at = (float *)at[0];  // float32 [row]  written
@@ -326,6 +332,7 @@ struct sgdp_kernel_7 {
         {19, -1, 4, ROW, true, false, NONE, 2},  // row_sum_of_p_over_row_mul_3_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[3], at + 4);
@@ -371,6 +378,7 @@ struct sgdp_kernel_1_2 {
         {6, 23, 4, ROW, false, true, TOTAL, 6},  // row_sum_of_momentum_buffer
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const uint16_t *__restrict p_at = (const uint16_t *)at[0];         // bfloat16 [n]  read
@@ -422,6 +430,7 @@ struct sgdp_kernel_2_2 {
         {6, -1, 4, ROW, true, false, NONE, 9},  // row_sum_of_momentum_buffer
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict tensor_max_for_invariant_at = (float *)at[0];       // float32 [tensor]  for tensor_max
@@ -477,6 +486,7 @@ struct sgdp_kernel_4_2 {
         {12, -1, 4, WHOLE, true, false, NONE, 6},  // tensor_sum_of_momentum_buffer
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float32 [tensor]  written
@@ -526,6 +536,7 @@ struct sgdp_kernel_6_2 {
         {16, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_of_momentum_buffer_over_tensor_mul_3_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float32 [row]  written
@@ -560,6 +571,7 @@ struct sgdp_kernel_7_2 {
         {19, -1, 4, ROW, true, false, NONE, 3},  // row_sum_of_momentum_buffer_over_row_mul_3_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                      // bfloat16 [n]  read and written
@@ -604,6 +616,7 @@ struct sgdp_kernel_1_3 {
         {6, 23, 4, ROW, false, true, TOTAL, 6},  // row_sum_of_momentum_buffer
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const uint16_t *__restrict p_at = (const uint16_t *)at[0];         // float16 [n]  read
@@ -649,6 +662,7 @@ struct sgdp_kernel_7_3 {
         {19, -1, 4, ROW, true, false, NONE, 3},  // row_sum_of_momentum_buffer_over_row_mul_3_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                      // float16 [n]  read and written
@@ -683,6 +697,7 @@ struct sgdp_no_projected_kernel {
     // bytes per entry, of what, written
     static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}});
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
         Weight weight(at[0], at + 2);
@@ -728,6 +743,7 @@ struct sgdp_nesterov_kernel_1 {
         {6, 23, 4, ROW, false, true, TOTAL, 5},  // row_sum_of_p
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[6], at + 7);
@@ -777,6 +793,7 @@ struct sgdp_nesterov_kernel_2 {
         {6, -1, 4, ROW, true, false, NONE, 9},  // row_sum_of_p
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict tensor_max_for_invariant_at = (float *)at[0];     // float32 [tensor]  for tensor_max
@@ -830,6 +847,7 @@ struct sgdp_nesterov_kernel_4 {
         {12, -1, 4, WHOLE, true, false, NONE, 6},  // tensor_sum_of_p
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float32 [tensor]  written
@@ -881,6 +899,7 @@ struct sgdp_nesterov_kernel_7 {
         {19, -1, 4, ROW, true, false, NONE, 3},  // row_sum_of_p_over_row_mul_3_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[4], at + 5);
@@ -938,6 +957,7 @@ struct sgdp_nesterov_kernel_1_2 {
         {6, 23, 4, ROW, false, true, TOTAL, 6},  // row_sum_of_update
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const uint16_t *__restrict p_at = (const uint16_t *)at[0];          // bfloat16 [n]  read
@@ -989,6 +1009,7 @@ struct sgdp_nesterov_kernel_2_2 {
         {6, -1, 4, ROW, true, false, NONE, 9},  // row_sum_of_update
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict tensor_max_for_invariant_at = (float *)at[0];          // float32 [tensor]  for tensor_max
@@ -1042,6 +1063,7 @@ struct sgdp_nesterov_kernel_4_2 {
         {12, -1, 4, WHOLE, true, false, NONE, 6},  // tensor_sum_of_update
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float32 [tensor]  written
@@ -1090,6 +1112,7 @@ struct sgdp_nesterov_kernel_6 {
         {16, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_of_update_over_tensor_mul_3_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float32 [row]  written
@@ -1125,6 +1148,7 @@ struct sgdp_nesterov_kernel_7_2 {
         {19, -1, 4, ROW, true, false, NONE, 4},  // row_sum_of_update_over_row_mul_3_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];          // bfloat16 [n]  read and written
@@ -1182,6 +1206,7 @@ struct sgdp_nesterov_kernel_1_3 {
         {6, 23, 4, ROW, false, true, TOTAL, 6},  // row_sum_of_update
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const uint16_t *__restrict p_at = (const uint16_t *)at[0];          // float16 [n]  read
@@ -1228,6 +1253,7 @@ struct sgdp_nesterov_kernel_7_3 {
         {19, -1, 4, ROW, true, false, NONE, 4},  // row_sum_of_update_over_row_mul_3_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];          // float16 [n]  read and written
@@ -1275,6 +1301,7 @@ struct sgdp_nesterov_no_projected_kernel {
     // bytes per entry, of what, written
     static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}});
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
         Weight weight(at[0], at + 2);

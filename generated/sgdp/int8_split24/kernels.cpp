@@ -95,14 +95,9 @@ struct sgdp_kernel_1 {
         {7, 24, 4, ROW, false, true, TOTAL, 6},  // row_sum_of_p
     });
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
     template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
+    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                                 int row_mask, const Known &known) {
         Weight weight(at[7], at + 8);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
@@ -207,6 +202,7 @@ struct sgdp_kernel_2 {
         {7, -1, 4, ROW, true, false, NONE, 9},  // row_sum_of_p
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict tensor_max_for_invariant_at = (float *)at[0];     // float32 [tensor]  for tensor_max
@@ -255,6 +251,7 @@ struct sgdp_kernel_3 {
         {15, -1, 4, WHOLE, false, true, NONE, 1},  // delta_over_sqrt_elements
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict delta_over_sqrt_columns_at = (float *)at[0];   // float32 [tensor]  written
@@ -287,6 +284,7 @@ struct sgdp_kernel_4 {
         {13, -1, 4, WHOLE, true, false, NONE, 6},  // tensor_sum_of_p
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float32 [tensor]  written
@@ -336,6 +334,7 @@ struct sgdp_kernel_5 {
         {16, -1, 4, WHOLE, true, false, NONE, 4},  // lt_tensor_div_delta_over_sqrt_elements
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict tensor_lt_at = (float *)at[0];  // float32 [tensor]  written
@@ -381,6 +380,7 @@ struct sgdp_kernel_6 {
         {17, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_of_p_over_tensor_mul_3_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict row_sum_of_p_over_row_mul_3_2_at = (float *)at[0];  // float32 [row]  written
@@ -417,6 +417,7 @@ struct sgdp_kernel_7 {
         {20, -1, 4, ROW, true, false, NONE, 3},  // row_sum_of_p_over_row_mul_3_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[4], at + 5);
@@ -483,6 +484,7 @@ struct sgdp_small_kernel_1 {
         {6, 23, 4, ROW, false, true, TOTAL, 5},  // row_sum_of_p
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[6], at + 7);
@@ -532,6 +534,7 @@ struct sgdp_small_kernel_2 {
         {6, -1, 4, ROW, true, false, NONE, 9},  // row_sum_of_p
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict tensor_max_for_invariant_at = (float *)at[0];     // float32 [tensor]  for tensor_max
@@ -580,6 +583,7 @@ struct sgdp_small_kernel_3 {
         {14, -1, 4, WHOLE, false, true, NONE, 1},  // delta_over_sqrt_elements
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict delta_over_sqrt_columns_at = (float *)at[0];   // float32 [tensor]  written
@@ -612,6 +616,7 @@ struct sgdp_small_kernel_4 {
         {12, -1, 4, WHOLE, true, false, NONE, 6},  // tensor_sum_of_p
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float32 [tensor]  written
@@ -661,6 +666,7 @@ struct sgdp_small_kernel_5 {
         {15, -1, 4, WHOLE, true, false, NONE, 4},  // lt_tensor_div_delta_over_sqrt_elements
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict tensor_lt_at = (float *)at[0];  // float32 [tensor]  written
@@ -706,6 +712,7 @@ struct sgdp_small_kernel_6 {
         {16, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_of_p_over_tensor_mul_3_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict row_sum_of_p_over_row_mul_3_2_at = (float *)at[0];  // float32 [row]  written
@@ -741,6 +748,7 @@ struct sgdp_small_kernel_7 {
         {19, -1, 4, ROW, true, false, NONE, 2},  // row_sum_of_p_over_row_mul_3_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[3], at + 4);
@@ -791,14 +799,9 @@ struct sgdp_kernel_1_2 {
         {8, 25, 4, ROW, false, true, TOTAL, 8},  // row_sum_of_momentum_buffer
     });
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
     template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
+    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                                 int row_mask, const Known &known) {
         const uint16_t *__restrict p_at = (const uint16_t *)at[0];         // bfloat16 [n]  read
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -908,6 +911,7 @@ struct sgdp_kernel_2_2 {
         {8, -1, 4, ROW, true, false, NONE, 9},  // row_sum_of_momentum_buffer
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict tensor_max_for_invariant_at = (float *)at[0];       // float32 [tensor]  for tensor_max
@@ -958,6 +962,7 @@ struct sgdp_kernel_3_2 {
         {16, -1, 4, WHOLE, false, true, NONE, 1},  // delta_over_sqrt_elements
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict delta_over_sqrt_columns_at = (float *)at[0];   // float32 [tensor]  written
@@ -990,6 +995,7 @@ struct sgdp_kernel_4_2 {
         {14, -1, 4, WHOLE, true, false, NONE, 6},  // tensor_sum_of_momentum_buffer
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float32 [tensor]  written
@@ -1040,6 +1046,7 @@ struct sgdp_kernel_5_2 {
         {17, -1, 4, WHOLE, true, false, NONE, 4},  // lt_tensor_div_delta_over_sqrt_elements
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict tensor_lt_at = (float *)at[0];  // float32 [tensor]  written
@@ -1085,6 +1092,7 @@ struct sgdp_kernel_6_2 {
         {18, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_of_momentum_buffer_over_tensor_mul_3_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float32 [row]  written
@@ -1124,6 +1132,7 @@ struct sgdp_kernel_7_2 {
         {21, -1, 4, ROW, true, false, NONE, 5},  // row_sum_of_momentum_buffer_over_row_mul_3_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];         // bfloat16 [n]  read and written
@@ -1198,6 +1207,7 @@ struct sgdp_small_kernel_1_2 {
         {7, 24, 4, ROW, false, true, TOTAL, 7},  // row_sum_of_momentum_buffer
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const uint16_t *__restrict p_at = (const uint16_t *)at[0];         // bfloat16 [n]  read
@@ -1251,6 +1261,7 @@ struct sgdp_small_kernel_2_2 {
         {7, -1, 4, ROW, true, false, NONE, 9},  // row_sum_of_momentum_buffer
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict tensor_max_for_invariant_at = (float *)at[0];       // float32 [tensor]  for tensor_max
@@ -1306,6 +1317,7 @@ struct sgdp_small_kernel_4_2 {
         {13, -1, 4, WHOLE, true, false, NONE, 6},  // tensor_sum_of_momentum_buffer
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float32 [tensor]  written
@@ -1355,6 +1367,7 @@ struct sgdp_small_kernel_6_2 {
         {17, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_of_momentum_buffer_over_tensor_mul_3_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float32 [row]  written
@@ -1393,6 +1406,7 @@ struct sgdp_small_kernel_7_2 {
         {20, -1, 4, ROW, true, false, NONE, 4},  // row_sum_of_momentum_buffer_over_row_mul_3_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                      // bfloat16 [n]  read and written
@@ -1448,14 +1462,9 @@ struct sgdp_kernel_1_3 {
         {8, 25, 4, ROW, false, true, TOTAL, 8},  // row_sum_of_momentum_buffer
     });
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
     template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
+    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                                 int row_mask, const Known &known) {
         const uint16_t *__restrict p_at = (const uint16_t *)at[0];         // float16 [n]  read
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -1583,6 +1592,7 @@ struct sgdp_kernel_7_3 {
         {21, -1, 4, ROW, true, false, NONE, 5},  // row_sum_of_momentum_buffer_over_row_mul_3_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];         // float16 [n]  read and written
@@ -1675,6 +1685,7 @@ struct sgdp_small_kernel_1_3 {
         {7, 24, 4, ROW, false, true, TOTAL, 7},  // row_sum_of_momentum_buffer
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const uint16_t *__restrict p_at = (const uint16_t *)at[0];         // float16 [n]  read
@@ -1734,6 +1745,7 @@ struct sgdp_small_kernel_7_3 {
         {20, -1, 4, ROW, true, false, NONE, 4},  // row_sum_of_momentum_buffer_over_row_mul_3_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                      // float16 [n]  read and written
@@ -1794,14 +1806,9 @@ struct sgdp_no_projected_kernel {
     // bytes per entry, of what, written
     static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{1, ELEMENT, true}, {2, BLOCK_OF, true}});
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
     template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
+    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                                 const float *scalars, int32_t step_key, int32_t stream_key) {
         Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -1907,6 +1914,7 @@ struct sgdp_no_projected_small_kernel {
     // bytes per entry, of what, written
     static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}});
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
         Weight weight(at[0], at + 2);
@@ -1953,6 +1961,7 @@ struct sgdp_nesterov_kernel_1 {
         {7, 24, 4, ROW, false, true, TOTAL, 6},  // row_sum_of_p
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[7], at + 8);
@@ -2025,6 +2034,7 @@ struct sgdp_nesterov_kernel_2 {
         {7, -1, 4, ROW, true, false, NONE, 9},  // row_sum_of_p
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict tensor_max_for_invariant_at = (float *)at[0];     // float32 [tensor]  for tensor_max
@@ -2078,6 +2088,7 @@ struct sgdp_nesterov_kernel_4 {
         {13, -1, 4, WHOLE, true, false, NONE, 6},  // tensor_sum_of_p
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float32 [tensor]  written
@@ -2130,14 +2141,9 @@ struct sgdp_nesterov_kernel_7 {
         {20, -1, 4, ROW, true, false, NONE, 4},  // row_sum_of_p_over_row_mul_3_2
     });
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
     template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
+    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                                 int row_mask, const Known &known) {
         Weight weight(at[5], at + 6);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
@@ -2262,6 +2268,7 @@ struct sgdp_nesterov_small_kernel_1 {
         {6, 23, 4, ROW, false, true, TOTAL, 5},  // row_sum_of_p
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[6], at + 7);
@@ -2311,6 +2318,7 @@ struct sgdp_nesterov_small_kernel_2 {
         {6, -1, 4, ROW, true, false, NONE, 9},  // row_sum_of_p
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict tensor_max_for_invariant_at = (float *)at[0];     // float32 [tensor]  for tensor_max
@@ -2364,6 +2372,7 @@ struct sgdp_nesterov_small_kernel_4 {
         {12, -1, 4, WHOLE, true, false, NONE, 6},  // tensor_sum_of_p
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float32 [tensor]  written
@@ -2415,6 +2424,7 @@ struct sgdp_nesterov_small_kernel_7 {
         {19, -1, 4, ROW, true, false, NONE, 3},  // row_sum_of_p_over_row_mul_3_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[4], at + 5);
@@ -2474,6 +2484,7 @@ struct sgdp_nesterov_kernel_1_2 {
         {8, 25, 4, ROW, false, true, TOTAL, 8},  // row_sum_of_update
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const uint16_t *__restrict p_at = (const uint16_t *)at[0];         // bfloat16 [n]  read
@@ -2551,6 +2562,7 @@ struct sgdp_nesterov_kernel_2_2 {
         {8, -1, 4, ROW, true, false, NONE, 9},  // row_sum_of_update
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict tensor_max_for_invariant_at = (float *)at[0];          // float32 [tensor]  for tensor_max
@@ -2604,6 +2616,7 @@ struct sgdp_nesterov_kernel_4_2 {
         {14, -1, 4, WHOLE, true, false, NONE, 6},  // tensor_sum_of_update
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float32 [tensor]  written
@@ -2652,6 +2665,7 @@ struct sgdp_nesterov_kernel_6 {
         {18, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_of_update_over_tensor_mul_3_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float32 [row]  written
@@ -2692,14 +2706,9 @@ struct sgdp_nesterov_kernel_7_2 {
         {21, -1, 4, ROW, true, false, NONE, 6},  // row_sum_of_update_over_row_mul_3_2
     });
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
     template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
+    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                                 int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                    // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -2828,6 +2837,7 @@ struct sgdp_nesterov_small_kernel_1_2 {
         {7, 24, 4, ROW, false, true, TOTAL, 7},  // row_sum_of_update
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const uint16_t *__restrict p_at = (const uint16_t *)at[0];          // bfloat16 [n]  read
@@ -2881,6 +2891,7 @@ struct sgdp_nesterov_small_kernel_2_2 {
         {7, -1, 4, ROW, true, false, NONE, 9},  // row_sum_of_update
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict tensor_max_for_invariant_at = (float *)at[0];          // float32 [tensor]  for tensor_max
@@ -2934,6 +2945,7 @@ struct sgdp_nesterov_small_kernel_4_2 {
         {13, -1, 4, WHOLE, true, false, NONE, 6},  // tensor_sum_of_update
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float32 [tensor]  written
@@ -2982,6 +2994,7 @@ struct sgdp_nesterov_small_kernel_6 {
         {17, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_of_update_over_tensor_mul_3_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float32 [row]  written
@@ -3021,6 +3034,7 @@ struct sgdp_nesterov_small_kernel_7_2 {
         {20, -1, 4, ROW, true, false, NONE, 5},  // row_sum_of_update_over_row_mul_3_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];          // bfloat16 [n]  read and written
@@ -3086,6 +3100,7 @@ struct sgdp_nesterov_kernel_1_3 {
         {8, 25, 4, ROW, false, true, TOTAL, 8},  // row_sum_of_update
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const uint16_t *__restrict p_at = (const uint16_t *)at[0];         // float16 [n]  read
@@ -3171,14 +3186,9 @@ struct sgdp_nesterov_kernel_7_3 {
         {21, -1, 4, ROW, true, false, NONE, 6},  // row_sum_of_update_over_row_mul_3_2
     });
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
     template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
+    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                                 int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                    // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -3325,6 +3335,7 @@ struct sgdp_nesterov_small_kernel_1_3 {
         {7, 24, 4, ROW, false, true, TOTAL, 7},  // row_sum_of_update
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         const uint16_t *__restrict p_at = (const uint16_t *)at[0];          // float16 [n]  read
@@ -3385,6 +3396,7 @@ struct sgdp_nesterov_small_kernel_7_3 {
         {20, -1, 4, ROW, true, false, NONE, 5},  // row_sum_of_update_over_row_mul_3_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];          // float16 [n]  read and written
@@ -3458,14 +3470,9 @@ struct sgdp_nesterov_no_projected_kernel {
     // bytes per entry, of what, written
     static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{1, ELEMENT, true}, {2, BLOCK_OF, true}});
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
     template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
+    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                                 const float *scalars, int32_t step_key, int32_t stream_key) {
         Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -3574,6 +3581,7 @@ struct sgdp_nesterov_no_projected_small_kernel {
     // bytes per entry, of what, written
     static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}});
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
         Weight weight(at[0], at + 2);

@@ -72,6 +72,7 @@ struct sm3_kernel_1 {
         {5, 7, 4, COLUMN, false, true, LARGEST, 3},  // accumulator_col_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[5], at + 6);
@@ -113,6 +114,7 @@ struct sm3_kernel_2 {
         {4, -1, 4, ROW, true, false, NONE, 1},  // accumulator_row_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict accumulator_row_at = (float *)at[0];                // float32 [row]  written
@@ -138,6 +140,7 @@ struct sm3_kernel_3 {
         {5, -1, 4, COLUMN, true, false, NONE, 1},  // accumulator_col_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict accumulator_col_at = (float *)at[0];                // float32 [col]  written
@@ -160,6 +163,7 @@ struct sm3_no_factored_kernel {
     // bytes per entry, of what, written
     static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}});
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
         Weight weight(at[0], at + 2);
@@ -206,6 +210,7 @@ struct sm3_has_momentum_kernel_1 {
         {6, 8, 4, COLUMN, false, true, LARGEST, 4},  // accumulator_col_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[6], at + 7);
@@ -254,6 +259,7 @@ struct sm3_has_momentum_kernel_2 {
         {5, -1, 4, ROW, true, false, NONE, 1},  // accumulator_row_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict accumulator_row_at = (float *)at[0];                // float32 [row]  written
@@ -279,6 +285,7 @@ struct sm3_has_momentum_kernel_3 {
         {6, -1, 4, COLUMN, true, false, NONE, 1},  // accumulator_col_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict accumulator_col_at = (float *)at[0];                // float32 [col]  written
@@ -301,6 +308,7 @@ struct sm3_has_momentum_no_factored_kernel {
     // bytes per entry, of what, written
     static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}});
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
         Weight weight(at[0], at + 2);

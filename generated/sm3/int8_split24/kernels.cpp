@@ -95,6 +95,7 @@ struct sm3_kernel_1 {
         {5, 7, 4, COLUMN, false, true, LARGEST, 3},  // accumulator_col_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[5], at + 6);
@@ -136,6 +137,7 @@ struct sm3_kernel_2 {
         {4, -1, 4, ROW, true, false, NONE, 1},  // accumulator_row_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict accumulator_row_at = (float *)at[0];                // float32 [row]  written
@@ -161,6 +163,7 @@ struct sm3_kernel_3 {
         {5, -1, 4, COLUMN, true, false, NONE, 1},  // accumulator_col_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict accumulator_col_at = (float *)at[0];                // float32 [col]  written
@@ -183,14 +186,9 @@ struct sm3_no_factored_kernel {
     // bytes per entry, of what, written
     static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{1, ELEMENT, true}, {2, BLOCK_OF, true}});
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
     template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
+    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                                 const float *scalars, int32_t step_key, int32_t stream_key) {
         Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -310,6 +308,7 @@ struct sm3_no_factored_small_kernel {
     // bytes per entry, of what, written
     static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}});
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
         Weight weight(at[0], at + 2);
@@ -357,14 +356,9 @@ struct sm3_has_momentum_kernel_1 {
         {7, 9, 4, COLUMN, false, true, LARGEST, 5},  // accumulator_col_2
     });
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
     template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
+    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                                 int row_mask, const Known &known) {
         Weight weight(at[7], at + 8);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
@@ -479,6 +473,7 @@ struct sm3_has_momentum_kernel_2 {
         {6, -1, 4, ROW, true, false, NONE, 1},  // accumulator_row_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict accumulator_row_at = (float *)at[0];                // float32 [row]  written
@@ -504,6 +499,7 @@ struct sm3_has_momentum_kernel_3 {
         {7, -1, 4, COLUMN, true, false, NONE, 1},  // accumulator_col_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict accumulator_col_at = (float *)at[0];                // float32 [col]  written
@@ -536,6 +532,7 @@ struct sm3_has_momentum_small_kernel_1 {
         {6, 8, 4, COLUMN, false, true, LARGEST, 4},  // accumulator_col_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[6], at + 7);
@@ -584,6 +581,7 @@ struct sm3_has_momentum_small_kernel_2 {
         {5, -1, 4, ROW, true, false, NONE, 1},  // accumulator_row_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict accumulator_row_at = (float *)at[0];                // float32 [row]  written
@@ -609,6 +607,7 @@ struct sm3_has_momentum_small_kernel_3 {
         {6, -1, 4, COLUMN, true, false, NONE, 1},  // accumulator_col_2
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict accumulator_col_at = (float *)at[0];                // float32 [col]  written
@@ -631,14 +630,9 @@ struct sm3_has_momentum_no_factored_kernel {
     // bytes per entry, of what, written
     static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}});
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
-    }
-
     template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    const float *scalars, int32_t step_key, int32_t stream_key) {
+    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                                 const float *scalars, int32_t step_key, int32_t stream_key) {
         Weight weight(at[0], at + 2);
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -811,6 +805,7 @@ struct sm3_has_momentum_no_factored_small_kernel {
     // bytes per entry, of what, written
     static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}});
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
         Weight weight(at[0], at + 2);

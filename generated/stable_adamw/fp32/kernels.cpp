@@ -68,6 +68,7 @@ struct stable_adamw_kernel_1 {
         {4, 7, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_surprise
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float [n]  read
@@ -110,6 +111,7 @@ struct stable_adamw_kernel_2 {
         {4, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_surprise
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict rate_at = (float *)at[0];  // float32 [tensor]  written
@@ -151,6 +153,7 @@ struct stable_adamw_kernel_3 {
         {5, -1, 4, WHOLE, true, false, NONE, 3},  // rate
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[4], at + 5);

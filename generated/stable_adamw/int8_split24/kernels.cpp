@@ -100,14 +100,9 @@ struct stable_adamw_kernel_1 {
         {6, 9, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_surprise
     });
 
-    static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                     int row_mask, const Known &known) {
-        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
-    }
-
     template <bool RAGGED>
-    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
-                                    int row_mask, const Known &known) {
+    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                                 int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[1];        // uint8 [n]  read and written
@@ -291,6 +286,7 @@ struct stable_adamw_kernel_2 {
         {6, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_surprise
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict rate_at = (float *)at[0];  // float32 [tensor]  written
@@ -334,6 +330,7 @@ struct stable_adamw_kernel_3 {
         {7, -1, 4, WHOLE, true, false, NONE, 5},  // rate
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[6], at + 7);
@@ -414,6 +411,7 @@ struct stable_adamw_small_kernel_1 {
         {4, 7, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_surprise
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float [n]  read
@@ -456,6 +454,7 @@ struct stable_adamw_small_kernel_2 {
         {4, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_surprise
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict rate_at = (float *)at[0];  // float32 [tensor]  written
@@ -497,6 +496,7 @@ struct stable_adamw_small_kernel_3 {
         {5, -1, 4, WHOLE, true, false, NONE, 3},  // rate
     });
 
+    template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         Weight weight(at[4], at + 5);

@@ -424,6 +424,15 @@ template <class Kernel> inline int64_t number_of(const Tensor &t, int64_t block)
     return t.number + block / t.blocks_per_row * t.pace + block % t.blocks_per_row * Kernel::BLOCK;
 }
 
+// A tile: where all blocks are whole, nothing looks at their ends, which saves a thirtieth of a step.
+template <class Kernel, class... Known>
+inline void tile(char *const *at, int count, const int *live, int32_t first, Known... known) {
+    if (Kernel::BLOCK > 1 && live)
+        Kernel::template tile<(Kernel::BLOCK > 1)>(at, count, live, first, known...);
+    else
+        Kernel::template tile<false>(at, count, live, first, known...);
+}
+
 // Blocks [first, first + count) of a tensor that are not all whole, or too few for a tile: copied to a tile of their
 // own, behind `shift` empty ones; reductions leave out what a block lacks.
 template <class Kernel>
@@ -457,7 +466,7 @@ void staged(const Tensor &t, int64_t first, int count, int shift, const float *s
             memset(to + (size_t)n * column.bytes, 0, (size_t)(size - n) * column.bytes);
         }
     }
-    Kernel::tile(at, shift + count, live, (int32_t)(number_of<Kernel>(t, first) - shift), scalars, step_key, t.stream_key);
+    tile<Kernel>(at, shift + count, live, (int32_t)(number_of<Kernel>(t, first) - shift), scalars, step_key, t.stream_key);
     for (int c = 0; c < n; c++) {
         const Column column = Kernel::COLUMNS[c];
         if (!column.written)
@@ -510,7 +519,7 @@ template <class Kernel> void walk(const Tensor &t, int64_t first, int64_t count,
             char *at[n];
             for (int c = 0; c < n; c++)
                 at[c] = (char *)t.at[c] + place_of(Kernel::COLUMNS[c].kind, first, start, packed) * Kernel::COLUMNS[c].bytes;
-            Kernel::tile(at, now, nullptr, (int32_t)number, scalars, step_key, t.stream_key);
+            tile<Kernel>(at, now, nullptr, (int32_t)number, scalars, step_key, t.stream_key);
         } else {
             staged<Kernel>(t, first, now, shift, scalars, step_key);
         }

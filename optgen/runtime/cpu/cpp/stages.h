@@ -82,8 +82,8 @@ template <class Weight, bool READ, bool WRITTEN, class T, int N> constexpr auto 
 }
 
 template <class Piece> constexpr Stage stage() {
-    return {Piece::tile,  Piece::PLACES.at, (int)(sizeof(Piece::PLACES) / sizeof(Place)), Piece::SPACE, Piece::BLOCK,
-            Piece::TILE, Piece::MATRICES, Piece::INDEXED};
+    return {tile<Piece, int, const Known &>, Piece::PLACES.at, (int)(sizeof(Piece::PLACES) / sizeof(Place)),
+            Piece::SPACE, Piece::BLOCK, Piece::TILE, Piece::MATRICES, Piece::INDEXED};
 }
 
 constexpr int slot(int size) { return 4 * size + 2 * MARGIN + 4 * LANES; }
