@@ -45,6 +45,7 @@ from optgen.runtime.layout import sharding
 from optgen.verify.differential import Values, compare, enclose, oracle
 from optgen.verify.intervals import FAST
 from tests.harness import plan_of, spec_of
+from tests.interpreter import quicken
 
 RANKS = (2, 4, 3, 1)
 """The others load what two ranks have saved."""
@@ -1219,6 +1220,8 @@ def main() -> int:
     unknown = {*arguments.only, *arguments.but} - CASES.keys()
     if unknown:
         parser.error(f"no such case: {', '.join(sorted(unknown))} (there are: {', '.join(CASES)})")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        quicken()
     if "RANK" in os.environ:
         arguments.folder = arguments.folder or tempfile.gettempdir()
         rank, world, local = (int(os.environ[x]) for x in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
