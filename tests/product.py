@@ -41,7 +41,7 @@ from optgen.runtime.layout import layout
 from optgen.runtime.records import join, sums
 from optgen.runtime.records.keys import step_key, stream_key
 from optgen.runtime.reference import stored
-from optgen.runtime.step import launch
+from optgen.runtime.step import backends
 from optgen.verify import differential
 from optgen.verify.differential import Report, Values
 from optgen.verify.intervals import STRICT, Model
@@ -498,14 +498,14 @@ def differing(cell: Cell, folder: Path, steps: int = 2) -> list[str]:
         draw = torch.Generator().manual_seed(zlib.crc32(str(cell).encode()))
         params = [torch.nn.Parameter(torch.randn(s, generator=draw).to(getattr(torch, cell.param))) for s in shapes]
         opt = made(params, **options, plan=cell.plan, backend=backend)
-        with mock.patch.object(launch, "able", wraps=launch.able) as asked:
+        with mock.patch.object(backends, "able", wraps=backends.able) as asked:
             for _ in range(steps):
                 for p in params:
                     size = 10.0 ** float(torch.randint(-6, 1, (), generator=draw))
                     p.grad = (torch.randn(p.shape, generator=draw) * size).to(p.dtype)
                 with compiled_for(cell):
                     opt.step()
-        used = {launch.able(*call.args) for call in asked.call_args_list}
+        used = {backends.able(*call.args) for call in asked.call_args_list}
         assert used == {backend}, f"{cell}: {used} in the place of {backend}"
         kept[backend] = [{"p": p.detach(), **opt.state[p]} for p in params]
     found = []

@@ -39,7 +39,7 @@ from optgen.runtime.records import arena
 from optgen.runtime.records.arena import Arena
 from optgen.runtime.records.join import Pair, Reference
 from optgen.runtime.records.warn import tell
-from optgen.runtime.step import fast_path, launch
+from optgen.runtime.step import backends, fast_path
 from optgen.runtime.work.bucket import Bucket
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -152,7 +152,7 @@ def forget() -> None:
     native._known.clear()
     native._warn_cache.cache_clear()
     native._compiler.cache_clear()
-    launch._warn_slow.cache_clear()
+    backends._warn_slow.cache_clear()
 
 
 SHAPES = [(3, 5), (7,), (), (0,), (64,), (2, 2, 3)]
@@ -240,23 +240,23 @@ def test_gradients_of_another_dtype(dtype: torch.dtype) -> None:
 
 def test_what_the_backend_option_means(monkeypatch: pytest.MonkeyPatch) -> None:
     device, plan, bare = torch.device("cpu"), TINY["tiny"], TINY["bare"]
-    assert launch.choose("auto", device, plan) == "cpp"
-    assert launch.choose("auto", device, bare) == "reference"
-    assert launch.choose("reference", device, plan) == "reference"
-    assert launch.choose("auto", torch.device("meta"), plan) == "reference"
+    assert backends.choose("auto", device, plan) == "cpp"
+    assert backends.choose("auto", device, bare) == "reference"
+    assert backends.choose("reference", device, plan) == "reference"
+    assert backends.choose("auto", torch.device("meta"), plan) == "reference"
     with pytest.raises(RuntimeError, match="backend='cpp' does not run on cuda tensors"):
-        launch.choose("cpp", torch.device("cuda"), plan)
+        backends.choose("cpp", torch.device("cuda"), plan)
     with pytest.raises(RuntimeError, match="plan 'bare' was built without C\\+\\+ kernels"):
-        launch.choose("cpp", device, bare)
+        backends.choose("cpp", device, bare)
     monkeypatch.setenv("OPTGEN_BACKEND", "reference")
-    assert launch.choose("auto", device, plan) == "reference"
-    assert launch.choose("cpp", device, plan) == "cpp"
+    assert backends.choose("auto", device, plan) == "reference"
+    assert backends.choose("cpp", device, plan) == "cpp"
     monkeypatch.setenv("OPTGEN_BACKEND", "cpp")
     with pytest.raises(RuntimeError, match="plan 'bare' was built without"):
-        launch.choose("auto", device, bare)
+        backends.choose("auto", device, bare)
     monkeypatch.setenv("OPTGEN_BACKEND", "c++")
     with pytest.raises(ValueError, match=r"OPTGEN_BACKEND must be one of auto, reference, triton, cpp, got 'c\+\+'"):
-        launch.choose("auto", device, plan)
+        backends.choose("auto", device, plan)
 
 
 def test_instruction_sets(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ from optgen.lang import (
     total,
 )
 from optgen.runtime.gpu import stages
-from optgen.runtime.step import launch
+from optgen.runtime.step import backends, launch
 from specs import plans
 from specs.came import came
 from specs.lamb import lamb
@@ -320,10 +320,10 @@ def test_without_kernels_for_its_stages_a_variant_steps_in_eager_torch(
 ) -> None:
     plan = launch.plans.load(build(lamb, "fp32"), "fp32")
     variant = plan.variants[0]
-    assert launch.able("triton", plan, variant) == "triton"
+    assert backends.able("triton", plan, variant) == "triton"
     monkeypatch.setattr(launch.plans, "triton", lambda _: ModuleType("empty"))
-    assert launch.able("triton", plan, variant) == "reference"
-    assert launch.able("cpp", plan, variant) == "cpp"  # whose kernels are another file
+    assert backends.able("triton", plan, variant) == "reference"
+    assert backends.able("cpp", plan, variant) == "cpp"  # whose kernels are another file
 
 
 # Compiled, without a GPU ----------------------------------------------------------------------------------------------

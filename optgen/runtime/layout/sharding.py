@@ -681,36 +681,32 @@ def agreed(params: Sequence[DTensor]) -> list[bool]:
 
     One byte for each parameter goes around each mesh dimension, and the host waits for it.
     """
-    import torch.distributed as dist
-
-    meshes: dict[Any, list[int]] = {}
-    for i, p in enumerate(params):
-        meshes.setdefault(p.device_mesh, []).append(i)
     found = [p.grad is not None for p in params]
-    for mesh, some in meshes.items():
-        if mesh.get_coordinate() is None:
-            continue
-        have = torch.tensor([found[i] for i in some], dtype=torch.uint8, device="cpu").to(mesh.device_type)
-        for dim in range(mesh.ndim):
-            if mesh.size(dim) > 1:
-                dist.all_reduce(have, dist.ReduceOp.MAX, group=mesh.get_group(dim))
-        for i, has in zip(some, have.tolist(), strict=True):
-            found[i] = bool(has)
+    for mesh in dict.fromkeys(p.device_mesh for p in params):
+        own = [i for i, p in enumerate(params) if p.device_mesh == mesh]
+        for i, has in zip(own, _on_any_rank(mesh, [found[i] for i in own]), strict=True):
+            found[i] = has
     return found
 
 
 def anywhere(found: bool, params: Iterable[Any]) -> bool:
-    """Whether it was found on any rank of the meshes over which these parameters lie: those have to ask as well."""
+    """Return True if it was found on any rank of the meshes over which these parameters lie, all of which ask."""
+    for mesh in dict.fromkeys(p.device_mesh for p in params if is_sharded(p)):
+        (found,) = _on_any_rank(mesh, [found])
+    return found
+
+
+def _on_any_rank(mesh: DeviceMesh, found: list[bool]) -> list[bool]:
+    """Return, for each value, True if it is True on any rank of the mesh; on ranks outside of it, the values."""
     import torch.distributed as dist
 
-    for mesh in dict.fromkeys(p.device_mesh for p in params if is_sharded(p)):
-        if mesh.get_coordinate() is not None:
-            have = torch.tensor([found], dtype=torch.uint8, device="cpu").to(mesh.device_type)
-            for dim in range(mesh.ndim):
-                if mesh.size(dim) > 1:
-                    dist.all_reduce(have, dist.ReduceOp.MAX, group=mesh.get_group(dim))
-            found = bool(have.item())
-    return found
+    if mesh.get_coordinate() is None:
+        return found
+    have = torch.tensor(found, dtype=torch.uint8, device="cpu").to(mesh.device_type)
+    for dim in range(mesh.ndim):
+        if mesh.size(dim) > 1:
+            dist.all_reduce(have, dist.ReduceOp.MAX, group=mesh.get_group(dim))
+    return list(map(bool, have.tolist()))
 
 
 __all__ = [

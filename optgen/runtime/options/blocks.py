@@ -28,9 +28,9 @@ Recorded = tuple[tuple[plans.Label, int], ...]
 QUERIES = frozenset({"q_proj", "q_lin", "wq", "to_q", "query", "q"})
 KEYS = frozenset({"k_proj", "k_lin", "wk", "to_k", "key", "k"})
 FUSED = frozenset({"qkv_proj", "in_proj_weight", "query_key_value", "c_attn", "qkv", "Wqkv", "wqkv"})
-"""What models call the module (or weight) of queries, of keys, and of both with the values."""
+"""Names of the module (or weight) of queries, of keys, and of both with the values."""
 ADAPTERS = ("lora_", "hada_", "lokr_", "vera_", "oft_", "boft_", "ia3_")
-"""How adapters call their matrices, which stand below the module that they adapt: their rows are no heads."""
+"""Names of adapters' matrices, which stand below the module that they adapt: their rows are no heads."""
 
 
 def attention_heads(
@@ -86,7 +86,7 @@ def counted(value: object, where: str) -> int:
 
 
 def recorded(cls: type, value: Any) -> Recorded:
-    """What a group holds under "blocks", checked: (name or position, number) pairs."""
+    """Return what a group holds under "blocks", checked: (name or position, number) pairs."""
     pairs = list(value) if isinstance(value, (list, tuple)) else None
     if pairs is None or not all(
         isinstance(pair, (list, tuple)) and len(pair) == 2 and type(pair[0]) in (str, int) for pair in pairs

@@ -26,7 +26,7 @@ OWN = frozenset({"plan", "overrides", "blocks", "backend", "seed", "streams", "f
 """Keys of a group that no other package has; format: the version of the checkpoint format (checkpoint.py)."""
 
 RUNNING = ("capturable", "fused", "offload")
-"""How a step is made, not what it makes.  A group has these keys only where they were asked for."""
+"""Keys for the way in which a step is made, not for its result.  A group has them only if they were requested."""
 
 ENTRIES, BESIDE = "own_entries", "own_keys"
 """Keys of a saved group that name what a user keeps in the states of its parameters and, in the first one, beside
@@ -96,7 +96,7 @@ def check_again(cls: Any, group: Mapping[str, Any]) -> None:
 
 
 def _said(group: Mapping[str, Any], name: str) -> bool:
-    """Whether an option is there and not empty or off; a tensor, which may have no truth, never is."""
+    """Return True if an option is there and not empty or off; a tensor, which may have no truth, counts as there."""
     value = group.get(name)
     return isinstance(value, torch.Tensor) or bool(value)
 

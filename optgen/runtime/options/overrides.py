@@ -24,7 +24,7 @@ from optgen.runtime.records import dtype_name
 from optgen.runtime.records.join import Pair
 
 FP32 = "fp32"
-"""What keeps states in fp32 and the weight no less precise than the plan of the group does."""
+"""The plan that keeps states in fp32, and the weight no less precise than the plan of the group does."""
 
 MASTER = "fp32_master"
 """The same for a 16-bit weight under a plan whose small tensors have no fp32 states."""
@@ -36,7 +36,7 @@ TRAINED = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of parameters that plans are for; frozen ones may be of any."""
 
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "module.")
-"""What wrappers put before or between the names of what they wrap."""
+"""The parts of names that wrappers add before or between those of what they wrap."""
 
 Given = Mapping[Any, Any] | None
 """{pattern, "numel < N", module, class of modules or parameter: plan}, the first that holds wins."""
@@ -52,7 +52,7 @@ class Member:
 
 
 def is_flattened(p: Tensor) -> bool:
-    """Whether FullyShardedDataParallel has flattened and cut it, so that its own shape is nowhere to be read."""
+    """Return True if FullyShardedDataParallel has flattened and cut it, so that its own shape is lost."""
     return bool(getattr(p, "_fsdp_flattened", False))
 
 
@@ -95,7 +95,7 @@ class Rule:
 
     @property
     def portable(self) -> bool:
-        """Whether it means something where the model is another object."""
+        """True if it means something where the model is another object."""
         return self.pattern is not None or self.size is not None
 
     def targets(self) -> frozenset[int]:
@@ -108,8 +108,10 @@ class Rule:
         return frozenset() if found is None else frozenset((id(found),))
 
     def follow(self, p: Tensor, held: bool) -> None:
-        """From now on the optimizer holds the parameter p, or does so no more: if this rule is about p, it is known by
-        its id as long as it is held, because torch swaps no tensors that are remembered weakly."""
+        """Note that the optimizer holds the parameter p from now on, or no more.
+
+        A rule about p knows it by its id while it is held, because torch swaps no tensors that have weak references.
+        """
         if held and self.target is not None and self.target() is p:
             self.target, self.number = None, id(p)
         elif not held and self.number == id(p):
@@ -128,7 +130,7 @@ class Rule:
 
 
 class Tables:
-    """What a model calls its parameters, and the classes of the modules that they are in, by id."""
+    """The names that a model gives its parameters, and the classes of the modules that they are in, by id."""
 
     def __init__(self, model: nn.Module) -> None:
         self.names: dict[int, list[str]] = {}
@@ -171,7 +173,7 @@ class Rules:
             plans.load(cls, rule.value)
 
     def portable(self) -> Rules | None:
-        """Those that can be pickled: patterns and sizes."""
+        """Return the rules that can be pickled: patterns and sizes."""
         kept = [rule for rule in self.rules if rule.portable]
         if not kept:
             return None
@@ -196,7 +198,7 @@ class Rules:
         return made
 
     def apply(self, members: Iterable[Member]) -> list[Any]:
-        """What is asked for each.  ValueError where that is a matter of size, and a part does not know its tensor's."""
+        """Return the value for each, or None.  Raises ValueError if it depends on a size that a flattened part lost."""
         found: list[Any] = []
         targets = [rule.targets() for rule in self.rules]
         for member in members:
@@ -222,7 +224,7 @@ class Rules:
         )
 
     def follow(self, params: Iterable[Tensor], held: bool) -> None:
-        """The optimizer holds these parameters from now on, or does so no more."""
+        """Note that the optimizer holds these parameters from now on, or no more."""
         if any(rule.target is not None or rule.number is not None for rule in self.rules):
             for p in params:
                 for rule in self.rules:
@@ -278,7 +280,7 @@ def bare(name: str) -> str:
 
 
 def _called(name: str) -> list[str]:
-    """What patterns may match: the parameter's name and those of the modules around it, without wrappers as well."""
+    """Return the names that patterns may match: the parameter's and its modules', also without wrappers."""
     found = []
     for one in dict.fromkeys((name, bare(name))):
         parts = one.split(".")
@@ -287,7 +289,7 @@ def _called(name: str) -> list[str]:
 
 
 def settled(cls: type, option: plans.PlanOption, value: str, dtype: torch.dtype) -> str:
-    """What is recorded for a parameter of that dtype; TypeError or ValueError where there is no such plan for it.
+    """Return the record for a parameter of that dtype; TypeError or ValueError if there is no such plan for it.
 
     option   the plan of its group
     """
@@ -308,7 +310,7 @@ def _refuse_missing(cls: type, name: str, dtype: torch.dtype) -> None:
 
 
 def _keeps_fp32(pair: Pair, dtype: torch.dtype) -> bool:
-    """Whether small tensors have all of their states as they are, in fp32."""
+    """Return True if small tensors have all of their states as they are, in fp32."""
     fitting = [v for v in pair.variants if v.param == dtype_name(dtype)]
     small = [v for v in fitting if v.small] or fitting
     plain = all(v.is_plain(name) for v in small for name in v.states)
@@ -318,7 +320,7 @@ def _keeps_fp32(pair: Pair, dtype: torch.dtype) -> bool:
 
 
 def recorded(cls: type, value: Any) -> plans.Recorded:
-    """What a group holds under "overrides", checked: (name or position, plan) pairs."""
+    """Return what a group holds under "overrides", checked: (name or position, plan) pairs."""
     pairs = list(value) if isinstance(value, (list, tuple)) else None
     if pairs is None or not all(
         isinstance(pair, (list, tuple)) and len(pair) == 2 and type(pair[0]) in (str, int) and type(pair[1]) is str

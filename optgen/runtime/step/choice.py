@@ -11,7 +11,7 @@ from optgen.runtime.layout import plans
 from optgen.runtime.options import blocks, options
 from optgen.runtime.options.entries import Entry
 from optgen.runtime.records import Variant
-from optgen.runtime.step import launch
+from optgen.runtime.step import backends
 
 
 class Choice:
@@ -31,7 +31,7 @@ class Choice:
         self.dtype, self.device, self.own = p.dtype, p.device, own
         chosen = plans.resolved(cls, group.get("plan"), p.dtype, own)
         self.plan = chosen.pair
-        self.backend = launch.choose(group["backend"], p.device, self.plan)
+        self.backend = backends.choose(group["backend"], p.device, self.plan)
         self.counted: bool | None = False
         if self.backend == "triton" and all(flag.every is None for flag in cls.FLAGS):
             self.counted = True if group.get("capturable") else None if group.get("fused") else False

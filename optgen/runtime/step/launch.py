@@ -1,4 +1,4 @@
-"""Which backend makes a step, the tables of addresses that kernels read, and Triton's launches.
+"""The tables of addresses that kernels read, and the launches of Triton kernels.
 
 Triton: one launch over all tensors of a bucket.
 
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -25,18 +24,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optgen.runtime.cpu import cpu, cpu_stages, native
+from optgen.runtime.cpu import cpu, cpu_stages
 from optgen.runtime.gpu import compiled, stages
 from optgen.runtime.layout import layout, plans, workspace
 from optgen.runtime.layout.workspace import Workspace, matrices
-from optgen.runtime.options import options
-from optgen.runtime.records import Variant
 from optgen.runtime.records.join import Pair
-from optgen.runtime.records.warn import tell, warn
+from optgen.runtime.records.warn import tell
 from optgen.runtime.states import state
 from optgen.runtime.step import fast_path
 from optgen.runtime.work import counting, staged
-from optgen.runtime.work.bucket import Backend, Bucket
+from optgen.runtime.work.bucket import Bucket
 
 TILES = 4
 """Full tiles per work item, where a plan does not say otherwise: amortizes the table look-ups."""
@@ -109,19 +106,6 @@ def tuned(tuning: Tuning) -> Iterator[None]:
     finally:
         _tuning = before
         fast_path.tunings += 1
-
-
-@functools.cache
-def installed() -> bool:
-    try:
-        import triton  # noqa: F401
-    except ImportError:
-        return False
-    return True
-
-
-def interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 SIZES = 6
@@ -615,90 +599,3 @@ def runner(bucket: Bucket, tables: Tables, scalars: Sequence[float] | counting.C
 @functools.cache
 def _tell_compiling(plan: Pair) -> None:
     tell(f"loading the Triton kernels of plan {plan.name}; those new to this machine are compiled, which takes seconds")
-
-
-@functools.cache
-def _warn_slow(reason: str) -> None:
-    warn(f"the optimizer steps in eager torch, many times slower than fused: {reason}")
-
-
-def meaning(option: str) -> str:
-    """A group's `backend` option, in which OPTGEN_BACKEND takes the place of "auto"."""
-    if option != "auto":
-        if option not in options.BACKENDS:
-            raise ValueError(f"backend must be one of {', '.join(options.BACKENDS)}, got {option!r}")
-        return option
-    asked = os.environ.get("OPTGEN_BACKEND") or "auto"
-    if asked not in options.BACKENDS:
-        raise ValueError(f"OPTGEN_BACKEND must be one of {', '.join(options.BACKENDS)}, got {asked!r}")
-    return asked
-
-
-def choose(option: str, device: torch.device, plan: Pair) -> Backend:
-    """What a group's `backend` option means for tensors on that device; errors say what is missing."""
-    option = meaning(option)
-    if option == "reference":
-        return "reference"
-    if option == "cpp" or (option == "auto" and device.type == "cpu"):
-        return _choose_cpp(option == "cpp", device, plan)
-    return "triton" if _choose_triton(option, device, plan) else "reference"
-
-
-def _choose_cpp(asked: bool, device: torch.device, plan: Pair) -> Backend:
-    if device.type != "cpu":
-        raise RuntimeError(f"backend='cpp' does not run on {device.type} tensors")
-    if cpu.source(plan) is None:
-        if asked:
-            raise RuntimeError(f"backend='cpp', but plan {plan.name!r} was built without C++ kernels")
-        return "reference"
-    if native.compiler() is None:
-        if asked:
-            raise RuntimeError(f"backend='cpp', but {native.no_compiler()}")
-        _warn_slow(native.no_compiler())
-        return "reference"
-    return "cpp"
-
-
-def able(backend: Backend, plan: Pair, variant: Variant) -> Backend:
-    """The backend, or eager torch where it has no kernels for a step of several stages."""
-    if not variant.stages or backend in ("reference", "cpp"):
-        return backend
-    kernels = [s.kernel for s in variant.stages if s.space != "call"]
-    if backend == "triton" and hasattr(plans.triton(plan), kernels[0]):
-        return backend
-    return "reference"
-
-
-def compile_all(buckets: Sequence[Bucket], asked: Sequence[str]) -> None:
-    """Gives buckets of the C++ backend their kernels, compiled together; before anything has changed.
-
-    asked   the `backend` option of each bucket's group
-    Where a kernel cannot be had: RuntimeError if it was asked for, else one warning, and eager torch for the bucket.
-    """
-    wanted = [(bucket, option) for bucket, option in zip(buckets, asked, strict=True) if bucket.backend == "cpp"]
-    if not wanted:
-        return
-    found = cpu.kernels([bucket for bucket, _ in wanted])
-    for (bucket, option), made in zip(wanted, found, strict=True):
-        if not isinstance(made, native.Unavailable):
-            bucket.kernel = made
-        elif meaning(option) == "cpp":
-            raise RuntimeError(f"backend='cpp', but {bucket.variant.kernel_name}: {made}")
-        else:
-            _warn_slow(f"{bucket.variant.kernel_name}: {made}")
-            bucket.backend = "reference"
-
-
-def _choose_triton(option: str, device: torch.device, plan: Pair) -> bool:
-    able = device.type == "cuda" and installed() and plans.has_triton(plan)
-    if able or option == "auto":
-        if device.type == "cuda" and not able:
-            _warn_slow("triton is not installed" if not installed() else f"{plan.name} has no Triton kernels")
-        return able
-    if not installed():
-        raise RuntimeError("backend='triton', but triton is not installed")
-    if not plans.has_triton(plan):
-        raise RuntimeError(f"backend='triton', but plan {plan.name!r} was built without Triton kernels")
-    if device.type == "cpu" and interpreted():
-        return True
-    raise RuntimeError(f"backend='triton' does not run on {device.type} tensors (on the CPU: TRITON_INTERPRET=1)")

@@ -17,7 +17,7 @@ from optgen.runtime.options.entries import Entry, Owner
 from optgen.runtime.records import Variant, as_float, keys
 from optgen.runtime.records.arena import Arena
 from optgen.runtime.states import state
-from optgen.runtime.step import admit, interrupts, launch, shared
+from optgen.runtime.step import admit, backends, interrupts, shared
 from optgen.runtime.step.admit import Dtypes
 from optgen.runtime.step.choice import Choice, GroupChoices
 from optgen.runtime.work import counting, whole
@@ -129,7 +129,7 @@ class _Sorter:
         device = choice.device
         key = (self.number, variant, grad_dtype, device, cut, *count.key)
         if key not in self.buckets:
-            backend = launch.able(choice.backend, choice.plan, variant)
+            backend = backends.able(choice.backend, choice.plan, variant)
             self.buckets[key] = Bucket(
                 self.number, choice.plan, variant, backend, device, grad_dtype, count.step, count.host, cut=cut,
                 counted=backend == "triton" and (count.on_device or bool(choice.counted)),
@@ -230,7 +230,7 @@ def buckets(
         return [], []
     for bucket in found:
         bucket.refuse_inference()
-    launch.compile_all(found, [owner.groups[b.group]["backend"] for b in found])
+    backends.compile_all(found, [owner.groups[b.group]["backend"] for b in found])
     for b, i in fresh:  # thawed since it was given
         if b.variant.needs_matrix and len(b.params[i].shape) < 2:
             raise admit.no_matrix(owner.cls, b.params[i], b.names[i])
