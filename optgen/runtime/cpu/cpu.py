@@ -159,9 +159,6 @@ def threads(elements: int) -> int:
 def run(bucket: Bucket, table: Table, scalars: Sequence[float], step_key: int) -> None:
     """One call; the tensors are changed behind autograd's back, so their version counters are moved by hand."""
     assert bucket.kernel is not None
-    if bucket.in_parts:
-        staged.run(runner(bucket, table, scalars, step_key))
-        return
     given = (ctypes.c_float * len(scalars))(*scalars)
     call(bucket.kernel, table, given, step_key)
     torch.autograd.graph.increment_version(bucket.params)

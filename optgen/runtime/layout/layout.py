@@ -1,4 +1,4 @@
-"""How a parameter's tensor is seen: as rows of columns, with blocks along each row.
+"""The view of a parameter's tensor as rows of columns, with blocks along each row.
 
 ndim >= 2: rows = shape[0], columns = all the rest flattened; ndim <= 1: one row.  Blocks of B columns never
 cross a row; the last block of a row may be short.  This is a property of the logical tensor: memory layout,
@@ -32,7 +32,7 @@ def grid(shape: torch.Size) -> tuple[int, int]:
 
 
 class Place(NamedTuple):
-    """Where a tensor lies in the logical tensor that it is a part of: the whole of it where nothing is sharded.
+    """The place of a tensor in the logical tensor that it is a part of, itself if nothing is sharded.
 
     row, column    of its first element, in the 2-D view of the logical tensor
     width          columns of that view
@@ -224,14 +224,14 @@ def _encode_whole(
 
 
 def _dims(variant: Variant, shape: torch.Size) -> dict[str, tuple[int, ...]]:
-    """What a function over all of a tensor is told of its columns."""
+    """Return the arguments about columns of a function over all of a tensor."""
     return {"dims": column_dims(variant.matrix, shape)} if variant.has_axes else {}
 
 
 def _decode_whole(
     variant: Variant, function: Callable[..., Mapping[str, Tensor]], p: Tensor, state: Mapping[str, Tensor]
 ) -> Mapping[str, Tensor]:
-    """What a variant's decoder gives for all of a tensor that has elements."""
+    """Return the values of a variant's decoder for all of a tensor that has elements."""
     seen = matrix_shape(variant.matrix, p.shape)
     stored = []
     for f in variant.fields:

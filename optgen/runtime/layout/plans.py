@@ -39,7 +39,7 @@ PlanOption = str | Mapping[str, str] | None
 TRITON = "triton_kernels"
 
 FULL = "fp32_states"
-"""In the place of a plan's name: the plan of the group, as it keeps small tensors."""
+"""The name that stands for the plan of the group, as it keeps small tensors."""
 
 Label = str | int
 """A parameter's name, or its position over all groups where it has none."""
@@ -49,7 +49,7 @@ Recorded = tuple[tuple[Label, str], ...]
 
 
 class Chosen(NamedTuple):
-    """What a parameter is kept under; tensors with fewer than `limit` elements take the variant for small ones."""
+    """The plan of a parameter; tensors with fewer than `limit` elements take the variant for small ones."""
 
     name: str
     pair: Pair

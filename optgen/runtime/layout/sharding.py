@@ -49,7 +49,7 @@ def kind() -> type[DTensor] | None:
 
 
 def is_sharded(x: object) -> bool:
-    """Whether x is a DTensor."""
+    """Return True for a DTensor."""
     found = kind()
     return found is not None and isinstance(x, found)
 
@@ -88,7 +88,7 @@ def chunk(size: int, ranks: int, rank: int) -> Span:
 
 
 def _within(spans: Sequence[Span], start: int, stop: int) -> Iterator[Span]:
-    """What the things [start, stop) of those that the spans hold, one after the other, are."""
+    """Yield the spans covered by positions [start, stop) of the concatenated spans."""
     begin = 0
     for a, b in spans:
         low, high = max(start - begin, 0), min(stop - begin, b - a)
@@ -98,7 +98,7 @@ def _within(spans: Sequence[Span], start: int, stop: int) -> Iterator[Span]:
 
 
 def _cut(spans: Sequence[Span], ranks: int, rank: int, pieces: int) -> list[Span]:
-    """The part of the spans that a rank gets: of each of `pieces` equal parts of them."""
+    """Return the part of the spans that a rank gets: of each of `pieces` equal parts of them."""
     size = sum(b - a for a, b in spans)
     found: list[Span] = []
     for k in range(pieces):
@@ -114,7 +114,10 @@ def _cut(spans: Sequence[Span], ranks: int, rank: int, pieces: int) -> list[Span
 
 @functools.lru_cache(maxsize=65536)
 def region(shape: torch.Size, mesh: tuple[int, ...], coordinate: tuple[int, ...], cuts: Cuts) -> tuple[Span, ...]:
-    """What the rank at a coordinate of the mesh holds of each dimension; ValueError where that is no stretch of it."""
+    """Return the index range of each dimension held by the rank at `coordinate`.
+
+    Raises ValueError if a range is not contiguous.
+    """
     spans = [[(0, size)] for size in shape]
     for ranks, rank, cut in zip(mesh, coordinate, cuts, strict=True):
         if cut is not None:
@@ -129,7 +132,7 @@ def region(shape: torch.Size, mesh: tuple[int, ...], coordinate: tuple[int, ...]
 
 
 def cuts_of(mesh: DeviceMesh, placements: Sequence[Any], ndim: int) -> Cuts:
-    """How placements cut a tensor; ValueError where one says that ranks hold summands."""
+    """Return the cuts of placements.  Raises ValueError if ranks hold summands."""
     found: list[tuple[int, int] | None] = []
     for ranks, placement in zip(mesh.shape, placements, strict=True):
         if placement.is_partial():
@@ -168,7 +171,7 @@ _DIMS: Mapping[str, frozenset[str]] = {
 
 
 def role(dim: int, shape: torch.Size, matrix: Matrix) -> str:
-    """Whether a dimension counts rows of a rule's matrices ("row"), columns ("col") or matrices ("lead")."""
+    """Return what a dimension counts: rows of a rule's matrices ("row"), columns ("col") or matrices ("lead")."""
     if len(shape) < 2:
         return "col"
     if matrix != "last":
@@ -182,7 +185,7 @@ def reduced(space: str, source: str) -> frozenset[str]:
 
 
 class Layout:
-    """How a logical tensor lies over a mesh.
+    """The layout of a logical tensor over a mesh.
 
     shape       of the logical tensor
     here        what this rank holds of each dimension; None: it is not in the mesh
@@ -197,7 +200,7 @@ class Layout:
         self.here = None if self.coordinate is None else self.at(self.coordinate)
 
     def at(self, coordinate: tuple[int, ...]) -> tuple[Span, ...]:
-        """What the rank at a coordinate holds."""
+        """Return the index ranges held by the rank at a coordinate."""
         return region(self.shape, self.mesh_shape, coordinate, self.cuts)
 
     def dims(self) -> list[int]:
@@ -209,7 +212,7 @@ class Layout:
         return itertools.product(*(range(n) if c else (0,) for n, c in zip(self.mesh_shape, self.cuts, strict=True)))
 
     def roles(self, matrix: Matrix) -> frozenset[str]:
-        """What is cut, as a rule sees it."""
+        """Return which roles of dimensions are cut: rows, columns or matrices."""
         return frozenset(role(cut[0], self.shape, matrix) for cut in self.cuts if cut is not None)
 
     def groups(self, over: frozenset[str], matrix: Matrix) -> list[int]:
@@ -217,7 +220,7 @@ class Layout:
         return [m for m, c in enumerate(self.cuts) if c is not None and role(c[0], self.shape, matrix) in over]
 
     def place(self, matrix: Matrix) -> layout.Place:
-        """Where this rank's part lies in the 2-D view."""
+        """Return the place of this rank's part in the 2-D view."""
         assert self.here is not None
         whole = layout.place(layout.matrix_shape(matrix, self.shape))
         if len(self.shape) < 2:
@@ -238,12 +241,12 @@ def _layout(mesh: DeviceMesh, placements: tuple[Any, ...], shape: torch.Size) ->
 
 
 def layout_of(x: DTensor) -> Layout:
-    """How a DTensor lies."""
+    """Return the layout of a DTensor."""
     return _layout(x.device_mesh, tuple(x.placements), x.shape)
 
 
 def field_layout(field: Field, of: Layout, gathered: bool = False) -> Layout:
-    """How a field of a parameter lies; gathered: all ranks have all of it."""
+    """Return the layout of a parameter's field; gathered: all ranks have all of it."""
     shape = torch.Size(layout.field_shape(field, of.shape))
     ndim = len(of.shape)
 
@@ -294,7 +297,7 @@ class Parts:
         return cls(variant, found, mode(variant, found) == "gathered")
 
     def field(self, f: Field) -> Layout:
-        """How a field lies."""
+        """Return the layout of a field."""
         return field_layout(f, self.layout, self.gathered)
 
     def weight(self, p: Any) -> Tensor:
@@ -315,8 +318,8 @@ class Parts:
         }
 
     def taken(self, entry: Mapping[str, Any]) -> dict[str, Any]:
-        """What this rank takes of a saved state: of DTensors that lie as its own, and of whole tensors; dense values
-        of states, too.  ValueError where one fits neither."""
+        """Return this rank's part of a saved state, of DTensors that lie as its own and of whole tensors; dense values
+        of states, too.  Raises ValueError if one fits neither."""
         fields = {f.name: f for f in self.variant.fields}
         few = {f.owner: f for f in self.variant.fields if not f.wide}
         out = {}
@@ -336,8 +339,10 @@ class Parts:
         return {name: item.found for name, item in wanted.items() if item.found is not None}
 
     def beside(self, name: str, value: Tensor) -> Tensor:
-        """What of a tensor of the parameter's shape, whole or a DTensor, stands beside `weight`; ValueError where it
-        has another shape or mesh."""
+        """Return the part of a tensor of the parameter's shape, whole or a DTensor, that belongs to `weight`.
+
+        Raises ValueError if it has another shape or mesh.
+        """
         return _part_here(name, value, [_everywhere(self.layout) if self.gathered else self.layout])
 
 
@@ -360,7 +365,7 @@ def _part_here(name: str, value: Tensor, own: Sequence[Layout]) -> Tensor:
 
 
 def _everywhere(of: Layout) -> Layout:
-    """The same tensor where all ranks have all of it."""
+    """Return the layout of the same tensor if all ranks have all of it."""
     return _layout(of.mesh, tuple(_moved(placement, None) for placement in of.placements), of.shape)
 
 
@@ -386,8 +391,8 @@ Mode = Literal["local", "gathered"]
 
 
 def mode(variant: Variant, of: Layout) -> Mode:
-    """How a parameter is stepped: in parts, or (vectors whose parts cut storage blocks) by every rank as a whole, with
-    states that all ranks have.  ValueError, saying what to do, where neither can be."""
+    """Return "gathered" for vectors whose parts cut storage blocks: every rank steps the whole, with states that all
+    ranks have.  Other parameters are stepped in parts.  Raises ValueError, saying what to do, if neither can be."""
     blocks = frozenset(
         {(f.per, f.width) for f in variant.fields if f.per > 1} | {(s.block, 1) for s in variant.stages if s.block > 1}
     )
@@ -564,7 +569,7 @@ class Whole:
 
 @dataclass(slots=True)
 class Exchange:
-    """What a step waits for: sums over ranks, and tensors whole."""
+    """The requests of a step to other ranks: sums, and whole tensors."""
 
     sums: list[Sum] = field(default_factory=list)
     wholes: list[Whole] = field(default_factory=list)
@@ -603,8 +608,8 @@ def reduce(items: Sequence[Sum]) -> None:
 
 
 def _sent_from(mesh: DeviceMesh, device: torch.device) -> torch.device:
-    """Where a tensor is sent from: the mesh's devices, because its ranks may have no way between others (NCCL has none
-    between CPUs, where states that are offloaded lie); what has no memory stays so."""
+    """Return the device that a tensor is sent from: the mesh's, because its ranks may have no way between others (NCCL
+    has none between CPUs, where states that are offloaded lie); what has no memory stays so."""
     return device if device.type in ("meta", mesh.device_type) else torch.device(mesh.device_type)
 
 

@@ -233,7 +233,7 @@ class Handle:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what an exact continuation needs beside the optimizer's state dict: the norm of the last step, and how
-        many sums of micro-batches each parameter has had.
+        many sums of micro-batches each parameter has had, by name (by position where it has none).
 
         Raises RuntimeError if sums of micro-batches are waiting: save between updates.
         """
@@ -555,7 +555,7 @@ class Release:
         one.summed = 0
 
     def remove(self) -> None:
-        """Return to ordinary steps.  Sums of micro-batches that no update has used are in p.grad afterwards."""
+        """See Handle.remove."""
         with self._lock, torch.no_grad():
             for hook in self._hooks.values():
                 hook.remove()
@@ -569,11 +569,7 @@ class Release:
     # -- checkpoints ----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what an exact continuation needs beside the optimizer's state dict: the norm of the last step, and how
-        many sums of micro-batches each parameter has had, by name (by position where it has none).
-
-        Raises RuntimeError if sums of micro-batches are waiting: save between updates.
-        """
+        """See Handle.state_dict."""
         if any(one.summed for one in self._released.values()):
             raise RuntimeError("release_gradients: micro-batches are waiting for their update; save after step()")
         found: dict[str, Any] = {"previous_norm": None if self._previous is None else self._previous.clone()}
@@ -583,7 +579,7 @@ class Release:
         return {**found, "sums": sums} if sums else found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a dict that `state_dict` returned.  Raises TypeError for anything else."""
+        """See Handle.load_state_dict."""
         norm, sums = state_dict.get("previous_norm", self), state_dict.get("sums", {})
         counts = [type(count) is int and count >= 0 for count in sums.values()] if isinstance(sums, dict) else [False]
         if norm is self or not (norm is None or (isinstance(norm, Tensor) and norm.numel() == 1)) or not all(counts):

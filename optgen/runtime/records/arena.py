@@ -77,7 +77,7 @@ class Arena:
 
 
 def _start(end: int, size: int, large: int) -> int:
-    """Where a tensor of `size` bytes goes after `end`, `large` large ones being there already."""
+    """Return the place of a tensor of `size` bytes after `end`, when `large` large ones are there already."""
     if size < LARGE:
         return -(-end // LINE) * LINE
     return -(-end // PAGE) * PAGE + (2 * large + 1) * SKEW % PAGE

@@ -112,7 +112,7 @@ def _wrapped(word: int) -> int:
 
 
 def stream_of_steps(seed: int) -> int:
-    """What a device needs of a seed to make the keys of its steps (`gpu.controlled.step_key`): 64 bits, signed."""
+    """Return the 64-bit signed word from which a device makes keys of steps (`gpu.controlled.step_key`)."""
     return _wrapped(_mix((seed + _GOLDEN) & _MASK))
 
 

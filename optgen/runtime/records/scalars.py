@@ -16,7 +16,7 @@ Scalar = float | Tensor
 """A number of the host, or a 0-dim fp64 tensor of one; between conditions, a condition."""
 
 Truth = bool | Tensor
-"""The same of a condition: a 0-dim bool tensor."""
+"""A condition: a bool, or a 0-dim bool tensor."""
 
 
 _constants: dict[tuple[str, torch.device, int], Tensor] = {}
@@ -43,7 +43,7 @@ def _like(x: Scalar, other: Tensor) -> Tensor:
 
 
 def _stream(device: torch.device) -> int:
-    """What work on a device is put into now."""
+    """Return the stream that takes work on a device now."""
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 

@@ -423,9 +423,6 @@ def prepared(bucket: Bucket, tables: Tables) -> fast_path.PreparedBucket:
 
 def run(bucket: Bucket, tables: Tables, scalars: Sequence[float] | counting.Control, step_key: int) -> None:
     """Launch; the tensors are changed behind autograd's back, so their version counters are moved by hand."""
-    if bucket.in_parts:
-        staged.run(runner(bucket, tables, scalars, step_key))
-        return
     starter(bucket, tables)(scalars, step_key)
     torch.autograd.graph.increment_version(bucket.params)
 

@@ -15,29 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optgen.runtime.cpu import cpu
 from optgen.runtime.layout import sharding
 from optgen.runtime.records import Variant, sums
 from optgen.runtime.states import state
-from optgen.runtime.step import launch
 from optgen.runtime.work.bucket import Bucket, reference_calls
-from optgen.runtime.work.counting import Control
 from optgen.runtime.work.staged import Runner
 
 
-def runner(bucket: Bucket, tables: Any, scalars: Sequence[float] | Control, step_key: int) -> Runner:
-    """The step of a bucket, in parts."""
-    if isinstance(scalars, Control):
-        return launch.runner(bucket, tables, scalars, step_key)
-    if tables is None:
-        return reference_runner(bucket, scalars, step_key)
-    if tables.table is not None:
-        return cpu.runner(bucket, tables.table, scalars, step_key)
-    return launch.runner(bucket, tables, scalars, step_key)
-
-
 def reference_runner(bucket: Bucket, scalars: Sequence[float], step_key: int) -> Runner:
-    """In eager torch, one parameter beside the other."""
+    """Make the step of a bucket in eager torch, one parameter beside the other, in parts."""
     parts: list[Generator[Tensor, Tensor, None]] = list(reference_calls(bucket, scalars, step_key))
     if not bucket.variant.model_temps:
         return
@@ -52,7 +38,7 @@ def reference_runner(bucket: Bucket, scalars: Sequence[float], step_key: int) ->
 
 
 def check(buckets: Iterable[Bucket]) -> None:
-    """RuntimeError where parameters of one step need different sums over the model, or not in one order."""
+    """Raise RuntimeError if parameters of one step need different sums over the model, or not in one order."""
     kinds = {b.variant.model_temps: b for b in buckets}
     if len(kinds) > 1:
         first, second = sorted(kinds.values(), key=lambda b: not b.variant.model_temps)[:2]
@@ -65,7 +51,7 @@ def check(buckets: Iterable[Bucket]) -> None:
 
 
 def run(runners: Iterable[Runner]) -> None:
-    """All parts of all runners; sums are taken in the order of the parameters (see sums.py).
+    """Run all parts of all runners; sums are taken in the order of the parameters (see sums.py).
 
     What runners need of other ranks comes first, in one message for all of them: a sum over the model is one that all
     wait for.
@@ -88,7 +74,7 @@ def run(runners: Iterable[Runner]) -> None:
 
 
 def _on(runners: Iterable[tuple[Runner, Tensor | None]]) -> list[tuple[Runner, Any]]:
-    """Sends each what it waits for; those that ask for more, and what."""
+    """Send each runner the answer that it waits for; return those that ask for more, with their requests."""
     after = []
     for r, answer in runners:
         with suppress(StopIteration):
@@ -106,10 +92,10 @@ def begin(
     fresh: Sequence[tuple[Bucket, int]],
     groups: Sequence[Mapping[str, Any]],
 ) -> None:
-    """States that are made now take over what the model has come to.
+    """Give states that are made now the values of the model's states.
 
-    fresh   whose they are: bucket, and position in it
-    RuntimeError where the model has come to nothing yet, and groups would have it begin with different numbers.
+    fresh   their parameters: bucket, and position in it
+    Raises RuntimeError if the model has none yet, and groups would have it begin with different numbers.
     """
     for name in dict.fromkeys(name for b, _ in fresh for name in _of_model(b.variant)):
         theirs = [(made, b, i) for made, (b, i) in zip(new, fresh, strict=True) if name in _of_model(b.variant)]
@@ -122,7 +108,7 @@ def begin(
 
 
 def _refuse_unequal(name: str, fresh: Sequence[tuple[Bucket, int]], groups: Sequence[Mapping[str, Any]]) -> None:
-    """RuntimeError where a state of the model begins with a hyper-parameter, in which groups differ."""
+    """Raise RuntimeError if a state of the model begins with a hyper-parameter in which groups differ."""
     starts: dict[tuple[str, float], tuple[Bucket, int]] = {}
     for b, i in fresh:
         hyper = b.variant.init.get(name)
@@ -138,7 +124,7 @@ def _refuse_unequal(name: str, fresh: Sequence[tuple[Bucket, int]], groups: Sequ
 
 
 def spread(states: Mapping[Any, Any], buckets: Sequence[Bucket]) -> None:
-    """All parameters take over what the model has come to: what the first one in the step says.
+    """Give all parameters the values of the model's states: those of the first one in the step.
 
     Others may have missed the step, have no elements, have made another number of steps, or stand in a group with
     hyper-parameters of its own; a state of the model is one number all the same.

@@ -17,7 +17,7 @@ from optgen.runtime.states import state
 from optgen.runtime.step import agreement, fast_path, interrupts, launch, shared, sort
 from optgen.runtime.step.admit import Dtypes
 from optgen.runtime.step.partial_step import StepError
-from optgen.runtime.work import counting
+from optgen.runtime.work import counting, staged
 from optgen.runtime.work.bucket import Bucket, run_reference
 
 Numbers = tuple[list[float], tuple[float, ...]]
@@ -43,11 +43,22 @@ class ReadyBucket(NamedTuple):
         bucket, tables, scalars, key, _ = self
         if tables is None:
             run_reference(bucket, scalars, key)
+        elif bucket.in_parts:
+            staged.run(self.runner())
         elif tables.table is not None:
             cpu.run(bucket, tables.table, scalars, key)
         else:
             launch.run(bucket, tables, scalars, key)
         self.finish()
+
+    def runner(self) -> staged.Runner:
+        """Return the step in parts, between which the host has something to do."""
+        bucket, tables, scalars, key, _ = self
+        if tables is None:
+            return shared.reference_runner(bucket, scalars, key)
+        if tables.table is not None:
+            return cpu.runner(bucket, tables.table, scalars, key)
+        return launch.runner(bucket, tables, scalars, key)
 
     def finish(self) -> None:
         """Count the step in the states."""
@@ -177,7 +188,7 @@ def _run(ready: Sequence[ReadyBucket]) -> None:
                 done += at_work
         if waiting:
             at_work = [s for one in waiting for s in one.bucket.owned]
-            shared.run([shared.runner(b, tables, scalars, key) for b, tables, scalars, key, _ in waiting])
+            shared.run([one.runner() for one in waiting])
             for one in waiting:
                 one.finish()
     except BaseException as error:
