@@ -270,6 +270,17 @@ def test_a_parameter_that_outgrew_its_gradient(backend: str, shape: tuple[int, .
     assert all(torch.equal(kept[0][key], states[0][key]) for key in ("exp_avg", "exp_avg_sq") if steps)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_number_out_of_its_range_is_refused_before_there_are_states(backend: str) -> None:
+    p = nn.Parameter(torch.ones(4, 4))
+    opt = AdamW([p], backend=backend, plan="int8_split24")
+    p.grad = torch.ones_like(p)
+    opt.param_groups[0]["lr"] = -1.0
+    with pytest.raises(ValueError, match=r"group 0: .*lr"):
+        opt.step()
+    assert not opt.state and bool((p == 1).all())
+
+
 def test_a_parameter_that_left_the_device_of_its_gradient() -> None:
     """Asked of a gradient that p.grad would not take: p.data, which would, moves only between accelerators and CPU."""
     p = nn.Parameter(torch.ones(4, 4))
