@@ -24,8 +24,8 @@ from unittest import mock
 import torch
 
 from optgen import passes
-from optgen.backends import cpp, host, reference, triton, wrapper
-from optgen.driver import cpp_text, targets
+from optgen.backends import cpp, host, reference, wrapper
+from optgen.driver import cpp_text, targets, triton_text
 from optgen.driver.kernel_text import unpack_of
 from optgen.driver.targets import Case
 from optgen.ir.program import Schedule, Step
@@ -33,6 +33,7 @@ from optgen.lang.spec import Spec
 from optgen.lower import lower
 from optgen.ops import dtypes
 from optgen.runtime.cpu import native
+from optgen.runtime.records import Variant
 from optgen.runtime.reference.eager import Blocks, rows_and_columns
 from tests import inlined
 
@@ -83,23 +84,15 @@ def only(s: Schedule | Step) -> Schedule:
     return stage.schedule
 
 
-def _texts(spec: Spec, s: Schedule, kernels: Schedule) -> tuple[str, str, str]:
-    """What `Pair` runs, printed: the reference, the Triton kernel, the host's scalars of both."""
+def _texts(spec: Spec, s: Schedule, kernels: Schedule) -> tuple[str, str]:
+    """What `Pair` runs, printed: the reference, the host's scalars of it and of C++ kernels."""
     names = "Blocks, block_max, block_min, choose, larger, lookup, quotient, rotl, scalars, search, smaller, sqrt"
     text = f"import torch\nfrom optgen.runtime.reference.eager import {names}\n"
     lines = [*reference.tables([s]), *inlined.step_function(s, "f")]
-    rendered = wrapper.render(
-        "triton.py.j2",
-        header="",
-        helpers=triton.helpers([kernels]),
-        kernels=[triton.kernel(kernels, "f")],
-        tiles={"f": 256},
-        registers={},
-    )
     head = f"from optgen.runtime.records.scalars import {', '.join(host.HELPERS)}\n"
     scalars = host.scalars_function(s.program, unpack_of(spec), "reference")
     scalars += ["", *host.scalars_function(kernels.program, unpack_of(spec), "kernel")]
-    return text + "\n".join(lines) + "\n", rendered, head + "\n".join(scalars) + "\n"
+    return text + "\n".join(lines) + "\n", head + "\n".join(scalars) + "\n"
 
 
 def cpp_source(schedule: Schedule, name: str = "f") -> str:
@@ -132,12 +125,24 @@ class Pair:
 
     def __init__(self, spec: Spec, s: Schedule | Step, folder: Path, *, kernels: Schedule | Step | None = None) -> None:
         self.known = kernels or s
+        self.case = next((_cases[id(x)][2] for x in (self.known, s) if id(x) in _cases), None)
         s, kernels = only(s), only(self.known)
-        self.spec, self.schedule, self.kernels = spec, s, kernels
-        reference_text, triton_text, host_text = _texts(spec, s, kernels)
+        self.spec, self.schedule, self.kernels, self.folder = spec, s, kernels, folder
+        reference_text, host_text = _texts(spec, s, kernels)
         self.reference = _module(folder / "ref.py", reference_text)
-        self.triton = _module(folder / "tri.py", triton_text)
         self.host = _module(folder / "host.py", host_text)
+
+    @cached_property
+    def triton(self) -> tuple[Variant, Any]:
+        """The case's variant, and the Triton kernels of all cases of its plan."""
+        assert self.case is not None
+        plan, maths = self.case.storage.plan, self.kernels.program.maths
+        name = targets.case_name(self.spec, self.case)
+        folder = Path(tempfile.mkdtemp(dir=self.folder))
+        pair, kernels = triton_text.joined(
+            self.spec, plan, maths, lambda name, text: _module(folder / f"{name}.py", text)
+        )
+        return next(v for v in pair.variants if v.function == name), kernels
 
     def buffers(self, shape: tuple[int, ...], weight: torch.Tensor) -> dict[str, torch.Tensor]:
         """Fresh state: what stores zero, and a weight."""
@@ -189,8 +194,11 @@ class Pair:
         """One launch over several tensors (buffers, gradient, stream key), all ragged or none of them."""
         import triton.language as tl
 
-        size, block = triton.tile_elements(self.kernels), self.schedule.program.block
-        numbers = [torch.tensor(x) for x in triton.in_memory([self.kernels.program]).values()]
+        variant, kernels = self.triton
+        name, block = variant.function, self.schedule.program.block
+        assert variant.single is not None
+        size = kernels.TILE[name]
+        numbers = [torch.tensor(x) for x in kernels.NUMBERS[name]]
         table, work, everything = [], [], []
         for row, (buffers, g, stream) in enumerate(tensors):
             ordered = [g if b.role == "grad" else buffers[b.name] for b in self.schedule.program.buffers]
@@ -204,9 +212,15 @@ class Pair:
         grad = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[g.dtype]
         aligned = all(t.data_ptr() % 16 == 0 for t in everything)
         items, pointers = torch.tensor(work, dtype=torch.int32), torch.tensor(table, dtype=torch.int64)
-        scalars = self.scalars("kernel", step, hypers)
-        launch = self.triton.f[(len(work),)]
-        launch(pointers, items, *scalars, key, grad, tiles, ragged, aligned, num_warps=1, enable_fp_fusion=False)
+        program = self.kernels.program
+        values = {h.name: h.default for h in self.spec.hypers} | dict(program.host_states) | dict(hypers)
+        made = variant.single.host(step, 1.0, **values)
+        scalars = [made[k] for k in variant.single.stages[0].scalars]
+        constants = {"GRAD": grad, "TILES": tiles, "RAGGED": ragged, "ALIGNED": aligned, "TILE": size}
+        launch = getattr(kernels, name)[(len(work),)]
+        launch(
+            pointers, items, *scalars, key, **constants, **kernels.CONSTANTS[name], num_warps=1, enable_fp_fusion=False
+        )
 
     @cached_property
     def source(self) -> str:

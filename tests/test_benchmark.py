@@ -54,7 +54,7 @@ def test_traffic_is_what_the_kernel_s_header_says(name: str) -> None:
     for c in benchmark.generated("triton"):
         rule, _, plan = c.name.partition(" ")
         if rule == name and c.dtype == torch.bfloat16:
-            text = (ROOT / "generated" / name.lower() / plan / "triton_kernels.py").read_text(encoding="utf-8")
+            text = (ROOT / "generated" / name.lower() / plan / "__init__.py").read_text(encoding="utf-8")
             said = re.search(r"traffic\s+([\d.]+) B per bfloat16 parameter", text)
             c.count("cpu")
             assert said and c.moved == float(said[1])

@@ -565,19 +565,22 @@ COST = """
 import json
 from tools import kernel_stats as ks
 import triton.language as tl
-from generated.adamw.int8_split24 import triton_kernels as kernels
+from generated import AdamW
 from optgen.runtime.gpu import compiled, controlled
+from optgen.runtime.layout import plans
+kernels = compiled.kernels(plans.load(AdamW, "int8_split24"))
 fn = kernels.adamw_bfloat16
 names = fn.arg_names
 scalars = names[2 : names.index("step_key")]
 constants = {"GRAD": tl.bfloat16, "TILES": 4, "RAGGED": False, "ALIGNED": True}
+constants |= {"TILE": kernels.TILE["adamw_bfloat16"], **kernels.CONSTANTS["adamw_bfloat16"]}
 ordered = compiled._ordered(fn, constants)
 inner = {(controlled.controlled.arg_names.index("CONSTANTS"), k): x.value for k, x in enumerate(ordered)}
 tables = {"table": "*i64", "work": "*i32"}
 limits = kernels.OPTIONS["adamw_bfloat16"]
 plain = ks.compile_for(
     fn, {**tables, **{s: "fp32" for s in scalars}, "step_key": "i32"},
-    {**constants, "TILE": kernels.TILE["adamw_bfloat16"]}, ks.TARGETS["sm_90"], aligned=tables, **limits,
+    constants, ks.TARGETS["sm_90"], aligned=tables, **limits,
 )
 around = ks.compile_for(
     controlled.controlled,
@@ -607,8 +610,9 @@ import torch, triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
-from generated.sgd.fp32 import triton_kernels as kernels
+from generated import SGD
 from optgen.runtime.gpu import compiled
+from optgen.runtime.layout import plans
 from optgen.runtime.work import counting
 
 class Device:
@@ -617,6 +621,7 @@ class Device:
     def get_current_stream(self, device): return 0
 
 driver.set_active(Device())
+kernels = compiled.kernels(plans.load(SGD, "fp32"))
 fn = kernels.sgd_float32
 count = fn.arg_names.index("GRAD") - 2 - ("step_key" in fn.arg_names)
 tables = torch.zeros(16, dtype=torch.int64), torch.zeros(16, dtype=torch.int32)
@@ -624,6 +629,7 @@ scalars = counting.Control(count, torch.device("cpu"))
 found = []
 for grad, tiles in ((tl.bfloat16, 4), (tl.float32, 4), (tl.float32, 8), (tl.float32, 4)):
     constants = {"GRAD": grad, "TILES": tiles, "RAGGED": False, "ALIGNED": True}
+    constants |= {"TILE": 256, **kernels.CONSTANTS["sgd_float32"]}
     key = 1 if "step_key" in fn.arg_names else None
     outer, given, told = compiled._call(fn, tables, scalars, range(count), key, constants)
     made = outer.warmup(*given, grid=(1,), **told, enable_fp_fusion=False, num_warps=1)

@@ -651,7 +651,8 @@ def test_fast_maths_is_within_its_bound_of_the_oracle_and_a_code_of_strict(cell:
     threshold: by 1.
     """
     built = build(cell)
-    pair = harness.Pair(built.spec, built.compiled.strict, tmp_path, kernels=built.compiled.fast)
+    made = built.compiled
+    pair = harness.Pair(built.spec, made.strict, tmp_path, kernels=made.fast)
     run, _ = _trained(built, (3, 256), 9)
     draw = draws(cell, 10)
     for _ in range(3):

@@ -1287,11 +1287,11 @@ def test_variants_may_share_functions_and_give_the_kernel_scalars_of_its_own() -
 
     alone = Variant("f", "float32", (), ("a", "b"), strict)
     assert alone.kernel_name == "f"
-    assert alone.host_for(True) == alone.host_for(False) == (strict, 2)
+    assert alone.host_for("cpp") == alone.host_for("reference") == (strict, 2)
     shared = Variant("f", "float32", (), ("a", "b"), strict, kernel="k", kernel_scalars=("a",), kernel_host=fast)
     assert shared.kernel_name == "k"
-    assert shared.host_for(False) == (strict, 2)
-    assert shared.host_for(True) == (fast, 1)
+    assert shared.host_for("reference") == (strict, 2)
+    assert shared.host_for("cpp") == (fast, 1)
 
 
 @pytest.mark.parametrize("lr", [3e-4, 1.0])

@@ -9,7 +9,7 @@ import pytest
 from test_lang import lamb
 
 from optgen import passes
-from optgen.backends import triton, triton_stages
+from optgen.backends import triton_stages
 from optgen.driver import explain, load
 from optgen.driver.explain import why_last
 from optgen.formats import Blocked, LogMinMax
@@ -102,7 +102,7 @@ def test_printed_kernels_move_what_explain_says(name: str, flags: dict[str, bool
     said = explain.explain(spec, plans.int8_split24, "bfloat16", flags)
     case = explain.case_of(spec, plans.int8_split24, "bfloat16", flags)
     s = passes.step(lower(spec, case.flags, case.storage), "fast")
-    lines = triton_stages.kernels(s, "f").lines if s.in_stages else triton.kernel(s.stages[0].schedule, "f")
+    lines = triton_stages.kernels(s, "f").lines
     assert moved("\n".join(lines), "f", s) == pytest.approx(said.traffic)
     assert said.traffic <= most
     assert len(said.sweeps) == 1 or all(let in said.sweeps[-1].why for let in said.sweeps[0].why.split(", ")[:1])

@@ -80,9 +80,10 @@ kernel_stats._read_nvidia = lambda asm, listed: found.append(asm["ptx"]) or ("",
 for name, plan, param in (("stepped", "fp32", "float32"), ("adamw", "int8_split24", "bfloat16")):
     spec = harness.spec_of(name) if name != "stepped" else test_triton_strict.stepped
     schedule = harness.schedule(spec, harness.plan_of(plan), param, "strict")
-    fn = harness.Pair(spec, schedule, Path(sys.argv[1])).triton.f
+    variant, kernels = harness.Pair(spec, schedule, Path(sys.argv[1])).triton
+    fn = getattr(kernels, variant.function)
     constants = {"GRAD": getattr(tl, param), "TILES": 4, "RAGGED": False, "ALIGNED": True, "TILE": 256}
-    constants = {k: v for k, v in constants.items() if k in fn.arg_names} | kernel_stats.record(fn)
+    constants |= kernels.CONSTANTS[variant.function]
     signature = {a: kernel_stats._POINTERS.get(a, "fp32") for a in fn.arg_names if a not in constants}
     kernel_stats.compile_for(fn, signature, constants, kernel_stats.TARGETS["sm_90"], aligned=("table", "work"))
 print(json.dumps(found))

@@ -201,7 +201,7 @@ def test_every_kernel_of_a_pair_is_compiled_for_every_target(tool: ModuleType, t
     jobs = kernel_stats.of_module("adamw.lpmm4", module)
     made = [(job.fn.__name__, target) for job in jobs for target in job.targets]
     kernels = re.findall(r"^def (\w+)\(\s*table, work", text["triton_kernels.py"], re.M)
-    assert {name.removeprefix("adamw_bfloat16_") for name in kernels} >= {"1", "2", "2_flat", "3", "6", "7", "vector"}
+    assert {name.removeprefix("adamw_bfloat16_") for name in kernels} >= {"1", "2", "2_flat", "3", "6", "7"}
     assert sorted(made) == sorted((name, target) for name in kernels for target in tool.TARGETS)
 
 

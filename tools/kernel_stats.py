@@ -28,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -390,6 +390,8 @@ class Job:
     targets: tuple[str, ...] = tuple(TARGETS)
     """A kernel whose tile depends on the number of threads in a warp is one job for each of its tiles."""
     panels: bool = False
+    tiled: bool = False
+    """A sweep over tiles, whose elements do not work together."""
     options: Mapping[str, Any] = field(default_factory=dict)
     bytes: float = 0.0
     """Bytes that a sweep loads and stores per element."""
@@ -429,6 +431,7 @@ def jobs_of(name: str, module: Any, function: str, grad: str) -> Iterable[Job]:
 
     limits = {t: launch.limits(module, function, gpu.arch // 10) for t, gpu in TARGETS.items() if gpu.backend == "cuda"}
     constants = {"GRAD": getattr(tl, grad), "TILES": 16, "RAGGED": False, "ALIGNED": True, **record(fn)}
+    constants |= getattr(module, "CONSTANTS", {}).get(function, {})
     signature = {a: _POINTERS.get(a, "fp32") for a in fn.arg_names if a not in {*constants, "TILE"}}
     for target, gpu in TARGETS.items():
         size = tile * gpu.warp_size // 32
@@ -440,22 +443,38 @@ def jobs_of(name: str, module: Any, function: str, grad: str) -> Iterable[Job]:
             elements=2 * size,  # pairs of tiles
             aligned=("table", "work"),
             targets=(target,),
+            tiled=True,
             options=limits.get(target, {}),
         )
 
 
 def record(fn: Any) -> dict[str, Any]:
-    """The record of a sweep, an argument that nobody gives."""
+    """The record of a sweep that its kernel has as a default."""
     parameter = inspect.signature(fn.fn).parameters.get("SWEEP")
-    return {} if parameter is None else {"SWEEP": parameter.default}
+    return {} if parameter is None or parameter.default is parameter.empty else {"SWEEP": parameter.default}
 
 
 def generated() -> Iterable[Job]:
     """The kernels of generated/."""
+    import generated as ready
+    from optgen.runtime.gpu import compiled
+    from optgen.runtime.layout import plans
+
+    for cls in (getattr(ready, name) for name in ready.__all__):
+        for plan in cls.PLANS:
+            pair = plans.load(cls, plan)
+            yield from of_variants(f"{cls.SPEC}.{plan}", pair, compiled.kernels(pair))
     for path in sorted(ROOT.glob("generated/*/*/triton_kernels.py")):
         spec, plan = path.parts[-3:-1]
         module = importlib.import_module(f"generated.{spec}.{plan}.triton_kernels")
         yield from of_module(f"{spec}.{plan}", module)
+
+
+def of_variants(name: str, pair: Any, kernels: Any, only: Collection[str] | None = None) -> Iterable[Job]:
+    """The kernels of a pair's single sweeps; `only`: of these variants."""
+    for v in pair.variants:
+        if v.single and (only is None or v.function in only):
+            yield from jobs_of(f"{name}.{v.function}", kernels, v.function, v.param)
 
 
 def of_module(name: str, module: Any) -> Iterable[Job]:
@@ -468,15 +487,27 @@ def of_module(name: str, module: Any) -> Iterable[Job]:
             yield from staged_jobs(f"{name}.{function}", module, function, grad)
 
 
-def fast_step(spec_name: str, plan_name: str, param: str) -> Any:
-    """The step in fast maths, flags at their defaults; where a rule differs in a derived one only, with that on."""
-    from optgen.driver import emit, targets
-
+def named(spec_name: str, plan_name: str) -> tuple[Any, Any]:
+    """A ready-made spec and plan."""
     spec = getattr(importlib.import_module(f"specs.{spec_name}"), spec_name)
-    plan = getattr(importlib.import_module("specs.plans"), plan_name)
+    return spec, getattr(importlib.import_module("specs.plans"), plan_name)
+
+
+def case_of(spec_name: str, plan_name: str, param: str) -> Any:
+    """The case of flags at their defaults; where a rule differs in a derived one only, with that on."""
+    from optgen.driver import targets
+
+    spec, plan = named(spec_name, plan_name)
     cases = [c for c in targets.cases(spec, plan) if c.storage.param.torch == param and not c.small and not c.vector]
     wanted = {f.name: f.default or f.nonzero is not None for f in spec.flags}
-    case = max(cases, key=lambda c: sum(wanted[k] == v for k, v in dict(c.flags).items()))
+    return max(cases, key=lambda c: sum(wanted[k] == v for k, v in dict(c.flags).items()))
+
+
+def fast_step(spec_name: str, plan_name: str, param: str) -> Any:
+    """The step of that case in fast maths."""
+    from optgen.driver import emit
+
+    spec, case = named(spec_name, plan_name)[0], case_of(spec_name, plan_name, param)
     return emit.compile_case(spec, case, "fast").fast
 
 
@@ -497,20 +528,12 @@ def watched() -> Iterable[Job]:
 
 def of_one_sweep(spec_name: str, plan_name: str, param: str) -> Iterable[Job]:
     """The kernel of a step."""
-    from optgen.backends import triton as backend
-    from optgen.backends import wrapper
+    from optgen.driver import targets, triton_text
 
-    schedule = fast_step(spec_name, plan_name, param).stages[0].schedule
-    text = wrapper.render(
-        "triton.py.j2",
-        header="",
-        helpers=backend.helpers([schedule]),
-        kernels=[backend.kernel(schedule, "kernel")],
-        tiles={"kernel": backend.tile_elements(schedule)},
-        registers={"kernel": backend.registers(schedule)},
-    )
+    spec, plan = named(spec_name, plan_name)
+    _, module = triton_text.joined(spec, plan, "fast", _module)
     name = f"{spec_name}.{plan_name}" + (f".{param}" if param == "float16" else "")
-    yield from jobs_of(name, _module(f"{spec_name}_{plan_name}", text), "kernel", param)
+    yield from jobs_of(name, module, targets.case_name(spec, case_of(spec_name, plan_name, param)), param)
 
 
 # Steps of several sweeps, whose tests ask for no spills.

@@ -53,7 +53,7 @@ import rich.progress  # noqa: E402
 import torch  # noqa: E402
 from prose import table  # noqa: E402
 
-from optgen.driver.targets import Case  # noqa: E402
+from optgen.driver.targets import Case, case_name  # noqa: E402
 from optgen.runtime.cpu import native  # noqa: E402
 from tests import interpreter, product  # noqa: E402
 from tests.product import Cell  # noqa: E402
@@ -150,17 +150,12 @@ def compile_turn(turn: Turn, cases: Iterable[Case] | None = None, targets: Seque
     """
     import kernel_stats
 
-    from optgen.driver import emit
-
     torch.set_num_threads(1)
     out = Kernels(turn)
-    spec, plan = turn.pair
-    text = emit.emit_plan(product.spec_of(spec), product.plan_of(plan), cases=cases)["triton_kernels.py"]
     with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, TRITON_CACHE_DIR=folder):
-        module = _module(Path(folder) / "kernels.py", text)
-        jobs = list(kernel_stats.of_module(f"{spec}.{plan}", module))
-        taken = turn.of(job.fn.__name__ for job in jobs)
-        for job, target in ((j, t) for j in jobs for t in j.targets if t in targets and j.fn.__name__ in taken):
+        jobs = list(_jobs(turn.pair, None if cases is None else list(cases), Path(folder)))
+        taken = turn.of(job.name for job in jobs)
+        for job, target in ((j, t) for j in jobs for t in j.targets if t in targets and j.name in taken):
             label = f"{job.name} for {target}"
             try:
                 planned, made = kernel_stats.compiled_to_fit(job, target)
@@ -170,9 +165,24 @@ def compile_turn(turn: Turn, cases: Iterable[Case] | None = None, targets: Seque
             out.compiled[target] += 1
             out.widened[target] += planned.stack > made.stack
             # Panels, and what is done between sweeps, work together over shared memory.
-            if made.stack or (made.shared and job.fn.__name__ in module.TILE):
+            if made.stack or (made.shared and job.tiled):
                 out.spilled.append(f"{label}: {made.stack} B of stack, {made.shared} B shared")
     return out
+
+
+def _jobs(pair: tuple[str, str], cases: Sequence[Case] | None, folder: Path) -> Iterator[Any]:
+    """Yield the kernels of a pair: of several stages, then of its single sweeps."""
+    import kernel_stats
+
+    from optgen.driver import emit, triton_text
+
+    spec, plan = product.spec_of(pair[0]), product.plan_of(pair[1])
+    text = emit.emit_plan(spec, plan, cases=cases).get("triton_kernels.py")
+    if text is not None:
+        yield from kernel_stats.of_module(".".join(pair), _module(folder / "kernels.py", text))
+    named = None if cases is None else {case_name(spec, c) for c in cases}
+    joined, kernels = triton_text.joined(spec, plan, "fast", lambda name, x: _module(folder / f"{name}.py", x))
+    yield from kernel_stats.of_variants(".".join(pair), joined, kernels, named)
 
 
 def _module(path: Path, text: str) -> Any:

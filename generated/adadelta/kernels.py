@@ -27,7 +27,7 @@ RULES = (
         stages=(
             Stage(
                 "adadelta", "elem", 0, (0, 1, 2, 3, 4, 5), reads=('p', 'g', 'square_avg', 'acc_delta'), stores=('p',
-                'square_avg', 'acc_delta'),
+                'square_avg', 'acc_delta'), plus=('square_avg', 'acc_delta'),
             ),
         ),
     ),

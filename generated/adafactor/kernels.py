@@ -73,10 +73,11 @@ RULES = (
                 "adafactor_2", "row", 1, (0, 1, 2), temps=('mat_sum_of_row_var', 'tensor_sum_for_alpha'),
                 matrices=True, reads=('row_var', 'row_sum_for_row_var', 'row_sum_for_alpha'), stores=('row_var',),
                 sums=(('sum', ('mat_sum_of_row_var',)), ('sum', ('tensor_sum_for_alpha',))), extents=('columns',),
+                plus=('row_var',),
             ),
             Stage(
                 "adafactor_3", "col", 1, (0, 1, 2), matrices=True, reads=('col_var', 'col_sum_for_col_var'),
-                stores=('col_var',), extents=('rows',),
+                stores=('col_var',), extents=('rows',), plus=('col_var',),
             ),
             Stage(
                 "adafactor_4", "tensor", 1, (3, 4), temps=('alpha',), reads=('tensor_sum_for_alpha',),
@@ -85,6 +86,7 @@ RULES = (
             Stage(
                 "adafactor_5", "mat", 1, (5,), temps=('mat_sum_of_row_var_over_rows_max_eps1',), matrices=True,
                 reads=('mat_sum_of_row_var',), stores=('mat_sum_of_row_var_over_rows_max_eps1',), extents=('rows',),
+                picked=('mat_sum_of_row_var_over_rows_max_eps1',),
             ),
             Stage(
                 "adafactor_6", "row", 1, (), temps=('row_div',), matrices=True, reads=('row_var',
@@ -134,7 +136,7 @@ RULES = (
             ),
             Stage(
                 "adafactor_no_factored_3", "elem", 2, (7, 8, 0, 1, 2), reads=('p', 'g', 'variance', 'tensor_div'),
-                stores=('p', 'variance'),
+                stores=('p', 'variance'), plus=('variance',),
             ),
         ),
     ),

@@ -28,7 +28,7 @@ RULES = (
         ),
         host=scalars,
         stages=(
-            Stage("adagrad", "elem", 0, (0, 1, 2, 3), reads=('p', 'g', 'sum'), stores=('p', 'sum')),
+            Stage("adagrad", "elem", 0, (0, 1, 2, 3), reads=('p', 'g', 'sum'), stores=('p', 'sum'), plus=('sum',)),
         ),
     ),
 )

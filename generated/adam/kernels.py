@@ -52,7 +52,7 @@ RULES = (
         stages=(
             Stage(
                 "adam", "elem", 0, (0, 1, 2, 3, 4, 5, 6, 7), reads=('p', 'g', 'exp_avg', 'exp_avg_sq'), stores=('p',
-                'exp_avg', 'exp_avg_sq'),
+                'exp_avg', 'exp_avg_sq'), plus=('exp_avg_sq',),
             ),
         ),
     ),
@@ -68,7 +68,7 @@ RULES = (
         stages=(
             Stage(
                 "adam_decoupled_weight_decay", "elem", 0, (0, 1, 2, 3, 4, 5, 6), reads=('p', 'g', 'exp_avg',
-                'exp_avg_sq'), stores=('p', 'exp_avg', 'exp_avg_sq'),
+                'exp_avg_sq'), stores=('p', 'exp_avg', 'exp_avg_sq'), plus=('exp_avg_sq',),
             ),
         ),
     ),
@@ -84,7 +84,8 @@ RULES = (
         stages=(
             Stage(
                 "adam_amsgrad", "elem", 0, (0, 1, 2, 3, 4, 5, 6, 7), reads=('p', 'g', 'exp_avg', 'exp_avg_sq',
-                'max_exp_avg_sq'), stores=('p', 'exp_avg', 'exp_avg_sq', 'max_exp_avg_sq'),
+                'max_exp_avg_sq'), stores=('p', 'exp_avg', 'exp_avg_sq', 'max_exp_avg_sq'), plus=('exp_avg_sq',
+                'max_exp_avg_sq'), picked=('max_exp_avg_sq',),
             ),
         ),
     ),
@@ -101,6 +102,7 @@ RULES = (
             Stage(
                 "adam_amsgrad_decoupled_weight_decay", "elem", 0, (0, 1, 2, 3, 4, 5, 6), reads=('p', 'g', 'exp_avg',
                 'exp_avg_sq', 'max_exp_avg_sq'), stores=('p', 'exp_avg', 'exp_avg_sq', 'max_exp_avg_sq'),
+                plus=('exp_avg_sq', 'max_exp_avg_sq'), picked=('max_exp_avg_sq',),
             ),
         ),
     ),

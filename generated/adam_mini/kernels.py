@@ -47,7 +47,7 @@ RULES = (
             Stage(
                 "adam_mini_2", "row", 1, (2, 3, 4, 5, 6), temps=('one_over_denom',), matrices=True,
                 reads=('vmean_row', 'row_sum_for_vmean_row'), stores=('vmean_row', 'one_over_denom'),
-                extents=('columns',), plus=('one_over_denom',),
+                extents=('columns',), plus=('vmean_row', 'one_over_denom'),
             ),
             Stage(
                 "adam_mini_3", "elem", 2, (7, 8), matrices=True, reads=('p', 'm', 'one_over_denom'), stores=('p',),
@@ -76,8 +76,8 @@ RULES = (
             ),
             Stage(
                 "adam_mini_no_by_rows_2", "tensor", 1, (2, 3, 4, 5, 6), temps=('one_over_denom',), reads=('vmean',
-                'tensor_sum_for_vmean'), stores=('vmean', 'one_over_denom'), extents=('elements',),
-                plus=('one_over_denom',),
+                'tensor_sum_for_vmean'), stores=('vmean', 'one_over_denom'), extents=('elements',), plus=('vmean',
+                'one_over_denom'),
             ),
             Stage("adam_mini_no_by_rows_3", "elem", 2, (7, 8), reads=('p', 'm', 'one_over_denom'), stores=('p',)),
         ),

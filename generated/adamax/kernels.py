@@ -30,7 +30,7 @@ RULES = (
         stages=(
             Stage(
                 "adamax", "elem", 0, (0, 1, 2, 3, 4, 5, 6), reads=('p', 'g', 'exp_avg', 'exp_inf'), stores=('p',
-                'exp_avg', 'exp_inf'),
+                'exp_avg', 'exp_inf'), plus=('exp_inf',), picked=('exp_inf',),
             ),
         ),
     ),

@@ -104,7 +104,7 @@ RULES = (
                 'row_sum_for_invariant_3', 'row_sum_of_p'), matrices=True, reads=('p', 'g', 'exp_avg', 'exp_avg_sq'),
                 stores=('exp_avg', 'exp_avg_sq'), sums=(('product', ('row_sum_for_invariant',)), ('square',
                 ('row_sum_for_invariant_2',)), ('square', ('row_sum_for_invariant_3',)), ('product',
-                ('row_sum_of_p',))),
+                ('row_sum_of_p',))), plus=('exp_avg_sq',),
             ),
             Stage(
                 "adamp_2", "row", 1, (6, 7, 8), temps=('tensor_max_for_invariant', 'row_sum_of_p_over_row_mul_3',
@@ -125,17 +125,18 @@ RULES = (
                 'tensor_sum_for_invariant_2', 'tensor_sum_for_invariant_3', 'delta_over_sqrt_elements',
                 'tensor_sum_of_p'), stores=('lt_tensor_div_delta_over_sqrt_elements',
                 'tensor_sum_of_p_over_tensor_mul_3_2'), plus=('lt_tensor_div_delta_over_sqrt_elements',),
+                picked=('lt_tensor_div_delta_over_sqrt_elements', 'tensor_sum_of_p_over_tensor_mul_3_2'),
             ),
             Stage(
                 "adamp_5", "tensor", 1, (10, 11, 12), temps=('tensor_lt', 'one_minus_lr_times_weight_decay_2'),
                 reads=('tensor_max_for_invariant', 'delta_over_sqrt_columns',
                 'lt_tensor_div_delta_over_sqrt_elements'), stores=('tensor_lt', 'one_minus_lr_times_weight_decay_2'),
-                plus=('tensor_lt',),
+                plus=('tensor_lt', 'one_minus_lr_times_weight_decay_2'), picked=('tensor_lt',),
             ),
             Stage(
                 "adamp_6", "row", 1, (), temps=('row_sum_of_p_over_row_mul_3_2',), matrices=True, reads=('tensor_lt',
                 'row_sum_of_p_over_row_mul_3', 'tensor_sum_of_p_over_tensor_mul_3_2'),
-                stores=('row_sum_of_p_over_row_mul_3_2',),
+                stores=('row_sum_of_p_over_row_mul_3_2',), picked=('row_sum_of_p_over_row_mul_3_2',),
             ),
             Stage(
                 "adamp_7", "elem", 2, (4, 5, 13), matrices=True, reads=('p', 'exp_avg', 'exp_avg_sq',
@@ -156,7 +157,7 @@ RULES = (
         stages=(
             Stage(
                 "adamp_no_projected", "elem", 0, (0, 1, 2, 3, 4, 5, 6, 7), reads=('p', 'g', 'exp_avg', 'exp_avg_sq'),
-                stores=('p', 'exp_avg', 'exp_avg_sq'),
+                stores=('p', 'exp_avg', 'exp_avg_sq'), plus=('exp_avg_sq',),
             ),
         ),
     ),
@@ -217,22 +218,23 @@ RULES = (
                 'tensor_sum_for_invariant_2', 'tensor_sum_for_invariant_3', 'delta_over_sqrt_elements',
                 'tensor_sum_of_p'), stores=('lt_tensor_div_delta_over_sqrt_elements',
                 'tensor_sum_of_p_over_tensor_mul_3_2'), plus=('lt_tensor_div_delta_over_sqrt_elements',),
+                picked=('lt_tensor_div_delta_over_sqrt_elements', 'tensor_sum_of_p_over_tensor_mul_3_2'),
             ),
             Stage(
                 "adamp_5", "tensor", 1, (11, 12, 13), temps=('tensor_lt', 'one_minus_lr_times_weight_decay_2'),
                 reads=('tensor_max_for_invariant', 'delta_over_sqrt_columns',
                 'lt_tensor_div_delta_over_sqrt_elements'), stores=('tensor_lt', 'one_minus_lr_times_weight_decay_2'),
-                plus=('tensor_lt',),
+                plus=('tensor_lt', 'one_minus_lr_times_weight_decay_2'), picked=('tensor_lt',),
             ),
             Stage(
                 "adamp_6", "row", 1, (), temps=('row_sum_of_p_over_row_mul_3_2',), matrices=True, reads=('tensor_lt',
                 'row_sum_of_p_over_row_mul_3', 'tensor_sum_of_p_over_tensor_mul_3_2'),
-                stores=('row_sum_of_p_over_row_mul_3_2',),
+                stores=('row_sum_of_p_over_row_mul_3_2',), picked=('row_sum_of_p_over_row_mul_3_2',),
             ),
             Stage(
                 "adamp_nesterov_7", "elem", 2, (14, 0, 4, 1, 5, 6, 15), matrices=True, reads=('p', 'g', 'exp_avg',
                 'exp_avg_sq', 'one_minus_lr_times_weight_decay_2', 'row_sum_of_p_over_row_mul_3_2'), stores=('p',
-                'exp_avg', 'exp_avg_sq'),
+                'exp_avg', 'exp_avg_sq'), plus=('exp_avg_sq',),
             ),
         ),
     ),
@@ -248,7 +250,7 @@ RULES = (
         stages=(
             Stage(
                 "adamp_nesterov_no_projected", "elem", 0, (0, 1, 2, 3, 4, 5, 6, 7), reads=('p', 'g', 'exp_avg',
-                'exp_avg_sq'), stores=('p', 'exp_avg', 'exp_avg_sq'),
+                'exp_avg_sq'), stores=('p', 'exp_avg', 'exp_avg_sq'), plus=('exp_avg_sq',),
             ),
         ),
     ),

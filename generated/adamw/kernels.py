@@ -55,7 +55,7 @@ RULES = (
         stages=(
             Stage(
                 "adamw", "elem", 0, (0, 1, 2, 3, 4, 5, 6), reads=('p', 'g', 'exp_avg', 'exp_avg_sq'), stores=('p',
-                'exp_avg', 'exp_avg_sq'),
+                'exp_avg', 'exp_avg_sq'), plus=('exp_avg_sq',),
             ),
         ),
     ),
@@ -70,7 +70,7 @@ RULES = (
         stages=(
             Stage(
                 "adamw", "elem", 0, (0, 1, 2, 3, 4, 5, 6), reads=('p', 'g', 'exp_avg', 'exp_avg_sq'), stores=('p',
-                'exp_avg', 'exp_avg_sq'),
+                'exp_avg', 'exp_avg_sq'), plus=('exp_avg_sq',),
             ),
         ),
     ),
@@ -86,7 +86,8 @@ RULES = (
         stages=(
             Stage(
                 "adamw_amsgrad", "elem", 0, (0, 1, 2, 3, 4, 5, 6), reads=('p', 'g', 'exp_avg', 'exp_avg_sq',
-                'max_exp_avg_sq'), stores=('p', 'exp_avg', 'exp_avg_sq', 'max_exp_avg_sq'),
+                'max_exp_avg_sq'), stores=('p', 'exp_avg', 'exp_avg_sq', 'max_exp_avg_sq'), plus=('exp_avg_sq',
+                'max_exp_avg_sq'), picked=('max_exp_avg_sq',),
             ),
         ),
     ),
@@ -101,7 +102,8 @@ RULES = (
         stages=(
             Stage(
                 "adamw_amsgrad", "elem", 0, (0, 1, 2, 3, 4, 5, 6), reads=('p', 'g', 'exp_avg', 'exp_avg_sq',
-                'max_exp_avg_sq'), stores=('p', 'exp_avg', 'exp_avg_sq', 'max_exp_avg_sq'),
+                'max_exp_avg_sq'), stores=('p', 'exp_avg', 'exp_avg_sq', 'max_exp_avg_sq'), plus=('exp_avg_sq',
+                'max_exp_avg_sq'), picked=('max_exp_avg_sq',),
             ),
         ),
     ),

@@ -45,7 +45,7 @@ RULES = (
             Stage(
                 "adan", "elem", 0, (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12), reads=('p', 'g', 'exp_avg',
                 'exp_avg_diff', 'exp_avg_sq', 'prev_grad'), stores=('p', 'exp_avg', 'exp_avg_diff', 'exp_avg_sq',
-                'prev_grad'),
+                'prev_grad'), plus=('exp_avg_sq',),
             ),
         ),
     ),

@@ -54,6 +54,7 @@ RULES = (
             Stage(
                 "ademamix", "elem", 0, (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10), reads=('p', 'g', 'exp_avg',
                 'exp_avg_slow', 'exp_avg_sq'), stores=('p', 'exp_avg', 'exp_avg_slow', 'exp_avg_sq'),
+                plus=('exp_avg_sq',),
             ),
         ),
     ),

@@ -76,12 +76,13 @@ RULES = (
             Stage(
                 "came_2", "row", 1, (0, 1, 2, 3), temps=('mat_sum_of_exp_avg_sq_row',), matrices=True,
                 reads=('exp_avg_sq_row', 'row_sum_for_exp_avg_sq_row'), stores=('exp_avg_sq_row',), sums=(('sum',
-                ('mat_sum_of_exp_avg_sq_row',)),), extents=('columns',),
+                ('mat_sum_of_exp_avg_sq_row',)),), extents=('columns',), plus=('exp_avg_sq_row',),
             ),
             Stage(
                 "came_3", "col", 1, (0, 1, 2, 3), temps=('one_over_sqrt_exp_avg_sq_col_2',), matrices=True,
                 reads=('exp_avg_sq_col', 'col_sum_for_exp_avg_sq_col'), stores=('exp_avg_sq_col',
-                'one_over_sqrt_exp_avg_sq_col_2'), extents=('rows',),
+                'one_over_sqrt_exp_avg_sq_col_2'), extents=('rows',), plus=('exp_avg_sq_col',
+                'one_over_sqrt_exp_avg_sq_col_2'),
             ),
             Stage(
                 "came_4", "mat", 1, (), temps=('mat_sum_of_exp_avg_sq_row_over_rows',), matrices=True,
@@ -117,12 +118,13 @@ RULES = (
             Stage(
                 "came_11", "row", 5, (8, 9, 10), temps=('mat_sum_of_exp_avg_res_row',), matrices=True,
                 reads=('exp_avg_res_row', 'row_sum_for_exp_avg_res_row'), stores=('exp_avg_res_row',), sums=(('sum',
-                ('mat_sum_of_exp_avg_res_row',)),), extents=('columns',),
+                ('mat_sum_of_exp_avg_res_row',)),), extents=('columns',), plus=('exp_avg_res_row',),
             ),
             Stage(
                 "came_12", "col", 5, (8, 9, 10), temps=('one_over_sqrt_exp_avg_res_col_2',), matrices=True,
                 reads=('exp_avg_res_col', 'col_sum_for_exp_avg_res_col'), stores=('exp_avg_res_col',
-                'one_over_sqrt_exp_avg_res_col_2'), extents=('rows',),
+                'one_over_sqrt_exp_avg_res_col_2'), extents=('rows',), plus=('exp_avg_res_col',
+                'one_over_sqrt_exp_avg_res_col_2'),
             ),
             Stage(
                 "came_13", "mat", 5, (), temps=('mat_sum_of_exp_avg_res_row_over_rows',), matrices=True,
@@ -164,7 +166,7 @@ RULES = (
             ),
             Stage(
                 "came_no_factored_3", "elem", 2, (0, 5, 1, 2, 3, 6, 7, 8), reads=('p', 'g', 'exp_avg', 'exp_avg_sq',
-                'one_over_one_max_tensor_div'), stores=('p', 'exp_avg', 'exp_avg_sq'),
+                'one_over_one_max_tensor_div'), stores=('p', 'exp_avg', 'exp_avg_sq'), plus=('exp_avg_sq',),
             ),
         ),
     ),

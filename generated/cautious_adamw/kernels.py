@@ -51,7 +51,7 @@ RULES = (
             ),
             Stage(
                 "cautious_adamw_3", "elem", 2, (0, 3, 1, 4, 2, 5, 6, 7), reads=('p', 'g', 'exp_avg', 'exp_avg_sq',
-                'tensor_div'), stores=('p', 'exp_avg', 'exp_avg_sq'),
+                'tensor_div'), stores=('p', 'exp_avg', 'exp_avg_sq'), plus=('exp_avg_sq',),
             ),
         ),
     ),

@@ -70,11 +70,11 @@ RULES = (
             Stage("clipped_adamw_2", "tensor", 1, (), temps=('model_sum_of_g',), reads=('tensor_sum_of_g',)),
             Stage(
                 "clipped_adamw_3", "model", 3, (1,), temps=('model_min',), reads=('model_sum_of_g',),
-                stores=('model_min',), plus=('model_min',),
+                stores=('model_min',), plus=('model_min',), picked=('model_min',),
             ),
             Stage(
                 "clipped_adamw_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8), reads=('p', 'g', 'exp_avg', 'exp_avg_sq',
-                'model_min'), stores=('p', 'exp_avg', 'exp_avg_sq'),
+                'model_min'), stores=('p', 'exp_avg', 'exp_avg_sq'), plus=('exp_avg_sq',),
             ),
         ),
     ),
@@ -100,11 +100,11 @@ RULES = (
             Stage("clipped_adamw_2", "tensor", 1, (), temps=('model_sum_of_g',), reads=('tensor_sum_of_g',)),
             Stage(
                 "clipped_adamw_3", "model", 3, (1,), temps=('model_min',), reads=('model_sum_of_g',),
-                stores=('model_min',), plus=('model_min',),
+                stores=('model_min',), plus=('model_min',), picked=('model_min',),
             ),
             Stage(
                 "clipped_adamw_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8), reads=('p', 'g', 'exp_avg', 'exp_avg_sq',
-                'model_min'), stores=('p', 'exp_avg', 'exp_avg_sq'),
+                'model_min'), stores=('p', 'exp_avg', 'exp_avg_sq'), plus=('exp_avg_sq',),
             ),
         ),
     ),
@@ -130,12 +130,12 @@ RULES = (
             Stage("clipped_adamw_2", "tensor", 1, (), temps=('model_sum_of_g',), reads=('tensor_sum_of_g',)),
             Stage(
                 "clipped_adamw_3", "model", 3, (1,), temps=('model_min',), reads=('model_sum_of_g',),
-                stores=('model_min',), plus=('model_min',),
+                stores=('model_min',), plus=('model_min',), picked=('model_min',),
             ),
             Stage(
                 "clipped_adamw_amsgrad_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8), reads=('p', 'g', 'exp_avg',
                 'exp_avg_sq', 'max_exp_avg_sq', 'model_min'), stores=('p', 'exp_avg', 'exp_avg_sq',
-                'max_exp_avg_sq'),
+                'max_exp_avg_sq'), plus=('exp_avg_sq', 'max_exp_avg_sq'), picked=('max_exp_avg_sq',),
             ),
         ),
     ),
@@ -161,12 +161,12 @@ RULES = (
             Stage("clipped_adamw_2", "tensor", 1, (), temps=('model_sum_of_g',), reads=('tensor_sum_of_g',)),
             Stage(
                 "clipped_adamw_3", "model", 3, (1,), temps=('model_min',), reads=('model_sum_of_g',),
-                stores=('model_min',), plus=('model_min',),
+                stores=('model_min',), plus=('model_min',), picked=('model_min',),
             ),
             Stage(
                 "clipped_adamw_amsgrad_4", "elem", 4, (2, 3, 4, 5, 6, 7, 8), reads=('p', 'g', 'exp_avg',
                 'exp_avg_sq', 'max_exp_avg_sq', 'model_min'), stores=('p', 'exp_avg', 'exp_avg_sq',
-                'max_exp_avg_sq'),
+                'max_exp_avg_sq'), plus=('exp_avg_sq', 'max_exp_avg_sq'), picked=('max_exp_avg_sq',),
             ),
         ),
     ),

@@ -91,14 +91,15 @@ RULES = (
                 "dadapt_adam_1", "model", -1, (0, 1, 2, 3), temps=('one_times_one_minus_beta1_times_rate',
                 'one_minus_rate_times_weight_decay', 'one_times_one_minus_sqrt_beta2_times_rate'), reads=('d',),
                 stores=('one_times_one_minus_beta1_times_rate', 'one_minus_rate_times_weight_decay',
-                'one_times_one_minus_sqrt_beta2_times_rate'),
+                'one_times_one_minus_sqrt_beta2_times_rate'), plus=('one_times_one_minus_beta1_times_rate',
+                'one_minus_rate_times_weight_decay', 'one_times_one_minus_sqrt_beta2_times_rate'),
             ),
             Stage(
                 "dadapt_adam_2", "elem", 0, (0, 4, 5, 6, 7, 8, 9, 10, 11, 12), temps=('tensor_sum_for_total',
                 'tensor_sum_for_numerator'), reads=('p', 'g', 'exp_avg', 'exp_avg_sq', 's',
                 'one_times_one_minus_sqrt_beta2_times_rate', 'one_minus_rate_times_weight_decay',
                 'one_times_one_minus_beta1_times_rate'), stores=('p', 'exp_avg', 'exp_avg_sq', 's'), sums=(('sum',
-                ('tensor_sum_for_total',)), ('sum', ('tensor_sum_for_numerator',))),
+                ('tensor_sum_for_total',)), ('sum', ('tensor_sum_for_numerator',))), plus=('exp_avg_sq',),
             ),
             Stage(
                 "dadapt_adam_3", "tensor", 1, (), temps=('model_sum_for_numerator', 'total'),
@@ -106,7 +107,7 @@ RULES = (
             ),
             Stage(
                 "dadapt_adam_4", "model", 3, (13, 14, 15), reads=('d', 'numerator_weighted', 'total',
-                'model_sum_for_numerator'), stores=('d', 'numerator_weighted'),
+                'model_sum_for_numerator'), stores=('d', 'numerator_weighted'), picked=('d', 'numerator_weighted'),
             ),
         ),
     ),
@@ -134,14 +135,15 @@ RULES = (
                 temps=('one_times_one_minus_beta1_times_rate', 'one_minus_rate_times_weight_decay',
                 'one_times_one_minus_sqrt_beta2_times_rate'), reads=('d',),
                 stores=('one_times_one_minus_beta1_times_rate', 'one_minus_rate_times_weight_decay',
-                'one_times_one_minus_sqrt_beta2_times_rate'),
+                'one_times_one_minus_sqrt_beta2_times_rate'), plus=('one_times_one_minus_beta1_times_rate',
+                'one_minus_rate_times_weight_decay', 'one_times_one_minus_sqrt_beta2_times_rate'),
             ),
             Stage(
                 "dadapt_adam_use_bias_correction_2", "elem", 0, (4, 5, 6, 7, 8, 9, 10, 11, 12, 1),
                 temps=('tensor_sum_for_total', 'tensor_sum_for_numerator'), reads=('p', 'g', 'exp_avg', 'exp_avg_sq',
                 's', 'one_times_one_minus_sqrt_beta2_times_rate', 'one_minus_rate_times_weight_decay',
                 'one_times_one_minus_beta1_times_rate'), stores=('p', 'exp_avg', 'exp_avg_sq', 's'), sums=(('sum',
-                ('tensor_sum_for_total',)), ('sum', ('tensor_sum_for_numerator',))),
+                ('tensor_sum_for_total',)), ('sum', ('tensor_sum_for_numerator',))), plus=('exp_avg_sq',),
             ),
             Stage(
                 "dadapt_adam_3", "tensor", 1, (), temps=('model_sum_for_numerator', 'total'),
@@ -149,7 +151,7 @@ RULES = (
             ),
             Stage(
                 "dadapt_adam_4", "model", 3, (13, 14, 15), reads=('d', 'numerator_weighted', 'total',
-                'model_sum_for_numerator'), stores=('d', 'numerator_weighted'),
+                'model_sum_for_numerator'), stores=('d', 'numerator_weighted'), picked=('d', 'numerator_weighted'),
             ),
         ),
     ),

@@ -39,7 +39,7 @@ RULES = (
             Stage(
                 "fromage_2", "tensor", 1, (0, 1, 2), temps=('shrink', 'lr_times_ratio'),
                 reads=('tensor_sum_for_g_norm', 'tensor_sum_for_p_norm'), stores=('shrink', 'lr_times_ratio'),
-                plus=('shrink',),
+                plus=('shrink',), picked=('shrink',),
             ),
             Stage("fromage_3", "elem", 2, (3,), reads=('p', 'g', 'lr_times_ratio', 'shrink'), stores=('p',)),
         ),

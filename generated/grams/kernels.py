@@ -39,7 +39,7 @@ RULES = (
         stages=(
             Stage(
                 "grams", "elem", 0, (0, 1, 2, 3, 4, 5, 6, 7, 8), reads=('p', 'g', 'exp_avg', 'exp_avg_sq'),
-                stores=('p', 'exp_avg', 'exp_avg_sq'),
+                stores=('p', 'exp_avg', 'exp_avg_sq'), plus=('exp_avg_sq',),
             ),
         ),
     ),

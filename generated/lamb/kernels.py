@@ -45,7 +45,7 @@ RULES = (
                 "lamb_1", "elem", 0, (0, 1, 2, 3, 4, 5, 6), temps=('tensor_sum_for_weight_norm',
                 'tensor_sum_for_update_norm'), reads=('p', 'g', 'exp_avg', 'exp_avg_sq'), stores=('exp_avg',
                 'exp_avg_sq'), sums=(('square', ('tensor_sum_for_weight_norm',)), ('square',
-                ('tensor_sum_for_update_norm',))),
+                ('tensor_sum_for_update_norm',))), plus=('exp_avg_sq',),
             ),
             Stage(
                 "lamb_2", "tensor", 1, (7, 8, 9), temps=('lr_times_trust',), reads=('tensor_sum_for_weight_norm',

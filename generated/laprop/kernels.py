@@ -37,7 +37,7 @@ RULES = (
         stages=(
             Stage(
                 "laprop", "elem", 0, (0, 1, 2, 3, 4, 5, 6), reads=('p', 'g', 'exp_avg', 'exp_avg_sq'), stores=('p',
-                'exp_avg', 'exp_avg_sq'),
+                'exp_avg', 'exp_avg_sq'), plus=('exp_avg_sq',),
             ),
         ),
     ),

@@ -88,7 +88,7 @@ RULES = (
         stages=(
             Stage(
                 "lookahead_adamw", "elem", 0, (0, 1, 2, 3, 4, 5, 6), reads=('p', 'g', 'exp_avg', 'exp_avg_sq'),
-                stores=('p', 'exp_avg', 'exp_avg_sq'),
+                stores=('p', 'exp_avg', 'exp_avg_sq'), plus=('exp_avg_sq',),
             ),
         ),
     ),
@@ -104,7 +104,7 @@ RULES = (
         stages=(
             Stage(
                 "lookahead_adamw_sync", "elem", 0, (0, 1, 2, 3, 4, 5, 6, 7), reads=('p', 'g', 'exp_avg',
-                'exp_avg_sq', 'slow'), stores=('p', 'exp_avg', 'exp_avg_sq', 'slow'),
+                'exp_avg_sq', 'slow'), stores=('p', 'exp_avg', 'exp_avg_sq', 'slow'), plus=('exp_avg_sq',),
             ),
         ),
     ),
@@ -119,7 +119,7 @@ RULES = (
         stages=(
             Stage(
                 "lookahead_adamw", "elem", 0, (0, 1, 2, 3, 4, 5, 6), reads=('p', 'g', 'exp_avg', 'exp_avg_sq'),
-                stores=('p', 'exp_avg', 'exp_avg_sq'),
+                stores=('p', 'exp_avg', 'exp_avg_sq'), plus=('exp_avg_sq',),
             ),
         ),
     ),
@@ -135,7 +135,7 @@ RULES = (
         stages=(
             Stage(
                 "lookahead_adamw_sync", "elem", 0, (0, 1, 2, 3, 4, 5, 6, 7), reads=('p', 'g', 'exp_avg',
-                'exp_avg_sq', 'slow'), stores=('p', 'exp_avg', 'exp_avg_sq', 'slow'),
+                'exp_avg_sq', 'slow'), stores=('p', 'exp_avg', 'exp_avg_sq', 'slow'), plus=('exp_avg_sq',),
             ),
         ),
     ),
@@ -152,6 +152,7 @@ RULES = (
             Stage(
                 "lookahead_adamw_amsgrad", "elem", 0, (0, 1, 2, 3, 4, 5, 6), reads=('p', 'g', 'exp_avg',
                 'exp_avg_sq', 'max_exp_avg_sq'), stores=('p', 'exp_avg', 'exp_avg_sq', 'max_exp_avg_sq'),
+                plus=('exp_avg_sq', 'max_exp_avg_sq'), picked=('max_exp_avg_sq',),
             ),
         ),
     ),
@@ -168,7 +169,7 @@ RULES = (
             Stage(
                 "lookahead_adamw_amsgrad_sync", "elem", 0, (0, 1, 2, 3, 4, 5, 6, 7), reads=('p', 'g', 'exp_avg',
                 'exp_avg_sq', 'max_exp_avg_sq', 'slow'), stores=('p', 'exp_avg', 'exp_avg_sq', 'max_exp_avg_sq',
-                'slow'),
+                'slow'), plus=('exp_avg_sq', 'max_exp_avg_sq'), picked=('max_exp_avg_sq',),
             ),
         ),
     ),
@@ -184,6 +185,7 @@ RULES = (
             Stage(
                 "lookahead_adamw_amsgrad", "elem", 0, (0, 1, 2, 3, 4, 5, 6), reads=('p', 'g', 'exp_avg',
                 'exp_avg_sq', 'max_exp_avg_sq'), stores=('p', 'exp_avg', 'exp_avg_sq', 'max_exp_avg_sq'),
+                plus=('exp_avg_sq', 'max_exp_avg_sq'), picked=('max_exp_avg_sq',),
             ),
         ),
     ),
@@ -200,7 +202,7 @@ RULES = (
             Stage(
                 "lookahead_adamw_amsgrad_sync", "elem", 0, (0, 1, 2, 3, 4, 5, 6, 7), reads=('p', 'g', 'exp_avg',
                 'exp_avg_sq', 'max_exp_avg_sq', 'slow'), stores=('p', 'exp_avg', 'exp_avg_sq', 'max_exp_avg_sq',
-                'slow'),
+                'slow'), plus=('exp_avg_sq', 'max_exp_avg_sq'), picked=('max_exp_avg_sq',),
             ),
         ),
     ),

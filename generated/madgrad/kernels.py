@@ -34,7 +34,7 @@ RULES = (
         stages=(
             Stage(
                 "madgrad", "elem", 0, (0, 1, 2, 3), reads=('p', 'g', 'grad_sum_sq', 's'), stores=('p', 'grad_sum_sq',
-                's'),
+                's'), plus=('grad_sum_sq',),
             ),
         ),
     ),
@@ -49,7 +49,7 @@ RULES = (
         stages=(
             Stage(
                 "madgrad_has_momentum", "elem", 0, (0, 1, 2, 3, 4), reads=('p', 'g', 'grad_sum_sq', 's', 'x0'),
-                stores=('p', 'grad_sum_sq', 's'),
+                stores=('p', 'grad_sum_sq', 's'), plus=('grad_sum_sq',),
             ),
         ),
     ),

@@ -54,7 +54,7 @@ RULES = (
             Stage(
                 "mars_3", "elem", 2, (3, 4, 0, 1, 2, 5, 6, 7, 8, 9), reads=('p', 'g', 'exp_avg', 'exp_avg_sq',
                 'last_grad', 'one_over_sqrt_tensor_sum_of_c_max_one'), stores=('p', 'exp_avg', 'exp_avg_sq',
-                'last_grad'),
+                'last_grad'), plus=('exp_avg_sq',),
             ),
         ),
     ),

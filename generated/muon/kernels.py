@@ -64,7 +64,7 @@ RULES = (
             ),
             Stage(
                 "muon_2", "elem", 0, (1, 2), temps=('direction',), reads=('g', 'momentum_buffer'),
-                stores=('momentum_buffer', 'direction'),
+                stores=('momentum_buffer', 'direction'), picked=('direction',),
             ),
             Stage(
                 "newton_schulz", "call", 1, (3, 4, 5, 6, 7), temps=('direction',), given=('ns_steps',
@@ -96,7 +96,7 @@ RULES = (
         stages=(
             Stage(
                 "muon_no_matrix", "elem", 0, (0, 1, 2, 3, 4, 5, 6), reads=('p', 'g', 'momentum_buffer',
-                'exp_avg_sq'), stores=('p', 'momentum_buffer', 'exp_avg_sq'),
+                'exp_avg_sq'), stores=('p', 'momentum_buffer', 'exp_avg_sq'), plus=('exp_avg_sq',),
             ),
         ),
     ),
@@ -120,7 +120,7 @@ RULES = (
             ),
             Stage(
                 "muon_2", "elem", 0, (1, 2), temps=('direction',), reads=('g', 'momentum_buffer'),
-                stores=('momentum_buffer', 'direction'),
+                stores=('momentum_buffer', 'direction'), picked=('direction',),
             ),
             Stage(
                 "newton_schulz", "call", 1, (3, 4, 5, 6, 7), temps=('direction',), given=('ns_steps',
@@ -149,7 +149,7 @@ RULES = (
             ),
             Stage(
                 "muon_no_nesterov_2", "elem", 0, (1, 2), temps=('direction',), reads=('g', 'momentum_buffer'),
-                stores=('momentum_buffer', 'direction'),
+                stores=('momentum_buffer', 'direction'), picked=('direction',),
             ),
             Stage(
                 "newton_schulz", "call", 1, (3, 4, 5, 6, 7), temps=('direction',), given=('ns_steps',
@@ -178,7 +178,7 @@ RULES = (
             ),
             Stage(
                 "muon_no_nesterov_2", "elem", 0, (1, 2), temps=('direction',), reads=('g', 'momentum_buffer'),
-                stores=('momentum_buffer', 'direction'),
+                stores=('momentum_buffer', 'direction'), picked=('direction',),
             ),
             Stage(
                 "newton_schulz", "call", 1, (3, 4, 5, 6, 7), temps=('direction',), given=('ns_steps',

@@ -72,7 +72,7 @@ RULES = (
         stages=(
             Stage(
                 "nadam", "elem", 0, (0, 1, 2, 3, 4, 5, 6, 7, 8, 9), reads=('p', 'g', 'exp_avg', 'exp_avg_sq'),
-                stores=('p', 'exp_avg', 'exp_avg_sq'),
+                stores=('p', 'exp_avg', 'exp_avg_sq'), plus=('exp_avg_sq',),
             ),
         ),
     ),
@@ -88,7 +88,7 @@ RULES = (
         stages=(
             Stage(
                 "nadam_decoupled_weight_decay", "elem", 0, (0, 1, 2, 3, 4, 5, 6, 7, 8), reads=('p', 'g', 'exp_avg',
-                'exp_avg_sq'), stores=('p', 'exp_avg', 'exp_avg_sq'),
+                'exp_avg_sq'), stores=('p', 'exp_avg', 'exp_avg_sq'), plus=('exp_avg_sq',),
             ),
         ),
     ),

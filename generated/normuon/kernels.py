@@ -61,7 +61,7 @@ RULES = (
         stages=(
             Stage(
                 "normuon_1", "elem", 0, (0, 1), temps=('direction',), reads=('g', 'momentum_buffer'),
-                stores=('momentum_buffer', 'direction'),
+                stores=('momentum_buffer', 'direction'), picked=('direction',),
             ),
             Stage(
                 "newton_schulz", "call", 1, (2,), temps=('direction',), given=('ns_steps', 3.4445, -4.775, 2.0315,
@@ -74,7 +74,7 @@ RULES = (
             Stage(
                 "normuon_4", "row", 3, (3, 4, 5), temps=('one_over_sqrt_row_sq_2_plus_eps',), matrices=True,
                 reads=('row_sq', 'row_sum_for_row_sq'), stores=('row_sq', 'one_over_sqrt_row_sq_2_plus_eps'),
-                extents=('columns',), plus=('one_over_sqrt_row_sq_2_plus_eps',),
+                extents=('columns',), plus=('row_sq', 'one_over_sqrt_row_sq_2_plus_eps'),
             ),
             Stage(
                 "normuon_5", "elem", 4, (), temps=('row_sum_for_size',), matrices=True, reads=('direction',
@@ -115,7 +115,7 @@ RULES = (
         stages=(
             Stage(
                 "normuon_no_matrix", "elem", 0, (0, 1, 2, 3, 4, 5, 6), reads=('p', 'g', 'momentum_buffer',
-                'exp_avg_sq'), stores=('p', 'momentum_buffer', 'exp_avg_sq'),
+                'exp_avg_sq'), stores=('p', 'momentum_buffer', 'exp_avg_sq'), plus=('exp_avg_sq',),
             ),
         ),
     ),

@@ -60,7 +60,7 @@ RULES = (
             Stage(
                 "novograd_2", "tensor", 1, (0, 1, 2, 3), temps=('one_over_sqrt_exp_avg_sq_2_plus_eps',),
                 reads=('exp_avg_sq', 'tensor_sum_for_exp_avg_sq'), stores=('exp_avg_sq',
-                'one_over_sqrt_exp_avg_sq_2_plus_eps'), plus=('one_over_sqrt_exp_avg_sq_2_plus_eps',),
+                'one_over_sqrt_exp_avg_sq_2_plus_eps'), plus=('exp_avg_sq', 'one_over_sqrt_exp_avg_sq_2_plus_eps'),
             ),
             Stage(
                 "novograd_3", "elem", 2, (4, 5, 6, 7), reads=('p', 'g', 'exp_avg',
@@ -89,7 +89,7 @@ RULES = (
             Stage(
                 "novograd_2", "tensor", 1, (0, 1, 2, 3), temps=('one_over_sqrt_exp_avg_sq_2_plus_eps',),
                 reads=('exp_avg_sq', 'tensor_sum_for_exp_avg_sq'), stores=('exp_avg_sq',
-                'one_over_sqrt_exp_avg_sq_2_plus_eps'), plus=('one_over_sqrt_exp_avg_sq_2_plus_eps',),
+                'one_over_sqrt_exp_avg_sq_2_plus_eps'), plus=('exp_avg_sq', 'one_over_sqrt_exp_avg_sq_2_plus_eps'),
             ),
             Stage(
                 "novograd_grad_averaging_3", "elem", 2, (4, 5, 6, 7), reads=('p', 'g', 'exp_avg',

@@ -78,7 +78,7 @@ RULES = (
             ),
             Stage(
                 "orthograd_4", "tensor", 3, (), temps=('stretch',), reads=('by_1em05_times_g_norm',
-                'tensor_sum_for_tangent_norm', 'g_norm'), stores=('stretch',),
+                'tensor_sum_for_tangent_norm', 'g_norm'), stores=('stretch',), picked=('stretch',),
             ),
             Stage("orthograd_5", "elem", 4, (2, 0, 3), reads=('p', 'g', 'stretch', 'radial'), stores=('p',)),
         ),
@@ -119,7 +119,7 @@ RULES = (
             ),
             Stage(
                 "orthograd_4", "tensor", 3, (), temps=('stretch',), reads=('by_1em05_times_g_norm',
-                'tensor_sum_for_tangent_norm', 'g_norm'), stores=('stretch',),
+                'tensor_sum_for_tangent_norm', 'g_norm'), stores=('stretch',), picked=('stretch',),
             ),
             Stage(
                 "orthograd_has_momentum_5", "elem", 4, (2, 0, 3, 4, 5), reads=('p', 'g', 'momentum_buffer',
@@ -163,7 +163,7 @@ RULES = (
             ),
             Stage(
                 "orthograd_4", "tensor", 3, (), temps=('stretch',), reads=('by_1em05_times_g_norm',
-                'tensor_sum_for_tangent_norm', 'g_norm'), stores=('stretch',),
+                'tensor_sum_for_tangent_norm', 'g_norm'), stores=('stretch',), picked=('stretch',),
             ),
             Stage(
                 "orthograd_nesterov_has_momentum_5", "elem", 4, (2, 3, 0, 4, 5, 6), reads=('p', 'g',

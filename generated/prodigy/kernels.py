@@ -125,7 +125,8 @@ RULES = (
                 "prodigy_1", "model", -1, (0, 1, 2, 3), temps=('one_times_one_minus_beta1_times_d', 'rate',
                 'one_minus_rate_times_weight_decay', 'd_over_d0', 'd_over_d0_times_rate'), reads=('d',),
                 stores=('one_times_one_minus_beta1_times_d', 'rate', 'one_minus_rate_times_weight_decay',
-                'd_over_d0', 'd_over_d0_times_rate'),
+                'd_over_d0', 'd_over_d0_times_rate'), plus=('one_times_one_minus_beta1_times_d', 'rate',
+                'one_minus_rate_times_weight_decay', 'd_over_d0', 'd_over_d0_times_rate'),
             ),
             Stage(
                 "prodigy_2", "elem", 0, (0, 4, 5, 6), temps=('tensor_sum_for_d_denom', 'tensor_sum_for_numerator'),
@@ -139,14 +140,14 @@ RULES = (
             Stage(
                 "prodigy_4", "model", 3, (7, 2, 8, 9, 10), temps=('d_2', 'd_2_times_eps'), reads=('d', 'd_max',
                 'd_numerator', 'd_denom', 'model_sum_for_numerator'), stores=('d_max', 'd_numerator', 'd_2',
-                'd_2_times_eps'),
+                'd_2_times_eps'), picked=('d_max', 'd_numerator', 'd_2'),
             ),
             Stage(
                 "prodigy_5", "elem", 4, (4, 5, 11, 12, 13), reads=('p', 'g', 'exp_avg', 'exp_avg_sq', 'd',
                 'one_minus_rate_times_weight_decay', 'rate', 'one_times_one_minus_beta1_times_d', 'd_2_times_eps'),
-                stores=('p', 'exp_avg', 'exp_avg_sq'),
+                stores=('p', 'exp_avg', 'exp_avg_sq'), plus=('exp_avg_sq',),
             ),
-            Stage("prodigy_6", "model", 5, (), reads=('d_2',), stores=('d',)),
+            Stage("prodigy_6", "model", 5, (), reads=('d_2',), stores=('d',), picked=('d',)),
         ),
     ),
     Rule(
@@ -177,6 +178,8 @@ RULES = (
                 temps=('one_times_one_minus_beta1_times_d', 'rate', 'one_minus_rate_times_weight_decay', 'd_over_d0',
                 'd_over_d0_times_d_times_one'), reads=('d',), stores=('one_times_one_minus_beta1_times_d', 'rate',
                 'one_minus_rate_times_weight_decay', 'd_over_d0', 'd_over_d0_times_d_times_one'),
+                plus=('one_times_one_minus_beta1_times_d', 'rate', 'one_minus_rate_times_weight_decay', 'd_over_d0',
+                'd_over_d0_times_d_times_one'),
             ),
             Stage(
                 "prodigy_safeguard_warmup_2", "elem", 0, (0, 5, 4, 6), temps=('tensor_sum_for_d_denom',
@@ -190,14 +193,14 @@ RULES = (
             Stage(
                 "prodigy_4", "model", 3, (7, 2, 8, 9, 10), temps=('d_2', 'd_2_times_eps'), reads=('d', 'd_max',
                 'd_numerator', 'd_denom', 'model_sum_for_numerator'), stores=('d_max', 'd_numerator', 'd_2',
-                'd_2_times_eps'),
+                'd_2_times_eps'), picked=('d_max', 'd_numerator', 'd_2'),
             ),
             Stage(
                 "prodigy_5", "elem", 4, (5, 4, 11, 12, 13), reads=('p', 'g', 'exp_avg', 'exp_avg_sq', 'd',
                 'one_minus_rate_times_weight_decay', 'rate', 'one_times_one_minus_beta1_times_d', 'd_2_times_eps'),
-                stores=('p', 'exp_avg', 'exp_avg_sq'),
+                stores=('p', 'exp_avg', 'exp_avg_sq'), plus=('exp_avg_sq',),
             ),
-            Stage("prodigy_6", "model", 5, (), reads=('d_2',), stores=('d',)),
+            Stage("prodigy_6", "model", 5, (), reads=('d_2',), stores=('d',), picked=('d',)),
         ),
     ),
     Rule(
@@ -228,6 +231,8 @@ RULES = (
                 temps=('one_times_one_minus_beta1_times_d', 'rate', 'one_minus_rate_times_weight_decay', 'd_over_d0',
                 'd_over_d0_times_rate'), reads=('d',), stores=('one_times_one_minus_beta1_times_d', 'rate',
                 'one_minus_rate_times_weight_decay', 'd_over_d0', 'd_over_d0_times_rate'),
+                plus=('one_times_one_minus_beta1_times_d', 'rate', 'one_minus_rate_times_weight_decay', 'd_over_d0',
+                'd_over_d0_times_rate'),
             ),
             Stage(
                 "prodigy_use_bias_correction_2", "elem", 0, (4, 5, 6, 2), temps=('tensor_sum_for_d_denom',
@@ -241,14 +246,14 @@ RULES = (
             Stage(
                 "prodigy_4", "model", 3, (7, 1, 8, 9, 10), temps=('d_2', 'd_2_times_eps'), reads=('d', 'd_max',
                 'd_numerator', 'd_denom', 'model_sum_for_numerator'), stores=('d_max', 'd_numerator', 'd_2',
-                'd_2_times_eps'),
+                'd_2_times_eps'), picked=('d_max', 'd_numerator', 'd_2'),
             ),
             Stage(
                 "prodigy_5", "elem", 4, (4, 5, 11, 12, 13), reads=('p', 'g', 'exp_avg', 'exp_avg_sq', 'd',
                 'one_minus_rate_times_weight_decay', 'rate', 'one_times_one_minus_beta1_times_d', 'd_2_times_eps'),
-                stores=('p', 'exp_avg', 'exp_avg_sq'),
+                stores=('p', 'exp_avg', 'exp_avg_sq'), plus=('exp_avg_sq',),
             ),
-            Stage("prodigy_6", "model", 5, (), reads=('d_2',), stores=('d',)),
+            Stage("prodigy_6", "model", 5, (), reads=('d_2',), stores=('d',), picked=('d',)),
         ),
     ),
     Rule(
@@ -279,6 +284,8 @@ RULES = (
                 temps=('one_times_one_minus_beta1_times_d', 'rate', 'one_minus_rate_times_weight_decay', 'd_over_d0',
                 'd_over_d0_times_d_times_one'), reads=('d',), stores=('one_times_one_minus_beta1_times_d', 'rate',
                 'one_minus_rate_times_weight_decay', 'd_over_d0', 'd_over_d0_times_d_times_one'),
+                plus=('one_times_one_minus_beta1_times_d', 'rate', 'one_minus_rate_times_weight_decay', 'd_over_d0',
+                'd_over_d0_times_d_times_one'),
             ),
             Stage(
                 "prodigy_use_bias_correction_safeguard_warmup_2", "elem", 0, (5, 4, 6, 2),
@@ -293,14 +300,14 @@ RULES = (
             Stage(
                 "prodigy_4", "model", 3, (7, 1, 8, 9, 10), temps=('d_2', 'd_2_times_eps'), reads=('d', 'd_max',
                 'd_numerator', 'd_denom', 'model_sum_for_numerator'), stores=('d_max', 'd_numerator', 'd_2',
-                'd_2_times_eps'),
+                'd_2_times_eps'), picked=('d_max', 'd_numerator', 'd_2'),
             ),
             Stage(
                 "prodigy_5", "elem", 4, (5, 4, 11, 12, 13), reads=('p', 'g', 'exp_avg', 'exp_avg_sq', 'd',
                 'one_minus_rate_times_weight_decay', 'rate', 'one_times_one_minus_beta1_times_d', 'd_2_times_eps'),
-                stores=('p', 'exp_avg', 'exp_avg_sq'),
+                stores=('p', 'exp_avg', 'exp_avg_sq'), plus=('exp_avg_sq',),
             ),
-            Stage("prodigy_6", "model", 5, (), reads=('d_2',), stores=('d',)),
+            Stage("prodigy_6", "model", 5, (), reads=('d_2',), stores=('d',), picked=('d',)),
         ),
     ),
 )

@@ -34,6 +34,7 @@ RULES = (
         stages=(
             Stage(
                 "rmsprop", "elem", 0, (0, 1, 2, 3, 4, 5), reads=('p', 'g', 'square_avg'), stores=('p', 'square_avg'),
+                plus=('square_avg',),
             ),
         ),
     ),
@@ -48,7 +49,7 @@ RULES = (
         stages=(
             Stage(
                 "rmsprop_has_momentum", "elem", 0, (0, 1, 2, 3, 4, 5, 6), reads=('p', 'g', 'square_avg',
-                'momentum_buffer'), stores=('p', 'square_avg', 'momentum_buffer'),
+                'momentum_buffer'), stores=('p', 'square_avg', 'momentum_buffer'), plus=('square_avg',),
             ),
         ),
     ),
@@ -63,7 +64,7 @@ RULES = (
         stages=(
             Stage(
                 "rmsprop_centered", "elem", 0, (0, 1, 2, 3, 4, 5), reads=('p', 'g', 'square_avg', 'grad_avg'),
-                stores=('p', 'square_avg', 'grad_avg'),
+                stores=('p', 'square_avg', 'grad_avg'), plus=('square_avg',),
             ),
         ),
     ),
@@ -79,6 +80,7 @@ RULES = (
             Stage(
                 "rmsprop_centered_has_momentum", "elem", 0, (0, 1, 2, 3, 4, 5, 6), reads=('p', 'g', 'square_avg',
                 'grad_avg', 'momentum_buffer'), stores=('p', 'square_avg', 'grad_avg', 'momentum_buffer'),
+                plus=('square_avg',),
             ),
         ),
     ),

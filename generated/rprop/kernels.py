@@ -29,7 +29,7 @@ RULES = (
         stages=(
             Stage(
                 "rprop", "elem", 0, (0, 1, 2, 3, 4, 5), reads=('p', 'g', 'prev', 'step_size'), stores=('p', 'prev',
-                'step_size'), plus=('step_size',),
+                'step_size'), plus=('step_size',), picked=('prev', 'step_size'),
             ),
         ),
     ),

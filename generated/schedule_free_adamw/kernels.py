@@ -45,7 +45,7 @@ RULES = (
         stages=(
             Stage(
                 "schedule_free_adamw", "elem", 0, (0, 1, 2, 3, 4, 5, 6, 7), reads=('p', 'g', 'z', 'exp_avg_sq'),
-                stores=('p', 'z', 'exp_avg_sq'),
+                stores=('p', 'z', 'exp_avg_sq'), plus=('exp_avg_sq',),
             ),
         ),
     ),

@@ -112,17 +112,18 @@ RULES = (
                 'tensor_sum_for_invariant_2', 'tensor_sum_for_invariant_3', 'delta_over_sqrt_elements',
                 'tensor_sum_of_p'), stores=('lt_tensor_div_delta_over_sqrt_elements',
                 'tensor_sum_of_p_over_tensor_mul_3_2'), plus=('lt_tensor_div_delta_over_sqrt_elements',),
+                picked=('lt_tensor_div_delta_over_sqrt_elements', 'tensor_sum_of_p_over_tensor_mul_3_2'),
             ),
             Stage(
                 "sgdp_5", "tensor", 1, (6, 7, 8), temps=('tensor_lt', 'one_minus_lr_times_weight_decay_2'),
                 reads=('tensor_max_for_invariant', 'delta_over_sqrt_columns',
                 'lt_tensor_div_delta_over_sqrt_elements'), stores=('tensor_lt', 'one_minus_lr_times_weight_decay_2'),
-                plus=('tensor_lt',),
+                plus=('tensor_lt', 'one_minus_lr_times_weight_decay_2'), picked=('tensor_lt',),
             ),
             Stage(
                 "sgdp_6", "row", 1, (), temps=('row_sum_of_p_over_row_mul_3_2',), matrices=True, reads=('tensor_lt',
                 'row_sum_of_p_over_row_mul_3', 'tensor_sum_of_p_over_tensor_mul_3_2'),
-                stores=('row_sum_of_p_over_row_mul_3_2',),
+                stores=('row_sum_of_p_over_row_mul_3_2',), picked=('row_sum_of_p_over_row_mul_3_2',),
             ),
             Stage(
                 "sgdp_7", "elem", 2, (8,), matrices=True, reads=('p', 'momentum_buffer',
@@ -201,17 +202,18 @@ RULES = (
                 'tensor_sum_for_invariant_2', 'tensor_sum_for_invariant_3', 'delta_over_sqrt_elements',
                 'tensor_sum_of_p'), stores=('lt_tensor_div_delta_over_sqrt_elements',
                 'tensor_sum_of_p_over_tensor_mul_3_2'), plus=('lt_tensor_div_delta_over_sqrt_elements',),
+                picked=('lt_tensor_div_delta_over_sqrt_elements', 'tensor_sum_of_p_over_tensor_mul_3_2'),
             ),
             Stage(
                 "sgdp_5", "tensor", 1, (6, 7, 8), temps=('tensor_lt', 'one_minus_lr_times_weight_decay_2'),
                 reads=('tensor_max_for_invariant', 'delta_over_sqrt_columns',
                 'lt_tensor_div_delta_over_sqrt_elements'), stores=('tensor_lt', 'one_minus_lr_times_weight_decay_2'),
-                plus=('tensor_lt',),
+                plus=('tensor_lt', 'one_minus_lr_times_weight_decay_2'), picked=('tensor_lt',),
             ),
             Stage(
                 "sgdp_6", "row", 1, (), temps=('row_sum_of_p_over_row_mul_3_2',), matrices=True, reads=('tensor_lt',
                 'row_sum_of_p_over_row_mul_3', 'tensor_sum_of_p_over_tensor_mul_3_2'),
-                stores=('row_sum_of_p_over_row_mul_3_2',),
+                stores=('row_sum_of_p_over_row_mul_3_2',), picked=('row_sum_of_p_over_row_mul_3_2',),
             ),
             Stage(
                 "sgdp_nesterov_7", "elem", 2, (9, 0, 10, 8), matrices=True, reads=('p', 'g', 'momentum_buffer',

@@ -42,8 +42,14 @@ RULES = (
                 reads=('p', 'g', 'accumulator_row', 'accumulator_col'), stores=('p',), sums=(('max',
                 ('accumulator_row_2', 'accumulator_col_2')),),
             ),
-            Stage("sm3_2", "row", 1, (), matrices=True, reads=('accumulator_row_2',), stores=('accumulator_row',)),
-            Stage("sm3_3", "col", 1, (), matrices=True, reads=('accumulator_col_2',), stores=('accumulator_col',)),
+            Stage(
+                "sm3_2", "row", 1, (), matrices=True, reads=('accumulator_row_2',), stores=('accumulator_row',),
+                picked=('accumulator_row',),
+            ),
+            Stage(
+                "sm3_3", "col", 1, (), matrices=True, reads=('accumulator_col_2',), stores=('accumulator_col',),
+                picked=('accumulator_col',),
+            ),
         ),
     ),
     Rule(
@@ -57,7 +63,7 @@ RULES = (
         stages=(
             Stage(
                 "sm3_no_factored", "elem", 0, (0, 1, 2), reads=('p', 'g', 'accumulator'), stores=('p',
-                'accumulator'),
+                'accumulator'), plus=('accumulator',),
             ),
         ),
     ),
@@ -79,8 +85,14 @@ RULES = (
                 matrices=True, reads=('p', 'g', 'accumulator_row', 'accumulator_col', 'momentum_buffer'),
                 stores=('p', 'momentum_buffer'), sums=(('max', ('accumulator_row_2', 'accumulator_col_2')),),
             ),
-            Stage("sm3_2", "row", 1, (), matrices=True, reads=('accumulator_row_2',), stores=('accumulator_row',)),
-            Stage("sm3_3", "col", 1, (), matrices=True, reads=('accumulator_col_2',), stores=('accumulator_col',)),
+            Stage(
+                "sm3_2", "row", 1, (), matrices=True, reads=('accumulator_row_2',), stores=('accumulator_row',),
+                picked=('accumulator_row',),
+            ),
+            Stage(
+                "sm3_3", "col", 1, (), matrices=True, reads=('accumulator_col_2',), stores=('accumulator_col',),
+                picked=('accumulator_col',),
+            ),
         ),
     ),
     Rule(
@@ -94,7 +106,7 @@ RULES = (
         stages=(
             Stage(
                 "sm3_has_momentum_no_factored", "elem", 0, (0, 1, 2, 3, 4), reads=('p', 'g', 'accumulator',
-                'momentum_buffer'), stores=('p', 'accumulator', 'momentum_buffer'),
+                'momentum_buffer'), stores=('p', 'accumulator', 'momentum_buffer'), plus=('accumulator',),
             ),
         ),
     ),

@@ -46,12 +46,12 @@ RULES = (
             Stage(
                 "stable_adamw_1", "elem", 0, (0, 1, 2, 3, 4), temps=('tensor_sum_for_surprise',), reads=('g',
                 'exp_avg', 'exp_avg_sq'), stores=('exp_avg', 'exp_avg_sq'), sums=(('product',
-                ('tensor_sum_for_surprise',)),),
+                ('tensor_sum_for_surprise',)),), plus=('exp_avg_sq',),
             ),
             Stage(
                 "stable_adamw_2", "tensor", 1, (5, 6, 7), temps=('rate', 'one_minus_rate_times_weight_decay'),
                 reads=('tensor_sum_for_surprise',), stores=('rate', 'one_minus_rate_times_weight_decay'),
-                extents=('elements',),
+                extents=('elements',), plus=('one_minus_rate_times_weight_decay',),
             ),
             Stage(
                 "stable_adamw_3", "elem", 2, (8,), reads=('p', 'exp_avg', 'exp_avg_sq',

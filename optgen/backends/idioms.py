@@ -16,11 +16,11 @@ from optgen.ops import dtypes, spaces
 
 @dataclass(frozen=True)
 class Idiom:
-    """helper(*args, *numbers) + plus."""
+    """helper(*args, *numbers) + plus; names of a codec's arguments are given as numbers."""
 
     helper: str
     args: tuple[Node, ...]
-    numbers: tuple[int, ...] = ()
+    numbers: tuple[int | str, ...] = ()
     plus: int = 0
 
 
@@ -66,6 +66,8 @@ def _rounded(total: Node) -> Idiom | None:
     if total.op != "add":
         return None
     pattern, drawn = total.args
+    if drawn.op == "draw" and drawn.attr[:2] == ("integer", 12):
+        return Idiom("rounded", (pattern,), ("draws", "SHIFT"))
     if drawn.op == "lshr" and is_const(drawn.args[1], 20):
         return Idiom("rounded", (pattern, drawn.args[0]), (20,))
     if drawn.op != "and" or not is_const(drawn.args[1], 4095):

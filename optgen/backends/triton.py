@@ -518,7 +518,7 @@ def tile(
     printer = kind(program)
     printer.function = function
     # A store stands where its value is known: what only it reads is needed no longer.
-    lets, waiting = _lets(schedule), [s for s in sweep.stores if program.buffer(s.buffer).role != "partial"]
+    lets, waiting = printed_lets(schedule), [s for s in sweep.stores if program.buffer(s.buffer).role != "partial"]
     last = {let.node.uid: i for i, let in enumerate(lets)}
     ready = {s.buffer: max((last.get(n.uid, 0) for n in printed([s.node])), default=0) for s in waiting}
     lines = bound_lines((), printer)
@@ -549,12 +549,12 @@ def tile(
 
 def anchor_of(schedule: Schedule) -> Let | None:
     """What a tile function that draws random numbers loads in bytes or halves; see the prelude's `within`."""
-    lets = _lets(schedule) if _is_counted(schedule.program) else ()
+    lets = printed_lets(schedule) if _is_counted(schedule.program) else ()
     loads = [let for let in lets if let.node.op == "load" and let.node.space == spaces.elem]
     return next((let for let in loads if let.node.dtype.bits in (8, 16)), None)
 
 
-def _lets(schedule: Schedule) -> tuple[Let, ...]:
+def printed_lets(schedule: Schedule) -> tuple[Let, ...]:
     """The lets that something reads."""
     sweep = schedule.sweep
     if schedule.program.maths == "strict":

@@ -33,7 +33,8 @@ def pair_of(out: Path, rule: str, plan: str) -> Pair:
     """Return a rule under a plan, read from their generated files: the folder need not be importable."""
     own = out / PLANS / plan
     record = _package(own) if own.is_dir() else importlib.import_module(f"optgen.{PLANS}.{plan}")
-    return plans.joined(_package(out / rule, "records.py").RULES, record, _package(out / rule / plan))
+    rules, steps = (_package(out / rule, file).RULES for file in ("records.py", "kernels.py"))
+    return plans.joined(rules, steps, record, _package(out / rule / plan))
 
 
 def _package(folder: Path, file: str = "__init__.py") -> ModuleType:

@@ -187,9 +187,9 @@ def build(request: Request, track: Track | None = None) -> Outcome:
     manifest = read_manifest(out, request.force)
     outcome = Outcome(relative(str(out)))
     outcome.warnings += [load.NO_SPEC.format(file=relative(str(file))) for file in load.without_spec(project)]
+    maths = request.maths or config.maths
     with _uncollected():
         units = _units(request, config, manifest, out, outcome)
-    maths = request.maths or config.maths
     backends = request.backends or config.backends or BACKENDS
     whole = not request.partial and ready.is_checkout() and out.resolve() == ready.generated_dir()
     files = _generate(_jobs(units, maths, backends, whole, project), track)
@@ -223,7 +223,7 @@ def build(request: Request, track: Track | None = None) -> Outcome:
 
 def _units(request: Request, config: Config, manifest: Manifest, out: Path, outcome: Outcome) -> list[Unit]:
     """Return the units of a build in the order of their names."""
-    project = request.project
+    project, maths = request.project, request.maths or config.maths
     built = {name: (b.reference, b.plans) for name, b in manifest.specs.items()}
     everything = wishes(project, config, built)
     asked = everything if not request.names else _named(request, everything, manifest)
@@ -262,7 +262,7 @@ def _units(request: Request, config: Config, manifest: Manifest, out: Path, outc
                 plans[plan.name] = plan
         everywhere = {*plans, *before}
         listed = [p for p in order if p in everywhere] + sorted(everywhere - set(order))
-        own = _packages(p for p in listed if (not is_ready(plans[p]) if p in plans else p in kept))
+        own = _packages(p for p in listed if (not emit.comes_with(plans[p], maths) if p in plans else p in kept))
         units.append(Unit(spec, tuple(plans[p] for p in listed if p in plans), tuple(listed), own, _reference(spec)))
     return units
 
@@ -385,30 +385,35 @@ def _jobs(units: Sequence[Unit], maths: Maths, backends: tuple[str, ...], whole:
 
     whole   all of this repository is built: include the files beside its generated folder
     """
-    used = {plan.name: plan for u in units for plan in u.plans if not is_ready(plan)}
-    jobs: list[Job] = [partial(_plan_files, f"{PLANS}/", plan) for plan in used.values()]
+    used = {plan.name: plan for u in units for plan in u.plans if not emit.comes_with(plan, maths)}
+    jobs: list[Job] = [partial(_plan_files, f"{PLANS}/", plan, maths, backends) for plan in used.values()]
     for u in units:
-        jobs.append(partial(_class_files, u, maths))
+        jobs.append(partial(_class_files, u, maths, backends))
         jobs += [partial(_pair_files, u.spec, plan, maths, backends) for plan in u.plans]
     if whole:
-        jobs += [partial(_plan_files, READY, plan) for plan in load.plans(project).values() if is_ready(plan)]
+        ready_made = (plan for plan in load.plans(project).values() if is_ready(plan))
+        jobs += [partial(_plan_files, READY, plan, "fast", BACKENDS) for plan in ready_made]
         jobs.append(lambda: {STUB: emit.emit_stub(u.spec for u in units)})
     return jobs
 
 
-def _class_files(unit: Unit, maths: Maths) -> Files:
+def _class_files(unit: Unit, maths: Maths, backends: tuple[str, ...]) -> Files:
     files = emit.rule_files(unit.spec, unit.listed, unit.own, maths)
-    return {f"{unit.spec.name}/{file}": text for file, text in files.items()}
+    return _below(f"{unit.spec.name}/", files, backends)
 
 
 def _pair_files(spec: Spec, plan: Plan, maths: Maths, backends: tuple[str, ...]) -> Files:
-    left = {file for backend, file in emit.FILES.items() if backend not in backends}
-    files = emit.emit_plan(spec, plan, maths=maths)
-    return {f"{spec.name}/{plan.name}/{file}": text for file, text in files.items() if file not in left}
+    return _below(f"{spec.name}/{plan.name}/", emit.emit_plan(spec, plan, maths=maths), backends)
 
 
-def _plan_files(folder: str, plan: Plan) -> Files:
-    return {f"{folder}{plan.name}/{file}": text for file, text in emit.plan_files(plan).items()}
+def _plan_files(folder: str, plan: Plan, maths: Maths, backends: tuple[str, ...]) -> Files:
+    return _below(f"{folder}{plan.name}/", emit.plan_files(plan, maths), backends)
+
+
+def _below(folder: str, files: Files, backends: tuple[str, ...]) -> Files:
+    """Return the files below a folder, without those of other backends."""
+    left = {file for backend, own in emit.FILES.items() if backend not in backends for file in own}
+    return {f"{folder}{file}": text for file, text in files.items() if file not in left}
 
 
 def _generate(jobs: Sequence[Job], track: Track | None) -> Files:

@@ -42,8 +42,11 @@ class Kernels:
     _steps: dict[object, Step] = field(default_factory=dict)
     _made: dict[object, str] = field(default_factory=dict)
 
-    def add(self, spec: Spec, case: Case, maths: Maths, fast: Step, kernel: str) -> None:
-        """Generate what `kernel`, the step of a case, is made of; it is passed the scalars of `fast`."""
+    def add(self, spec: Spec, case: Case, maths: Maths, fast: Step, kernel: str) -> str:
+        """Generate what `kernel`, the step of a case, is made of; it is passed the scalars of `fast`.
+
+        Returns the kernel that does the same and came first.
+        """
         weight = f"weight_{case.param.torch}"
         step = self._step(spec, case, replace(case.storage, param=dtypes.f32, master=Native()), maths)
         if not _fits(step, fast):
@@ -51,7 +54,10 @@ class Kernels:
         key = id(step), tuple(let.node.uid for let in fast.host)
         if key not in self._made:
             self._made[key] = self._define(spec, case, step, fast.host)
-        self.uses[kernel] = f"{self._made[key]}<{weight}, Grad>"
+        use = f"{self._made[key]}<{weight}, Grad>"
+        first = next((name for name, known in self.uses.items() if known == use), kernel)
+        self.uses[first] = use
+        return first
 
     def _define(self, spec: Spec, case: Case, step: Step, host: tuple[Let, ...]) -> str:
         """Define the template of a step; return its name."""

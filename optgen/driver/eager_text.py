@@ -85,7 +85,7 @@ def rule_text(spec: Spec) -> str:
 
 
 @lru_cache(maxsize=256)
-def _formats(plan: Plan) -> Mapping[str, Format]:
+def formats(plan: Plan) -> Mapping[str, Format]:
     """Codec name -> format: every one that the plan may keep a state in, absolute."""
     found: dict[str, Format] = {}
 
@@ -122,11 +122,11 @@ def codec_of(plan: Plan, fmt: Format) -> str:
     fmt = fmt.absolute() if fmt.relative else fmt
     if fmt == floats.f32:
         return ""
-    formats = _formats(plan)
-    for name, own in formats.items():
+    known = formats(plan)
+    for name, own in known.items():
         if own == fmt:
             return name
-    return next(name for name, own in formats.items() if own.rounded(fmt.rounding) == fmt)
+    return next(name for name, own in known.items() if own.rounded(fmt.rounding) == fmt)
 
 
 def codec_text(plan: Plan) -> str:
@@ -137,7 +137,7 @@ def codec_text(plan: Plan) -> str:
     codecs: dict[str, tuple[CodecPrograms, Format | None]] = {}
     for param in (dtypes.bf16, dtypes.f16):
         codecs[f"weight_{param.name}"] = lower_weight(plan.master, param), None
-    codecs |= {name: (lower_codec(fmt), fmt) for name, fmt in _formats(plan).items()}
+    codecs |= {name: (lower_codec(fmt), fmt) for name, fmt in formats(plan).items()}
     for name, (made, fmt) in codecs.items():
         fields = made.fields
         programs = (made.decode, made.root, made.encode, made.nearest)

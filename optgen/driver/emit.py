@@ -11,7 +11,7 @@ from typing import Any
 import optgen
 from optgen import passes
 from optgen.backends import host, reference, triton, triton_stages, wrapper
-from optgen.driver import cpp_text, eager_text, explain, judge, kernel_text, record_text, targets
+from optgen.driver import cpp_text, eager_text, explain, judge, kernel_text, record_text, targets, triton_text
 from optgen.driver.eager_text import PLANS, is_ready
 from optgen.driver.pool import Pool, replaced
 from optgen.driver.project import Maths
@@ -25,8 +25,8 @@ from optgen.lower import lower
 from optgen.runtime import records
 from optgen.runtime.records import Temp
 
-FILES = {"triton": "triton_kernels.py", "cpp": "kernels.cpp"}
-"""The file that each backend beside the reference adds to a plan's package."""
+FILES = {"triton": ("triton_kernels.py", "triton.py"), "cpp": ("kernels.cpp",)}
+"""The files that each backend beside the reference adds to the packages of rules, of plans and of the two."""
 
 
 @dataclass(frozen=True)
@@ -140,11 +140,10 @@ def emit_plan(
     """File name -> text of generated/<spec>/<plan>/.  `cases`: those to generate, all of them by default."""
     compiled = [compile_case(spec, c, maths) for c in (targets.cases(spec, plan) if cases is None else cases)]
     scalars, kernels = Pool(), Pool()
-    cpp_kernels = cpp_text.Kernels()  # under the names of the Triton kernels that do the same
+    cpp_kernels = cpp_text.Kernels()
     source = f"{targets.source_name(spec.loc.file)}"
     rows: dict[str, dict[str, Any]] = {}
     whole, functions = Pool(), Functions(kernels)  # Triton's, of steps that take several stages
-    tiles, limits = functions.tiles, functions.limits
     names: dict[str, str] = {}  # of stages' kernels: of equal ones the first one's
     printed: dict[int, str] = {}  # the kernels of steps that are one, by their schedules: settings of flags share them
     helpers: set[str] = set()
@@ -153,11 +152,8 @@ def emit_plan(
     unpack = kernel_text.unpack_of(spec)
     for c in compiled:
         wanted = targets.case_name(spec, c.case)
-
-        def kernel(name: str, c: Compiled = c) -> list[str]:
-            return triton.kernel(c.fast.stages[0].schedule, name, source)
-
-        if read := triton.in_memory([s.schedule.program for s in c.fast.stages if not s.call]):
+        programs = [s.schedule.program for s in c.fast.stages if not s.call and c.fast.in_stages]
+        if read := triton.in_memory(programs):
             numbers[wanted] = list(read)
             memory |= read
         # Strict and fast maths hoist different scalars: the runtime passes each backend its own.
@@ -175,17 +171,11 @@ def emit_plan(
         (only,) = c.fast.stages
         kernel_name = printed.get(id(only.schedule), "")
         if not kernel_name:
-            kernel_name = kernels.add(wanted, kernel, [let.name for let in c.fast.host])
-            printed[id(only.schedule)] = kernel_name
-            tiles[kernel_name] = triton.tile_elements(only.schedule)
-            limits[kernel_name] = triton.registers(only.schedule)
-            if kernel_name not in cpp_kernels.uses:
-                cpp_kernels.add(spec, c.case, maths, c.fast, kernel_name)
+            kernel_name = printed[id(only.schedule)] = cpp_kernels.add(spec, c.case, maths, c.fast, wanted)
         rows[wanted] = _kernels(c.fast, kernel_name, fast_host, names)
     scalar_names = host.needs(scalars.functions)
     head = {b: header(spec, plan, b, compiled, maths) for b in ("tables", "triton", "cpp")}
-    single = [c.fast.stages[0].schedule for c in compiled if not c.fast.in_stages]
-    return {
+    files = {
         "__init__.py": wrapper.render(
             "plan.py.j2",
             header=head["tables"],
@@ -195,18 +185,6 @@ def emit_plan(
             kernels=list(written("KERNELS = ", rows)),
             records=[name for name in ("Stage", "Temp") if any(name.lower() + "s" in row for row in rows.values())],
         ),
-        "triton_kernels.py": wrapper.render(
-            "triton.py.j2",
-            header=head["triton"],
-            helpers=sorted({*(triton.helpers(single) if single or not helpers else ()), *helpers}),
-            kernels=kernels.functions,
-            tiles=tiles,
-            registers=limits,
-            warps=functions.warps,
-            dense=functions.dense,
-            numbers=numbers,
-            memory=[line for name, x in sorted(memory.items()) for line in reference.listed(name, x)],
-        ),
         "kernels.cpp": wrapper.render(
             "cpp.cpp.j2",
             header=re.sub("^#", "//", head["cpp"], flags=re.M),
@@ -214,6 +192,20 @@ def emit_plan(
             kernels=cpp_text.texts(plan, maths, cpp_kernels),
         ),
     }
+    if kernels.functions:
+        files["triton_kernels.py"] = wrapper.render(
+            "triton.py.j2",
+            header=head["triton"],
+            helpers=sorted(helpers),
+            kernels=kernels.functions,
+            tiles=functions.tiles,
+            registers=functions.limits,
+            warps=functions.warps,
+            dense=functions.dense,
+            numbers=numbers,
+            memory=[line for name, x in sorted(memory.items()) for line in reference.listed(name, x)],
+        )
+    return files
 
 
 def _kernels(step: Step, kernel: str, function: str, names: Mapping[str, str]) -> dict[str, Any]:
@@ -294,25 +286,36 @@ def emit_package(
 ) -> dict[str, str]:
     """Path -> text of a package of its own: the class, its rule, one plan, and the plan's package if it is the
     user's."""
-    own = {} if is_ready(plan) else plan_files(plan)
+    own = {} if comes_with(plan, maths) else plan_files(plan, maths)
     files = rule_files(spec, (plan.name,), {plan.name: f".{PLANS}.{plan.name}"} if own else {}, maths)
     files |= {f"{plan.name}/{name}": text for name, text in emit_plan(spec, plan, maths=maths, cases=cases).items()}
     return files | {f"{PLANS}/{plan.name}/{name}": text for name, text in own.items()}
 
 
+def comes_with(plan: Plan, maths: Maths) -> bool:
+    """Return True if a plan's package comes with this one; that has the codecs of fast maths."""
+    return maths == "fast" and is_ready(plan)
+
+
 def rule_files(spec: Spec, plans: tuple[str, ...], own: Mapping[str, str], maths: Maths) -> dict[str, str]:
     """Return file name -> text of what a rule has for all plans: the class, its records, its eager text."""
+    device = triton_text.rule_text(spec, maths)
     return {
         "__init__.py": emit_class(spec, plans, own),
         record_text.RULE: record_text.rule_text(spec),
         eager_text.FILE: eager_text.rule_text(spec),
         kernel_text.FILE: kernel_text.record_text(spec, maths),
+        **({triton_text.FILE: device} if device else {}),
     }
 
 
-def plan_files(plan: Plan) -> dict[str, str]:
+def plan_files(plan: Plan, maths: Maths = "fast") -> dict[str, str]:
     """Return file name -> text of a plan's package: its record and its codecs."""
-    return {record_text.PLAN: record_text.plan_text(plan), eager_text.FILE: eager_text.codec_text(plan)}
+    return {
+        record_text.PLAN: record_text.plan_text(plan),
+        eager_text.FILE: eager_text.codec_text(plan),
+        triton_text.FILE: triton_text.codec_text(plan, maths),
+    }
 
 
 def emit_class(spec: Spec, plans: tuple[str, ...], own: Mapping[str, str]) -> str:

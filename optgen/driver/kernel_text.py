@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -18,6 +18,7 @@ from optgen.ir.node import Node, Rewriter, postorder
 from optgen.ir.program import Buffer, Program, Stage, Step
 from optgen.ir.ranges import is_plus
 from optgen.lang.spec import Spec
+from optgen.passes.convert import ARITHMETIC
 
 FILE = "kernels.py"
 
@@ -88,6 +89,13 @@ def _stores(program: Program, stage: Stage) -> tuple[object, ...]:
     return (stage.space, *((s.buffer, rewrite(s.node).uid) for s in stage.schedule.sweep.stores))
 
 
+def is_single(step: Step) -> bool:
+    """Return True if a step is one sweep over elements, whose kernel is free of any plan."""
+    (first, *rest) = step.stages
+    matrices = any(b.space.name in ("row", "col", "mat") for b in first.schedule.program.buffers)
+    return not rest and first.is_sweep and not matrices
+
+
 def host_program(step: Step) -> Program:
     """The program that a step's host function is generated from."""
     return replace(step.program, host=step.host, host_locals=step.host_locals)
@@ -106,8 +114,8 @@ def temp_row(step: Step, b: Buffer) -> str:
     return f'Temp("{b.name}", "{b.space.name}", "{b.reduction}", "{source}")'
 
 
-def _stage_row(stage: Stage, kernel: str) -> list[str]:
-    """The record of a stage, lines of text."""
+def _stage_row(stage: Stage, kernel: str, nonneg: Collection[str]) -> list[str]:
+    """The record of a stage, lines of text; `nonneg`: states of which no value is negative."""
     program, sweep = stage.schedule.program, stage.schedule.sweep
     given: dict[str, object] = {}
     space = stage.space.name
@@ -124,7 +132,8 @@ def _stage_row(stage: Stage, kernel: str) -> list[str]:
         given["stores"] = tuple(s.buffer for s in stored)
         given["sums"] = tuple((t.kind, tuple(b.name for b in t.partials)) for t in terms)
         given["extents"] = tuple(triton.sizes(program))
-        given["plus"] = tuple(s.buffer for s in stored if is_plus(s.node))
+        given["plus"] = tuple(s.buffer for s in stored if is_plus(s.node, nonneg))
+        given["picked"] = tuple(s.buffer for s in stored if s.node.op not in ARITHMETIC)
     shown = [f'"{kernel}"', f'"{space}"', str(stage.level), repr(stage.scalars)]
     shown += [f"{key}={value!r}" for key, value in given.items() if value]
     return wrapped("Stage(", ", ".join(shown).split(", "), "),", whole=104, limit=104)
@@ -142,6 +151,7 @@ def record_text(spec: Spec, maths: Maths) -> str:
     ]
     rules = sorted({r for s in made.settings for r in s.step.program.rules})
     header += [f"#   rounding changed by: {', '.join(rules)}"] if rules else []
+    nonneg = {s.name for s in spec.states if s.nonneg}
     rows: dict[str, dict[str, Any]] = {}  # of settings with equal steps one
     for s in made.settings:
         names = [f'"{let.name}"' for let in s.step.host]
@@ -149,7 +159,7 @@ def record_text(spec: Spec, maths: Maths) -> str:
             "scalars": wrapped("scalars=(", names, "),", whole=0),
             "host": s.host,
             "temps": [temp_row(s.step, b) for b in s.step.temps],
-            "stages": [_stage_row(x, name) for x, name in zip(s.step.stages, s.kernels, strict=True)],
+            "stages": [_stage_row(x, name, nonneg) for x, name in zip(s.step.stages, s.kernels, strict=True)],
             "early": s.step.early,
         }
         rows.setdefault(repr(row), {**row, "settings": []})["settings"].append(dict(s.flags))

@@ -19,7 +19,7 @@ from optgen.ops.dtypes import DType
 from optgen.ops.spaces import Space
 
 Section = Literal["decode", "update", "encode"]
-Role = Literal["param", "grad", "state", "weight", "temp", "partial"]
+Role = Literal["param", "grad", "state", "weight", "temp", "partial", "value"]
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Buffer:
     space  elem (shape of the parameter), block:B (shape (rows, ceil(columns / B))), or a small one: row (shape
            (..., rows, 1)), col (..., 1, columns), mat (..., 1, 1), tensor and model ()
     role   temp: an fp32 value that one stage leaves for the next ones of the same step; partial: the same, and what
-           is stored there is reduced on the way
+           is stored there is reduced on the way; value: of a codec alone, the number that it stores
     reduction   of a partial: how, for instance row_sum
     """
 

@@ -12,7 +12,7 @@ fp64 and become f32 where a kernel's arithmetic takes them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 from optgen.ir.node import Node, is_const
 from optgen.ops import dtypes, spaces
@@ -307,17 +307,24 @@ def corrections(node: Node) -> Iterator[Node]:
         yield from corrections(node.args[0])
 
 
-def is_plus(node: Node) -> bool:
-    """Return True if a value that is never negative is shown by its structure never to be -0 either."""
+def is_plus(node: Node, loads: Collection[str] = ()) -> bool:
+    """Return True if a value that is never negative is shown by its structure never to be -0 either.
+
+    loads  buffers that hold no -0
+    """
     op, a = node.op, node.args
+    if op == "load":
+        return node.attr in loads
+    if op == "fma":
+        return a[0] is a[1] or is_plus(a[2], loads) or (is_plus(a[0], loads) and is_plus(a[1], loads))
     if node.space == spaces.host or op == "const":
         return op != "neg" and not (op == "const" and math.copysign(1, node.attr) < 0)
     if op == "abs" or (op == "mul" and a[0] is a[1]):
         return True
     if op == "add":
-        return is_plus(a[0]) or is_plus(a[1])
+        return is_plus(a[0], loads) or is_plus(a[1], loads)
     if op in ("mul", "div", "max", "min"):
-        return is_plus(a[0]) and is_plus(a[1])
+        return is_plus(a[0], loads) and is_plus(a[1], loads)
     if op == "where":
-        return is_plus(a[1]) and is_plus(a[2])
-    return op == "sqrt" and is_plus(a[0])
+        return is_plus(a[1], loads) and is_plus(a[2], loads)
+    return op in ("sqrt", "kept") and is_plus(a[0], loads)

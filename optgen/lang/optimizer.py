@@ -39,7 +39,7 @@ CALLED = frozenset(
     "dict super foreach fused capturable differentiable "
     "get put pointer reciprocal inverse rint rotl sign minus block_max block_min block_magnitude quotient sqrt "
     "widened counter joined byte apart rounded within numbered opaque packed unpacked term fold down axis_max axis_min "
-    "lookup search".split()
+    "lookup search PLAN beside kept plus read times".split()
 )
 
 

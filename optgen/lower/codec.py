@@ -52,7 +52,7 @@ def _parts(fields: Mapping[str, Field], record: Recorder | None) -> dict[str, Nu
 
 
 def _value(name: str) -> Buffer:
-    return Buffer(name, dtypes.f32, spaces.elem, "weight", name)
+    return Buffer(name, dtypes.f32, spaces.elem, "value", name)
 
 
 def _program(name: str, fields: Mapping[str, Field], lets: list[Let], stores: Mapping[str, Num]) -> Program:
@@ -64,8 +64,11 @@ def _program(name: str, fields: Mapping[str, Field], lets: list[Let], stores: Ma
     return Program(name, buffers, (), body, tuple(Store(k, n) for k, n in nodes.items()), "strict", block_of(buffers))
 
 
-def lower_codec(fmt: Format) -> CodecPrograms:
-    """Lower a format of states, absolute: relative ones are divided and multiplied by the root outside."""
+def lower_codec(fmt: Format, plus: bool = True) -> CodecPrograms:
+    """Lower a format of states, absolute: relative ones are divided and multiplied by the root outside.
+
+    plus  where the format wants zeros to be +0, its encoding makes them so
+    """
     fmt = fmt.absolute() if fmt.relative else fmt
     fields = fmt.fields()
 
@@ -82,7 +85,7 @@ def lower_codec(fmt: Format) -> CodecPrograms:
     def encode(noise: Noise | None) -> Program:
         record = Recorder("", "encode")
         x = Value(ir.load(X, dtypes.f32, spaces.elem), record)
-        value = x + 0.0 if fmt.plus_zero else x  # -0 + 0 is +0
+        value = x + 0.0 if plus and fmt.plus_zero else x  # -0 + 0 is +0
         stores: dict[str, Num]
         if rooted:
             made, kept = fmt.encode_root(value, noise)

@@ -25,6 +25,7 @@ rewrite (ROUNDS):
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from optgen.ir import node as ir
@@ -68,8 +69,8 @@ def _rounding(x: Node) -> Node | None:
 class Converter:
     """One step at a node whose operands are done."""
 
-    def __init__(self, intervals: Intervals) -> None:
-        self.intervals = intervals
+    def __init__(self, intervals: Intervals, computed: Collection[str] = ()) -> None:
+        self.intervals, self.computed = intervals, computed
         self.fired: set[str] = set()
 
     def __call__(self, node: Node) -> Node:
@@ -160,7 +161,7 @@ class Converter:
         if node.op != "where" or node.dtype is not dtypes.i32 or node.args[2].op != "const":
             return node
         same, y, other = node.args
-        if same.op != "eq" or same.args[0] is not same.args[1] or same.args[0].op not in ARITHMETIC:
+        if same.op != "eq" or same.args[0] is not same.args[1] or not self.is_computed(same.args[0]):
             return node
         x = same.args[0]
         for pattern, carry in (y.args, y.args[::-1]) if y.op == "add" else ((y, _int(0)),):
@@ -170,6 +171,10 @@ class Converter:
                 kept = ir.op("min", pattern, _int(NAN))
                 return ir.op("add", kept, carry) if high else kept
         return node
+
+    def is_computed(self, x: Node) -> bool:
+        """Return True for results of arithmetic; a codec's value is one, or its NaN is made one (`Stage.picked`)."""
+        return x.op in ARITHMETIC or (x.op == "load" and x.attr in self.computed)
 
     def integer(self, node: Node) -> Node:
         x, y = node.args
@@ -207,6 +212,7 @@ def convert(program: Program) -> Program:
     """See the module's docstring."""
     if program.maths == "strict":
         return program
-    rule = Converter(Intervals(dict(program.ranges)))
+    computed = {b.name for b in program.buffers if b.role == "value"}
+    rule = Converter(Intervals(dict(program.ranges)), computed)
     program = program.map(Rewriter(rule))
     return replace(program, rules=tuple(sorted({*program.rules, *rule.fired})))

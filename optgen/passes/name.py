@@ -27,6 +27,7 @@ RESERVED = {
     *"term fold down larger axes dims indices".split(),
     *"both choose cube_root divide either negated root smaller".split(),
     *"ALIGNED ALL BLOCKS DENSE FEW GRAD LANES LESS OPTIONS RAGGED ROUND ROWS STORED TILE TILES WARPS".split(),
+    *"PLAN SHIFT beside draws fraction integer kept middle plus read times".split(),
     *"b stored values scalars quotient Blocks few_sum few_max newton_schulz put".split(),
 }
 

@@ -16,7 +16,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.gpu.prelude import get, minus, pointer, put, reciprocal, widened
+from optgen.runtime.gpu.prelude import get, minus, pointer, put, widened
 from optgen.runtime.gpu.walk import Sweep, walk
 
 
@@ -257,138 +257,6 @@ def muon_float16_4(
 
 
 @triton.jit
-def muon_float32_no_matrix_tile(
-    p_ptr, g_ptr, momentum_buffer_ptr, exp_avg_sq_ptr, at, live, adamw_betas_0, adamw_betas_1,
-    one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
-    one_minus_adamw_lr_times_weight_decay, MASKED: tl.constexpr,
-):
-    """One tile."""
-    # -- load and decode
-    g = widened(get(g_ptr, at, live, MASKED))
-    momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
-    exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
-    p = get(p_ptr, at, live, MASKED)
-    # -- update  (specs/muon.py)
-    # 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
-    momentum_buffer = tl.fma(one_minus_adamw_betas_0_times_grad_scale, g, adamw_betas_0 * momentum_buffer)
-    # 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
-    exp_avg_sq = tl.fma(scalar_1 * g, g, adamw_betas_1 * exp_avg_sq)
-    # 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
-    p = tl.fma(minus(momentum_buffer), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3)), one_minus_adamw_lr_times_weight_decay * p)
-    # -- encode and store
-    put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
-    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
-    put(p_ptr, at, p, live, MASKED)
-
-
-@triton.jit(do_not_specialize=["step_key"])
-def muon_float32_no_matrix(
-    table, work, adamw_betas_0: tl.float32, adamw_betas_1: tl.float32,
-    one_minus_adamw_betas_0_times_grad_scale: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32,
-    scalar_3: tl.float32, one_minus_adamw_lr_times_weight_decay: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
-    SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
-):
-    """muon: the tiles of one work item."""
-    walk(
-        table, work, muon_float32_no_matrix_tile, SWEEP, (adamw_betas_0, adamw_betas_1,
-        one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
-        one_minus_adamw_lr_times_weight_decay), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
-    )
-
-
-@triton.jit
-def muon_bfloat16_no_matrix_tile(
-    p_ptr, g_ptr, momentum_buffer_ptr, exp_avg_sq_ptr, at, live, adamw_betas_0, adamw_betas_1,
-    one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
-    one_minus_adamw_lr_times_weight_decay, MASKED: tl.constexpr,
-):
-    """One tile."""
-    # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
-    exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
-    p_stored = get(p_ptr, at, live, MASKED)
-    p = widened(p_stored)  # bf16, nearest
-    # -- update  (specs/muon.py)
-    g_cast = widened(g_stored)
-    # 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
-    momentum_buffer = tl.fma(one_minus_adamw_betas_0_times_grad_scale, g_cast, adamw_betas_0 * momentum_buffer)
-    # 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
-    exp_avg_sq = tl.fma(scalar_1 * g_cast, g_cast, adamw_betas_1 * exp_avg_sq)
-    # 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
-    p = tl.fma(minus(momentum_buffer), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3)), one_minus_adamw_lr_times_weight_decay * p)
-    # -- encode and store
-    put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
-    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
-    p_x_bits = p.to(tl.int32, bitcast=True)
-    p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-
-
-@triton.jit(do_not_specialize=["step_key"])
-def muon_bfloat16_no_matrix(
-    table, work, adamw_betas_0: tl.float32, adamw_betas_1: tl.float32,
-    one_minus_adamw_betas_0_times_grad_scale: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32,
-    scalar_3: tl.float32, one_minus_adamw_lr_times_weight_decay: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
-    SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.bfloat16), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
-):
-    """muon: the tiles of one work item."""
-    walk(
-        table, work, muon_bfloat16_no_matrix_tile, SWEEP, (adamw_betas_0, adamw_betas_1,
-        one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
-        one_minus_adamw_lr_times_weight_decay), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
-    )
-
-
-@triton.jit
-def muon_float16_no_matrix_tile(
-    p_ptr, g_ptr, momentum_buffer_ptr, exp_avg_sq_ptr, at, live, adamw_betas_0, adamw_betas_1,
-    one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
-    one_minus_adamw_lr_times_weight_decay, MASKED: tl.constexpr,
-):
-    """One tile."""
-    # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
-    exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
-    p_stored = get(p_ptr, at, live, MASKED)
-    p = p_stored.to(tl.float32)  # f16, nearest
-    # -- update  (specs/muon.py)
-    g_cast = g_stored.to(tl.float32)
-    # 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
-    momentum_buffer = tl.fma(one_minus_adamw_betas_0_times_grad_scale, g_cast, adamw_betas_0 * momentum_buffer)
-    # 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
-    exp_avg_sq = tl.fma(scalar_1 * g_cast, g_cast, adamw_betas_1 * exp_avg_sq)
-    # 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
-    p = tl.fma(minus(momentum_buffer), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3)), one_minus_adamw_lr_times_weight_decay * p)
-    # -- encode and store
-    put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
-    put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
-    put(p_ptr, at, p.to(tl.float16), live, MASKED)
-
-
-@triton.jit(do_not_specialize=["step_key"])
-def muon_float16_no_matrix(
-    table, work, adamw_betas_0: tl.float32, adamw_betas_1: tl.float32,
-    one_minus_adamw_betas_0_times_grad_scale: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32,
-    scalar_3: tl.float32, one_minus_adamw_lr_times_weight_decay: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
-    SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.float16), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
-):
-    """muon: the tiles of one work item."""
-    walk(
-        table, work, muon_float16_no_matrix_tile, SWEEP, (adamw_betas_0, adamw_betas_1,
-        one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
-        one_minus_adamw_lr_times_weight_decay), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
-    )
-
-
-@triton.jit
 def muon_float32_match_rms_adamw_1_values(lr_times_scale_ptr, extent_rows, extent_columns, lr):
     """Values of the tensor."""
     # 44  scale = 0.2 * sqrt(maximum(height, width)) if match_rms_adamw else sqrt(maximum(1.0, height / width))
@@ -525,9 +393,6 @@ TILE = {
     "muon_bfloat16_4": 256,
     "muon_float16_2": 256,
     "muon_float16_4": 256,
-    "muon_float32_no_matrix": 256,
-    "muon_bfloat16_no_matrix": 256,
-    "muon_float16_no_matrix": 256,
     "muon_float32_no_nesterov_2": 256,
     "muon_bfloat16_no_nesterov_2": 256,
     "muon_float16_no_nesterov_2": 256,
@@ -541,9 +406,6 @@ OPTIONS = {
     "muon_bfloat16_4": {"maxnreg": 64},
     "muon_float16_2": {"maxnreg": 64},
     "muon_float16_4": {"maxnreg": 64},
-    "muon_float32_no_matrix": {"maxnreg": 64},
-    "muon_bfloat16_no_matrix": {"maxnreg": 64},
-    "muon_float16_no_matrix": {"maxnreg": 64},
     "muon_float32_no_nesterov_2": {"maxnreg": 64},
     "muon_bfloat16_no_nesterov_2": {"maxnreg": 64},
     "muon_float16_no_nesterov_2": {"maxnreg": 64},

@@ -18,7 +18,6 @@ import triton.language as tl
 
 from optgen.runtime.gpu.prelude import down, fold, get, minus, pointer, put, term, widened
 from optgen.runtime.gpu.panels import Panels, walk_any, walk_panels
-from optgen.runtime.gpu.walk import Sweep, walk
 
 
 @triton.jit
@@ -734,112 +733,6 @@ def sgdp_float16_7_flat(
 
 
 @triton.jit
-def sgdp_float32_no_projected_tile(
-    p_ptr, g_ptr, momentum_buffer_ptr, at, live, momentum, one_minus_dampening_times_grad_scale, scalar_1,
-    minus_lr, MASKED: tl.constexpr,
-):
-    """One tile."""
-    # -- load and decode
-    g = widened(get(g_ptr, at, live, MASKED))
-    momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
-    p = get(p_ptr, at, live, MASKED)
-    # -- update  (specs/sgdp.py)
-    # 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
-    momentum_buffer = tl.fma(one_minus_dampening_times_grad_scale, g, momentum * momentum_buffer)
-    p = scalar_1 * p                          # 29  p = decoupled(p, lr, weight_decay)
-    p = tl.fma(minus_lr, momentum_buffer, p)  # 30  p = p - lr * update
-    # -- encode and store
-    put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
-    put(p_ptr, at, p, live, MASKED)
-
-
-@triton.jit(do_not_specialize=["step_key"])
-def sgdp_float32_no_projected(
-    table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32,
-    scalar_1: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
-    SWEEP: tl.constexpr = Sweep(9, 3, ((0, tl.float32), (1, None), (2, tl.float32)), parts=2),
-):
-    """sgdp: the tiles of one work item."""
-    walk(
-        table, work, sgdp_float32_no_projected_tile, SWEEP, (momentum, one_minus_dampening_times_grad_scale,
-        scalar_1, minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
-    )
-
-
-@triton.jit
-def sgdp_bfloat16_no_projected_tile(
-    p_ptr, g_ptr, momentum_buffer_ptr, at, live, momentum, one_minus_dampening_times_grad_scale, scalar_1,
-    minus_lr, MASKED: tl.constexpr,
-):
-    """One tile."""
-    # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
-    p_stored = get(p_ptr, at, live, MASKED)
-    p = widened(p_stored)  # bf16, nearest
-    # -- update  (specs/sgdp.py)
-    # 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
-    momentum_buffer = tl.fma(one_minus_dampening_times_grad_scale, widened(g_stored), momentum * momentum_buffer)
-    p = scalar_1 * p                          # 29  p = decoupled(p, lr, weight_decay)
-    p = tl.fma(minus_lr, momentum_buffer, p)  # 30  p = p - lr * update
-    # -- encode and store
-    put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
-    p_x_bits = p.to(tl.int32, bitcast=True)
-    p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-
-
-@triton.jit(do_not_specialize=["step_key"])
-def sgdp_bfloat16_no_projected(
-    table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32,
-    scalar_1: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
-    SWEEP: tl.constexpr = Sweep(9, 3, ((0, tl.bfloat16), (1, None), (2, tl.float32)), parts=2),
-):
-    """sgdp: the tiles of one work item."""
-    walk(
-        table, work, sgdp_bfloat16_no_projected_tile, SWEEP, (momentum, one_minus_dampening_times_grad_scale,
-        scalar_1, minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
-    )
-
-
-@triton.jit
-def sgdp_float16_no_projected_tile(
-    p_ptr, g_ptr, momentum_buffer_ptr, at, live, momentum, one_minus_dampening_times_grad_scale, scalar_1,
-    minus_lr, MASKED: tl.constexpr,
-):
-    """One tile."""
-    # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
-    p_stored = get(p_ptr, at, live, MASKED)
-    p = p_stored.to(tl.float32)  # f16, nearest
-    # -- update  (specs/sgdp.py)
-    # 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
-    momentum_buffer = tl.fma(one_minus_dampening_times_grad_scale, g_stored.to(tl.float32), momentum * momentum_buffer)
-    p = scalar_1 * p                          # 29  p = decoupled(p, lr, weight_decay)
-    p = tl.fma(minus_lr, momentum_buffer, p)  # 30  p = p - lr * update
-    # -- encode and store
-    put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
-    put(p_ptr, at, p.to(tl.float16), live, MASKED)
-
-
-@triton.jit(do_not_specialize=["step_key"])
-def sgdp_float16_no_projected(
-    table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32,
-    scalar_1: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
-    SWEEP: tl.constexpr = Sweep(9, 3, ((0, tl.float16), (1, None), (2, tl.float32)), parts=2),
-):
-    """sgdp: the tiles of one work item."""
-    walk(
-        table, work, sgdp_float16_no_projected_tile, SWEEP, (momentum, one_minus_dampening_times_grad_scale,
-        scalar_1, minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
-    )
-
-
-@triton.jit
 def sgdp_float32_nesterov_1_tile(
     p_ptr, g_ptr, momentum_buffer_ptr, at, live, grad_scale, momentum_times_momentum, scalar_1,
     MASKED: tl.constexpr,
@@ -1362,138 +1255,12 @@ def sgdp_float16_nesterov_7_flat(
     )
 
 
-@triton.jit
-def sgdp_float32_nesterov_no_projected_tile(
-    p_ptr, g_ptr, momentum_buffer_ptr, at, live, momentum, one_minus_dampening_times_grad_scale,
-    lr_times_grad_scale, lr_times_momentum, scalar_3, MASKED: tl.constexpr,
-):
-    """One tile."""
-    # -- load and decode
-    p = get(p_ptr, at, live, MASKED)
-    g = widened(get(g_ptr, at, live, MASKED))
-    momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
-    # -- update  (specs/sgdp.py)
-    # 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
-    momentum_buffer = tl.fma(one_minus_dampening_times_grad_scale, g, momentum * momentum_buffer)
-    # 30  p = p - lr * update
-    p = tl.fma(scalar_3, p, minus(tl.fma(lr_times_momentum, momentum_buffer, lr_times_grad_scale * g)))
-    # -- encode and store
-    put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
-    put(p_ptr, at, p, live, MASKED)
-
-
-@triton.jit(do_not_specialize=["step_key"])
-def sgdp_float32_nesterov_no_projected(
-    table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32,
-    lr_times_grad_scale: tl.float32, lr_times_momentum: tl.float32, scalar_3: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
-    SWEEP: tl.constexpr = Sweep(9, 3, ((0, tl.float32), (1, None), (2, tl.float32)), parts=2),
-):
-    """sgdp: the tiles of one work item."""
-    walk(
-        table, work, sgdp_float32_nesterov_no_projected_tile, SWEEP, (momentum,
-        one_minus_dampening_times_grad_scale, lr_times_grad_scale, lr_times_momentum, scalar_3), step_key, GRAD,
-        TILES, RAGGED, ALIGNED, TILE,
-    )
-
-
-@triton.jit
-def sgdp_bfloat16_nesterov_no_projected_tile(
-    p_ptr, g_ptr, momentum_buffer_ptr, at, live, momentum, one_minus_dampening_times_grad_scale,
-    lr_times_grad_scale, lr_times_momentum, scalar_3, MASKED: tl.constexpr,
-):
-    """One tile."""
-    # -- load and decode
-    p_stored = get(p_ptr, at, live, MASKED)
-    p = widened(p_stored)  # bf16, nearest
-    g_stored = get(g_ptr, at, live, MASKED)
-    momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
-    # -- update  (specs/sgdp.py)
-    g_cast = widened(g_stored)
-    # 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
-    momentum_buffer = tl.fma(one_minus_dampening_times_grad_scale, g_cast, momentum * momentum_buffer)
-    # 30  p = p - lr * update
-    p = tl.fma(scalar_3, p, minus(tl.fma(lr_times_momentum, momentum_buffer, lr_times_grad_scale * g_cast)))
-    # -- encode and store
-    put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
-    p_x_bits = p.to(tl.int32, bitcast=True)
-    p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-
-
-@triton.jit(do_not_specialize=["step_key"])
-def sgdp_bfloat16_nesterov_no_projected(
-    table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32,
-    lr_times_grad_scale: tl.float32, lr_times_momentum: tl.float32, scalar_3: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
-    SWEEP: tl.constexpr = Sweep(9, 3, ((0, tl.bfloat16), (1, None), (2, tl.float32)), parts=2),
-):
-    """sgdp: the tiles of one work item."""
-    walk(
-        table, work, sgdp_bfloat16_nesterov_no_projected_tile, SWEEP, (momentum,
-        one_minus_dampening_times_grad_scale, lr_times_grad_scale, lr_times_momentum, scalar_3), step_key, GRAD,
-        TILES, RAGGED, ALIGNED, TILE,
-    )
-
-
-@triton.jit
-def sgdp_float16_nesterov_no_projected_tile(
-    p_ptr, g_ptr, momentum_buffer_ptr, at, live, momentum, one_minus_dampening_times_grad_scale,
-    lr_times_grad_scale, lr_times_momentum, scalar_3, MASKED: tl.constexpr,
-):
-    """One tile."""
-    # -- load and decode
-    p_stored = get(p_ptr, at, live, MASKED)
-    p = p_stored.to(tl.float32)  # f16, nearest
-    g_stored = get(g_ptr, at, live, MASKED)
-    momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
-    # -- update  (specs/sgdp.py)
-    g_cast = g_stored.to(tl.float32)
-    # 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
-    momentum_buffer = tl.fma(one_minus_dampening_times_grad_scale, g_cast, momentum * momentum_buffer)
-    # 30  p = p - lr * update
-    p = tl.fma(scalar_3, p, minus(tl.fma(lr_times_momentum, momentum_buffer, lr_times_grad_scale * g_cast)))
-    # -- encode and store
-    put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
-    put(p_ptr, at, p.to(tl.float16), live, MASKED)
-
-
-@triton.jit(do_not_specialize=["step_key"])
-def sgdp_float16_nesterov_no_projected(
-    table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32,
-    lr_times_grad_scale: tl.float32, lr_times_momentum: tl.float32, scalar_3: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
-    SWEEP: tl.constexpr = Sweep(9, 3, ((0, tl.float16), (1, None), (2, tl.float32)), parts=2),
-):
-    """sgdp: the tiles of one work item."""
-    walk(
-        table, work, sgdp_float16_nesterov_no_projected_tile, SWEEP, (momentum,
-        one_minus_dampening_times_grad_scale, lr_times_grad_scale, lr_times_momentum, scalar_3), step_key, GRAD,
-        TILES, RAGGED, ALIGNED, TILE,
-    )
-
-
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.
 TILE = {
-    "sgdp_float32_no_projected": 256,
-    "sgdp_bfloat16_no_projected": 256,
-    "sgdp_float16_no_projected": 256,
-    "sgdp_float32_nesterov_no_projected": 256,
-    "sgdp_bfloat16_nesterov_no_projected": 256,
-    "sgdp_float16_nesterov_no_projected": 256,
 }
 
 # What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
 OPTIONS = {
-    "sgdp_float32_no_projected": {"maxnreg": 64},
-    "sgdp_bfloat16_no_projected": {"maxnreg": 64},
-    "sgdp_float16_no_projected": {"maxnreg": 64},
-    "sgdp_float32_nesterov_no_projected": {"maxnreg": 64},
-    "sgdp_bfloat16_nesterov_no_projected": {"maxnreg": 64},
-    "sgdp_float16_nesterov_no_projected": {"maxnreg": 64},
 }
 
 # Warps of 32 lanes per program of each kernel that walks panels of a matrix, row by row.

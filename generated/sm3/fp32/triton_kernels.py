@@ -20,7 +20,6 @@ import triton.language as tl
 
 from optgen.runtime.gpu.prelude import get, pointer, put, reciprocal, term, widened
 from optgen.runtime.gpu.panels import Panels, walk_any, walk_panels
-from optgen.runtime.gpu.walk import Sweep, walk
 
 
 @triton.jit
@@ -249,113 +248,6 @@ def sm3_float16_1_flat(
 
 
 @triton.jit
-def sm3_float32_no_factored_tile(
-    p_ptr, g_ptr, accumulator_ptr, at, live, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
-    MASKED: tl.constexpr,
-):
-    """One tile."""
-    # -- load and decode
-    g = widened(get(g_ptr, at, live, MASKED))
-    accumulator = get(accumulator_ptr, at, live, MASKED)
-    p = get(p_ptr, at, live, MASKED)
-    # -- update  (specs/sm3.py)
-    accumulator = tl.fma(grad_scale_times_grad_scale * g, g, accumulator)  # 42  accumulator = accumulator + g * g
-    # 48  p = p - lr * update
-    p = tl.fma(minus_lr_times_grad_scale, g * reciprocal(tl.sqrt(accumulator + eps)), p)
-    # -- encode and store
-    put(accumulator_ptr, at, accumulator, live, MASKED)
-    put(p_ptr, at, p, live, MASKED)
-
-
-@triton.jit(do_not_specialize=["step_key"])
-def sm3_float32_no_factored(
-    table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
-    minus_lr_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
-    SWEEP: tl.constexpr = Sweep(9, 3, ((0, tl.float32), (1, None), (2, tl.float32)), parts=2),
-):
-    """sm3: the tiles of one work item."""
-    walk(
-        table, work, sm3_float32_no_factored_tile, SWEEP, (eps, grad_scale_times_grad_scale,
-        minus_lr_times_grad_scale), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
-    )
-
-
-@triton.jit
-def sm3_bfloat16_no_factored_tile(
-    p_ptr, g_ptr, accumulator_ptr, at, live, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
-    MASKED: tl.constexpr,
-):
-    """One tile."""
-    # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    accumulator = get(accumulator_ptr, at, live, MASKED)
-    p_stored = get(p_ptr, at, live, MASKED)
-    p = widened(p_stored)  # bf16, nearest
-    # -- update  (specs/sm3.py)
-    g_cast = widened(g_stored)
-    # 42  accumulator = accumulator + g * g
-    accumulator = tl.fma(grad_scale_times_grad_scale * g_cast, g_cast, accumulator)
-    # 48  p = p - lr * update
-    p = tl.fma(minus_lr_times_grad_scale, g_cast * reciprocal(tl.sqrt(accumulator + eps)), p)
-    # -- encode and store
-    put(accumulator_ptr, at, accumulator, live, MASKED)
-    p_x_bits = p.to(tl.int32, bitcast=True)
-    p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-
-
-@triton.jit(do_not_specialize=["step_key"])
-def sm3_bfloat16_no_factored(
-    table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
-    minus_lr_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
-    SWEEP: tl.constexpr = Sweep(9, 3, ((0, tl.bfloat16), (1, None), (2, tl.float32)), parts=2),
-):
-    """sm3: the tiles of one work item."""
-    walk(
-        table, work, sm3_bfloat16_no_factored_tile, SWEEP, (eps, grad_scale_times_grad_scale,
-        minus_lr_times_grad_scale), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
-    )
-
-
-@triton.jit
-def sm3_float16_no_factored_tile(
-    p_ptr, g_ptr, accumulator_ptr, at, live, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
-    MASKED: tl.constexpr,
-):
-    """One tile."""
-    # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    accumulator = get(accumulator_ptr, at, live, MASKED)
-    p_stored = get(p_ptr, at, live, MASKED)
-    p = p_stored.to(tl.float32)  # f16, nearest
-    # -- update  (specs/sm3.py)
-    g_cast = g_stored.to(tl.float32)
-    # 42  accumulator = accumulator + g * g
-    accumulator = tl.fma(grad_scale_times_grad_scale * g_cast, g_cast, accumulator)
-    # 48  p = p - lr * update
-    p = tl.fma(minus_lr_times_grad_scale, g_cast * reciprocal(tl.sqrt(accumulator + eps)), p)
-    # -- encode and store
-    put(accumulator_ptr, at, accumulator, live, MASKED)
-    put(p_ptr, at, p.to(tl.float16), live, MASKED)
-
-
-@triton.jit(do_not_specialize=["step_key"])
-def sm3_float16_no_factored(
-    table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
-    minus_lr_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
-    SWEEP: tl.constexpr = Sweep(9, 3, ((0, tl.float16), (1, None), (2, tl.float32)), parts=2),
-):
-    """sm3: the tiles of one work item."""
-    walk(
-        table, work, sm3_float16_no_factored_tile, SWEEP, (eps, grad_scale_times_grad_scale,
-        minus_lr_times_grad_scale), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
-    )
-
-
-@triton.jit
 def sm3_float32_has_momentum_1_tile(
     p_ptr, g_ptr, accumulator_row_ptr, accumulator_col_ptr, momentum_buffer_ptr, at, at_row, at_col, live,
     live_row, live_col, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale,
@@ -559,146 +451,12 @@ def sm3_float16_has_momentum_1_flat(
     )
 
 
-@triton.jit
-def sm3_float32_has_momentum_no_factored_tile(
-    p_ptr, g_ptr, accumulator_ptr, momentum_buffer_ptr, at, live, momentum, eps, grad_scale_times_grad_scale,
-    one_minus_momentum_times_grad_scale, minus_lr, MASKED: tl.constexpr,
-):
-    """One tile."""
-    # -- load and decode
-    g = widened(get(g_ptr, at, live, MASKED))
-    accumulator = get(accumulator_ptr, at, live, MASKED)
-    momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
-    p = get(p_ptr, at, live, MASKED)
-    # -- update  (specs/sm3.py)
-    accumulator = tl.fma(grad_scale_times_grad_scale * g, g, accumulator)  # 42  accumulator = accumulator + g * g
-    # 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
-    momentum_buffer = tl.fma(one_minus_momentum_times_grad_scale, g * reciprocal(tl.sqrt(accumulator + eps)), momentum * momentum_buffer)
-    p = tl.fma(minus_lr, momentum_buffer, p)                               # 48  p = p - lr * update
-    # -- encode and store
-    put(accumulator_ptr, at, accumulator, live, MASKED)
-    put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
-    put(p_ptr, at, p, live, MASKED)
-
-
-@triton.jit(do_not_specialize=["step_key"])
-def sm3_float32_has_momentum_no_factored(
-    table, work, momentum: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
-    one_minus_momentum_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
-    SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
-):
-    """sm3: the tiles of one work item."""
-    walk(
-        table, work, sm3_float32_has_momentum_no_factored_tile, SWEEP, (momentum, eps,
-        grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr), step_key, GRAD, TILES,
-        RAGGED, ALIGNED, TILE,
-    )
-
-
-@triton.jit
-def sm3_bfloat16_has_momentum_no_factored_tile(
-    p_ptr, g_ptr, accumulator_ptr, momentum_buffer_ptr, at, live, momentum, eps, grad_scale_times_grad_scale,
-    one_minus_momentum_times_grad_scale, minus_lr, MASKED: tl.constexpr,
-):
-    """One tile."""
-    # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    accumulator = get(accumulator_ptr, at, live, MASKED)
-    momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
-    p_stored = get(p_ptr, at, live, MASKED)
-    p = widened(p_stored)  # bf16, nearest
-    # -- update  (specs/sm3.py)
-    g_cast = widened(g_stored)
-    # 42  accumulator = accumulator + g * g
-    accumulator = tl.fma(grad_scale_times_grad_scale * g_cast, g_cast, accumulator)
-    # 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
-    momentum_buffer = tl.fma(one_minus_momentum_times_grad_scale, g_cast * reciprocal(tl.sqrt(accumulator + eps)), momentum * momentum_buffer)
-    p = tl.fma(minus_lr, momentum_buffer, p)  # 48  p = p - lr * update
-    # -- encode and store
-    put(accumulator_ptr, at, accumulator, live, MASKED)
-    put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
-    p_x_bits = p.to(tl.int32, bitcast=True)
-    p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-
-
-@triton.jit(do_not_specialize=["step_key"])
-def sm3_bfloat16_has_momentum_no_factored(
-    table, work, momentum: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
-    one_minus_momentum_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
-    SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.bfloat16), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
-):
-    """sm3: the tiles of one work item."""
-    walk(
-        table, work, sm3_bfloat16_has_momentum_no_factored_tile, SWEEP, (momentum, eps,
-        grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr), step_key, GRAD, TILES,
-        RAGGED, ALIGNED, TILE,
-    )
-
-
-@triton.jit
-def sm3_float16_has_momentum_no_factored_tile(
-    p_ptr, g_ptr, accumulator_ptr, momentum_buffer_ptr, at, live, momentum, eps, grad_scale_times_grad_scale,
-    one_minus_momentum_times_grad_scale, minus_lr, MASKED: tl.constexpr,
-):
-    """One tile."""
-    # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    accumulator = get(accumulator_ptr, at, live, MASKED)
-    momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
-    p_stored = get(p_ptr, at, live, MASKED)
-    p = p_stored.to(tl.float32)  # f16, nearest
-    # -- update  (specs/sm3.py)
-    g_cast = g_stored.to(tl.float32)
-    # 42  accumulator = accumulator + g * g
-    accumulator = tl.fma(grad_scale_times_grad_scale * g_cast, g_cast, accumulator)
-    # 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
-    momentum_buffer = tl.fma(one_minus_momentum_times_grad_scale, g_cast * reciprocal(tl.sqrt(accumulator + eps)), momentum * momentum_buffer)
-    p = tl.fma(minus_lr, momentum_buffer, p)  # 48  p = p - lr * update
-    # -- encode and store
-    put(accumulator_ptr, at, accumulator, live, MASKED)
-    put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
-    put(p_ptr, at, p.to(tl.float16), live, MASKED)
-
-
-@triton.jit(do_not_specialize=["step_key"])
-def sm3_float16_has_momentum_no_factored(
-    table, work, momentum: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
-    one_minus_momentum_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
-    SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.float16), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
-):
-    """sm3: the tiles of one work item."""
-    walk(
-        table, work, sm3_float16_has_momentum_no_factored_tile, SWEEP, (momentum, eps,
-        grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr), step_key, GRAD, TILES,
-        RAGGED, ALIGNED, TILE,
-    )
-
-
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.
 TILE = {
-    "sm3_float32_no_factored": 256,
-    "sm3_bfloat16_no_factored": 256,
-    "sm3_float16_no_factored": 256,
-    "sm3_float32_has_momentum_no_factored": 256,
-    "sm3_bfloat16_has_momentum_no_factored": 256,
-    "sm3_float16_has_momentum_no_factored": 256,
 }
 
 # What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
 OPTIONS = {
-    "sm3_float32_no_factored": {"maxnreg": 64},
-    "sm3_bfloat16_no_factored": {"maxnreg": 64},
-    "sm3_float16_no_factored": {"maxnreg": 64},
-    "sm3_float32_has_momentum_no_factored": {"maxnreg": 64},
-    "sm3_bfloat16_has_momentum_no_factored": {"maxnreg": 64},
-    "sm3_float16_has_momentum_no_factored": {"maxnreg": 64},
 }
 
 # Warps of 32 lanes per program of each kernel that walks panels of a matrix, row by row.

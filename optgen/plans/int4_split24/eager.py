@@ -123,11 +123,11 @@ def nonneg_decode(b, code_tensor, range_tensor):
     cells = (header & 255).clamp(min=1)
     step = quotient(2097152.0, cells.to(torch.float32)).round().to(torch.int32)
     step = step << 1
-    middle = ((header & 0xff00) << 14) + 0x20000000 + (step >> 1)
-    middle = torch.where(header == 0, 0, middle)
+    middle_ = ((header & 0xff00) << 14) + 0x20000000 + (step >> 1)
+    middle_ = torch.where(header == 0, 0, middle_)
     code_code = b.codes(code_tensor, 4)
     piece = code_code.to(torch.int32)
-    value = (middle + piece * step).view(torch.float32)
+    value = (middle_ + piece * step).view(torch.float32)
     return value * value
 
 
@@ -137,11 +137,11 @@ def nonneg_root(b, code_tensor, range_tensor):
     cells = (header & 255).clamp(min=1)
     step = quotient(2097152.0, cells.to(torch.float32)).round().to(torch.int32)
     step = step << 1
-    middle = ((header & 0xff00) << 14) + 0x20000000 + (step >> 1)
-    middle = torch.where(header == 0, 0, middle)
+    middle_ = ((header & 0xff00) << 14) + 0x20000000 + (step >> 1)
+    middle_ = torch.where(header == 0, 0, middle_)
     code_code = b.codes(code_tensor, 4)
     piece = code_code.to(torch.int32)
-    return (middle + piece * step).view(torch.float32)
+    return (middle_ + piece * step).view(torch.float32)
 
 
 def nonneg_encode(b, x, noise):

@@ -129,13 +129,13 @@ def nonneg_decode(b, code_tensor, high_tensor, range_tensor):
     cells = (header & 255).clamp(min=1)
     step = quotient(2097152.0, cells.to(torch.float32)).round().to(torch.int32)
     step = step << 1
-    middle = ((header & 0xff00) << 14) + 0x20000000 + (step >> 1)
-    middle = torch.where(header == 0, 0, middle)
+    middle_ = ((header & 0xff00) << 14) + 0x20000000 + (step >> 1)
+    middle_ = torch.where(header == 0, 0, middle_)
     code_code = b.codes(code_tensor, 4)
     high_code = b.codes(high_tensor, 1)
     piece = high_code.to(torch.int32)
     code = code_code.to(torch.int32) | piece << 4
-    value = (middle + code * step).view(torch.float32)
+    value = (middle_ + code * step).view(torch.float32)
     return value * value
 
 
@@ -145,13 +145,13 @@ def nonneg_root(b, code_tensor, high_tensor, range_tensor):
     cells = (header & 255).clamp(min=1)
     step = quotient(2097152.0, cells.to(torch.float32)).round().to(torch.int32)
     step = step << 1
-    middle = ((header & 0xff00) << 14) + 0x20000000 + (step >> 1)
-    middle = torch.where(header == 0, 0, middle)
+    middle_ = ((header & 0xff00) << 14) + 0x20000000 + (step >> 1)
+    middle_ = torch.where(header == 0, 0, middle_)
     code_code = b.codes(code_tensor, 4)
     high_code = b.codes(high_tensor, 1)
     piece = high_code.to(torch.int32)
     code = code_code.to(torch.int32) | piece << 4
-    return (middle + code * step).view(torch.float32)
+    return (middle_ + code * step).view(torch.float32)
 
 
 def nonneg_encode(b, x, noise):

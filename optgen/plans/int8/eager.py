@@ -74,11 +74,11 @@ def nonneg_decode(b, code_tensor, range_tensor):
     header = range_.to(torch.int32)
     cells = (header & 255).clamp(min=4)
     step = quotient(4194304.0, cells.to(torch.float32)).round().to(torch.int32)
-    middle = ((header & 0xff00) << 14) + 0x20000000 + (step >> 1)
-    middle = torch.where(header == 0, 0, middle)
+    middle_ = ((header & 0xff00) << 14) + 0x20000000 + (step >> 1)
+    middle_ = torch.where(header == 0, 0, middle_)
     code_code = b.elements(code_tensor)
     piece = code_code.to(torch.int32)
-    value = (middle + piece * step).view(torch.float32)
+    value = (middle_ + piece * step).view(torch.float32)
     return value * value
 
 
@@ -87,11 +87,11 @@ def nonneg_root(b, code_tensor, range_tensor):
     header = range_.to(torch.int32)
     cells = (header & 255).clamp(min=4)
     step = quotient(4194304.0, cells.to(torch.float32)).round().to(torch.int32)
-    middle = ((header & 0xff00) << 14) + 0x20000000 + (step >> 1)
-    middle = torch.where(header == 0, 0, middle)
+    middle_ = ((header & 0xff00) << 14) + 0x20000000 + (step >> 1)
+    middle_ = torch.where(header == 0, 0, middle_)
     code_code = b.elements(code_tensor)
     piece = code_code.to(torch.int32)
-    return (middle + piece * step).view(torch.float32)
+    return (middle_ + piece * step).view(torch.float32)
 
 
 def nonneg_encode(b, x, noise):

@@ -1,14 +1,46 @@
-"""Start one Triton kernel, and compile and load it before."""
+"""Find the Triton kernels of a pair; start one kernel, and compile and load it before."""
 
 from __future__ import annotations
 
+import functools
+import importlib
+import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from optgen.runtime.records.join import Pair
 from optgen.runtime.work.counting import Control
+
+STAGES = "triton_kernels"
+"""The module of kernels that were generated for a pair: of steps of several stages."""
+
+
+@functools.cache
+def kernels(pair: Pair) -> Any:
+    """Return the Triton kernels of a pair: those of its rule under its plan, and those generated for the two."""
+    from optgen.runtime.gpu import join
+
+    own = f"{pair.kernels.__name__}.{STAGES}" if pair.kernels else ""
+    generated = importlib.import_module(own) if _exists(own) else None
+    rule, codecs = (importlib.import_module(x) if _exists(x) else None for x in pair.triton or ("", ""))
+    return join.kernels(pair, rule, codecs, generated)
+
+
+@functools.cache
+def has_kernels(pair: Pair) -> bool:
+    """Return True if Triton kernels were generated."""
+    own = f"{pair.kernels.__name__}.{STAGES}" if pair.kernels else ""
+    return _exists(own) or (bool(pair.triton) and all(map(_exists, pair.triton)))
+
+
+def _exists(module: str) -> bool:
+    try:
+        return bool(module) and importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # no package of that name
+        return False
 
 
 def start(

@@ -12,12 +12,16 @@ draws random bits, sizes of the logical tensor, scalars, keys and MASKED, and re
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import triton
 import triton.language as tl
 
+from optgen.runtime.gpu import codecs
+from optgen.runtime.gpu.codecs import Kept, Plan
 from optgen.runtime.gpu.prelude import down, fold, larger, missing, numbered, opaque, pointer
+from optgen.runtime.records.keys import PLACE, WINDOW, Word, salt, signed
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +42,11 @@ class Sweep:
     sums        (kind, entries of partial results) of each term: the "sum" or "max" of a value, the sum of its
                 "square" or of a "product" of two
     strict      lanes and tiles are added in the order that every backend has
+    values      how a plan keeps the values of a rule: those that its tile function takes come first, in its order; ():
+                the tile function loads and stores by itself
+    taken       how many these are
+    stores      (position in `values`, in what the tile function returns) of what is stored, in order
+    words       the recipes of words of random bits (optgen.runtime.keys.Word)
     """
 
     width: int
@@ -51,11 +60,60 @@ class Sweep:
     extents: tuple[int, ...] = ()
     sums: tuple[tuple[Any, ...], ...] = ()
     strict: bool = False
+    values: tuple[Kept, ...] = ()
+    taken: int = 0
+    stores: tuple[tuple[int, int], ...] = ()
+    words: tuple[Word, ...] = ()
 
-    @property
+    @cached_property
     def cache_key(self) -> str:
         """The record's part of the name under which Triton keeps a compiled kernel."""
-        return repr(self)
+        return " ".join([repr(self), *(x.cache_key for x in self.values)])
+
+    def plan(self) -> Plan:
+        """Return the values by their names."""
+        return Plan(self.values)
+
+    def kept(self, i: int) -> Kept:
+        """Return how a value is kept."""
+        return self.values[i]
+
+    def inputs(self) -> int:
+        """Return how many values the tile function takes."""
+        return self.taken
+
+    def store(self, i: int, k: int) -> int:
+        """Return the position of what is stored i-th: 0: among the values, 1: among the tile function's results."""
+        return self.stores[i][k]
+
+    def bits(self, i: int) -> int:
+        """Return the bits of a buffer's packed codes: eight are a word."""
+        return int(self.buffers[i][1].primitive_bitwidth) // 8
+
+    def anew(self, k: int) -> bool:
+        """Return True if each step hashes a word anew."""
+        return self.words[k][2]
+
+    def salt(self, k: int) -> int:
+        """Return what sets a word apart."""
+        return signed(salt(k))
+
+    def spread(self, k: int) -> int:
+        """Return the factor of the step's place."""
+        return signed(self.words[k][0])
+
+    def narrow(self, k: int) -> int:
+        """Return how many fields of a word have no room for all of the step's place."""
+        return len(self.words[k][1])
+
+    def narrow_mask(self, k: int, i: int) -> int:
+        """Return the bits of the place that such a field takes."""
+        return WINDOW - 1 & -(1 << PLACE - self.words[k][1][i][1])
+
+    def narrow_up(self, k: int, i: int) -> int:
+        """Return how far up they move."""
+        shift, bits = self.words[k][1][i]
+        return shift + bits - PLACE
 
     def count(self) -> int:
         """Return how many buffers there are."""
@@ -193,7 +251,10 @@ def walk(
     row = table + SWEEP.width * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     buffers = pointers(row, SWEEP, GRAD, ALIGNED)
-    given = sizes(row, SWEEP) + scalars + keys(row, SWEEP, step_key)
+    if SWEEP.many("values") == 0:
+        given = sizes(row, SWEEP) + scalars + keys(row, SWEEP, step_key)
+    else:
+        given = (sizes(row, SWEEP) + scalars, keys(row, SWEEP, step_key))
     if SWEEP.block == 1:
         sums = _elements(row, first, buffers, given, tile, SWEEP, TILES, RAGGED, TILE)
     else:
@@ -243,7 +304,10 @@ def _done(
     sums, buffers, where, live, index, given, tile: tl.constexpr, SWEEP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Do one tile; the sums with its terms."""
-    if SWEEP.many("sums") == 0:
+    if SWEEP.many("values") > 0:
+        _coded(buffers, where, live, index, given, tile, SWEEP, MASKED)
+        out = sums
+    elif SWEEP.many("sums") == 0:
         tile(*buffers, *where, *live, *index, *given, MASKED)
         out = sums
     else:
@@ -258,6 +322,31 @@ def _done(
             else:
                 out = out + (sums[i],)
     return out
+
+
+@triton.jit
+def _coded(
+    buffers, where, live, index, given, tile: tl.constexpr, SWEEP: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Do one tile of a rule, whose values codecs load and store."""
+    further = given[1]
+    tables = ()
+    for i in tl.static_range(SWEEP.many("tables")):
+        tables = tables + (further[SWEEP.many("keys") + i],)
+    values = ()
+    for i in tl.static_range(SWEEP.inputs()):
+        values = values + (codecs.given(buffers, where, live, tables, SWEEP, SWEEP.kept(i), MASKED),)
+    scalars = given[0]
+    made = tile(SWEEP.plan(), *values, *scalars, live[0], MASKED)
+    draws = ()
+    if SWEEP.counted:
+        draws = codecs.words(index[0], further[0], further[1], SWEEP)
+    roots = ()
+    for i in tl.static_range(SWEEP.many("stores")):
+        x = made[SWEEP.store(i, 1)]
+        roots = roots + codecs.put_value(
+            buffers, where, live, tables, x, roots, draws, SWEEP, SWEEP.kept(SWEEP.store(i, 0)), MASKED
+        )
 
 
 @triton.jit

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from optgen.runtime.records import Flag, Variant, dtype_name, in_blocks, join
-from optgen.runtime.records.join import Pair, Reference, RuleRecord
+from optgen.runtime.records import Flag, Rule, Variant, dtype_name, in_blocks, join
+from optgen.runtime.records.join import Pair, PlanRecord, Reference, RuleRecord
 from optgen.runtime.reference import stored
 
 provider: Callable[[type, str], Pair] | None = None
@@ -36,7 +36,8 @@ PlanOption = str | Mapping[str, str] | None
 """A plan's name, one per parameter dtype ({"float32": "fp32"}), or None for the class' defaults."""
 
 
-TRITON = "triton_kernels"
+DEVICE = "triton"
+"""The module of a rule's Triton kernels, and of a plan's Triton codecs."""
 
 FULL = "fp32_states"
 """The name that stands for the plan of the group, as it keeps small tensors."""
@@ -121,13 +122,23 @@ def _built(base: Any, plan: str) -> Pair | None:
             raise
         return None
     functions = functools.partial(_functions, f"{base.__module__}.eager", f"{record.__name__}.eager")
-    rules = importlib.import_module(f"{base.__module__}.records").RULES
-    return replace(joined(rules, record, kernels), reference=functions)
+    rules, steps = (importlib.import_module(f"{base.__module__}.{x}").RULES for x in ("records", "kernels"))
+    device = f"{base.__module__}.{DEVICE}", f"{record.__name__}.{DEVICE}"
+    return replace(joined(rules, steps, record, kernels), reference=functions, triton=device)
 
 
-def joined(rules: tuple[RuleRecord, ...], plan: ModuleType, kernels: ModuleType) -> Pair:
+def with_steps(rules: tuple[RuleRecord, ...], steps: tuple[Rule, ...], plan: PlanRecord) -> Iterator[Variant]:
+    """Yield the variants of a rule under a plan, each with the step of its flags."""
+    step_of = {tuple(sorted(flags.items())): step for step in steps for flags in step.settings}
+    for v in join.variants(rules, plan):
+        yield replace(v, rule=step_of.get(tuple(sorted(v.flags.items()))))
+
+
+def joined(
+    rules: tuple[RuleRecord, ...], steps: tuple[Rule, ...], plan: ModuleType, kernels: ModuleType
+) -> Pair:
     """Return the pair of a rule's records and a plan's package, with the kernels that were generated for the two."""
-    found = (v for v in join.variants(rules, plan.PLAN) if v.function in kernels.KERNELS)
+    found = (v for v in with_steps(rules, steps, plan.PLAN) if v.function in kernels.KERNELS)
     variants = tuple(replace(v, **kernels.KERNELS[v.function]) for v in found)
     name, wrong = plan.__name__.rpartition(".")[2], getattr(kernels, "DISCOURAGED", {})
     return Pair(name, variants, plan.PLAN.small_numel, kernels=kernels, discouraged=wrong)
@@ -141,28 +152,11 @@ def _functions(rule: str, plan: str, variant: Variant) -> Reference:
     )
 
 
-def triton(pair: Pair) -> ModuleType:
-    """The Triton kernels of a pair: an attribute of a module made in memory, else a submodule."""
-    assert pair.kernels is not None
-    found = getattr(pair.kernels, TRITON, None)
-    return found if isinstance(found, ModuleType) else importlib.import_module(f"{pair.kernels.__name__}.{TRITON}")
-
-
 @functools.lru_cache(maxsize=4096)
 def reference(pair: Pair, variant: Variant) -> Reference:
     """The eager functions of a variant."""
     assert pair.reference is not None
     return pair.reference(variant)
-
-
-@functools.cache
-def has_triton(pair: Pair) -> bool:
-    """Return True if Triton kernels were generated."""
-    if isinstance(getattr(pair.kernels, TRITON, None), ModuleType):
-        return True
-    if pair.kernels is None or not hasattr(pair.kernels, "__path__"):
-        return False
-    return importlib.util.find_spec(f"{pair.kernels.__name__}.{TRITON}") is not None
 
 
 @functools.lru_cache(maxsize=4096)

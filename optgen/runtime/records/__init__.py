@@ -282,7 +282,8 @@ class Stage:
     stores    values that it stores as they are
     sums      (kind, temps) of each term that it reduces; kinds as in optgen.runtime.gpu.walk
     extents   sizes of the logical tensor that it computes with
-    plus      of what it stores: values that are never -0
+    plus      of what it stores: values that are never -0 if no state is that is never negative
+    picked    of what it stores: values that no arithmetic makes, whose NaN may be any
     """
 
     kernel: str
@@ -298,6 +299,7 @@ class Stage:
     sums: tuple[tuple[str, tuple[str, ...]], ...] = ()
     extents: tuple[str, ...] = ()
     plus: tuple[str, ...] = ()
+    picked: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -365,6 +367,7 @@ class Variant:
                  the rest, which the kernels then see in the place of the parameter's shape; a number: as "first", with
                  so many rows put together (`in_blocks`)
     eager        how the eager reference keeps each value
+    rule         the step in the maths of its kernels, free of any plan
     """
 
     function: str
@@ -388,6 +391,7 @@ class Variant:
     rows: bool = False
     matrix: Matrix = "last"
     eager: Eager | None = None
+    rule: Rule | None = None
 
     def owned(self, owner: str) -> tuple[str, ...]:
         """Names of the fields that store part of a state, or of "p"."""
@@ -418,9 +422,19 @@ class Variant:
     def kernel_name(self) -> str:
         return self.kernel or self.function
 
-    def host_for(self, kernel: bool) -> tuple[HostFunction, int]:
+    @cached_property
+    def single(self) -> Rule | None:
+        """The rule of a step that is one sweep over elements, whose Triton kernel is free of any plan."""
+        if self.rule is None or self.of_whole or len(self.rule.stages) > 1:
+            return None
+        (stage,) = self.rule.stages
+        return self.rule if stage.space == "elem" and not stage.matrices else None
+
+    def host_for(self, backend: str) -> tuple[HostFunction, int]:
         """(host function, number of scalars that it returns before the host states) of a backend."""
-        if kernel and self.kernel_host is not None and self.kernel_scalars is not None:
+        if backend == "triton" and self.single is not None:
+            return self.single.host, len(self.single.scalars)
+        if backend != "reference" and self.kernel_host is not None and self.kernel_scalars is not None:
             return self.kernel_host, len(self.kernel_scalars)
         return self.host, len(self.scalars)
 

@@ -162,7 +162,8 @@ class Pair:
     variants     one for each parameter dtype, size class and setting of the flags
     small_numel  tensors with fewer elements take the variant for small tensors
     reference    variant -> its eager functions
-    kernels      the package of Triton and C++ kernels; it may hold `triton_kernels` as an attribute
+    kernels      the package of C++ kernels, and of Triton kernels of several stages
+    triton       the modules of the rule's Triton kernels and of the plan's codecs, by name
     discouraged  state -> what the lint finds wrong with how the plan keeps it
     """
 
@@ -171,6 +172,7 @@ class Pair:
     small_numel: int = 0
     reference: Callable[[Variant], Reference] | None = None
     kernels: ModuleType | None = None
+    triton: tuple[str, ...] = ()
     discouraged: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property

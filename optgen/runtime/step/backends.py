@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from optgen.runtime.cpu import cpu, native
-from optgen.runtime.layout import plans
+from optgen.runtime.gpu import compiled
 from optgen.runtime.options import options
 from optgen.runtime.records import Variant
 from optgen.runtime.records.join import Pair
@@ -77,7 +77,7 @@ def able(backend: Backend, plan: Pair, variant: Variant) -> Backend:
     if not variant.stages or backend in ("reference", "cpp"):
         return backend
     kernels = [s.kernel for s in variant.stages if s.space != "call"]
-    if backend == "triton" and hasattr(plans.triton(plan), kernels[0]):
+    if backend == "triton" and hasattr(compiled.kernels(plan), kernels[0]):
         return backend
     return "reference"
 
@@ -103,14 +103,14 @@ def compile_all(buckets: Sequence[Bucket], asked: Sequence[str]) -> None:
 
 
 def _choose_triton(option: str, device: torch.device, plan: Pair) -> bool:
-    able = device.type == "cuda" and installed() and plans.has_triton(plan)
+    able = device.type == "cuda" and installed() and compiled.has_kernels(plan)
     if able or option == "auto":
         if device.type == "cuda" and not able:
             _warn_slow("triton is not installed" if not installed() else f"{plan.name} has no Triton kernels")
         return able
     if not installed():
         raise RuntimeError("backend='triton', but triton is not installed")
-    if not plans.has_triton(plan):
+    if not compiled.has_kernels(plan):
         raise RuntimeError(f"backend='triton', but plan {plan.name!r} was built without Triton kernels")
     if device.type == "cpu" and interpreted():
         return True

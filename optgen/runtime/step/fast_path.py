@@ -135,7 +135,7 @@ class CachedBucket:
         users = [state[p][name] for p in self.params for name in bucket.variant.names]
         self.fields = [weakref.ref(x) for x in users]
         self.field_addresses = [_address(s[name]) for s in bucket.states for name in bucket.variant.names]
-        self.host, self.width = bucket.variant.host_for(True)
+        self.host, self.width = bucket.variant.host_for(bucket.backend)
         self.scalars = (ctypes.c_float * self.width)()
 
     def matches(self, state: Mapping[Any, State]) -> bool:

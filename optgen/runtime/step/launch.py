@@ -26,7 +26,7 @@ from torch import Tensor
 
 from optgen.runtime.cpu import cpu, cpu_stages
 from optgen.runtime.gpu import compiled, stages
-from optgen.runtime.layout import layout, plans, workspace
+from optgen.runtime.layout import layout, workspace
 from optgen.runtime.layout.workspace import Workspace, matrices
 from optgen.runtime.records.join import Pair
 from optgen.runtime.records.warn import tell
@@ -271,7 +271,7 @@ class Tables:
     def scalars_on(self, bucket: Bucket) -> counting.Control:
         """Where the bucket's scalars stand on its device."""
         if self.scalars is None:
-            self.scalars = counting.Control(bucket.variant.host_for(True)[1], bucket.device)
+            self.scalars = counting.Control(bucket.variant.host_for(bucket.backend)[1], bucket.device)
         return self.scalars
 
 
@@ -335,12 +335,12 @@ class Launcher:
                     columns, names = now[2], bucket.variant.names
                     old = Tables(now, [], cpu.table(rows(columns, now[0], now[1], now[3]), len(names)))
                 elif bucket.variant.stages:
-                    kernels = plans.triton(bucket.plan)
+                    kernels = compiled.kernels(bucket.plan)
                     kept = old.staged if old else None
                     made = stages.build(bucket, kernels, now, kept, stage_rows, _tuning.rows)
                     old = Tables(now, [], staged=made, scalars=old.scalars if old else None)
                 else:
-                    kernels = plans.triton(bucket.plan)
+                    kernels = compiled.kernels(bucket.plan)
                     numbers = old.numbers if old else workspace.numbers(kernels, bucket.variant, bucket.device)
                     launches = self._build(bucket, now, old, numbers)
                     old = Tables(now, launches, scalars=old.scalars if old else None, numbers=numbers)
@@ -390,8 +390,8 @@ class Launcher:
         return Tables(now, made, None, None, last.scalars, last.numbers)
 
     def _build(self, bucket: Bucket, now: Signature, old: Tables | None, numbers: Sequence[Tensor]) -> list[Launch]:
-        block, function = bucket.variant.block, bucket.variant.kernel_name
-        kernels = plans.triton(bucket.plan)
+        block, function = bucket.variant.block, bucket.variant.function
+        kernels = compiled.kernels(bucket.plan)
         tile, per_item = _tuning.sizes(kernels, function)
         shapes, streams, columns, places, _ = now
         columns = [*columns, *_of_numbers(numbers, len(shapes))]
@@ -453,7 +453,7 @@ class _Kernels(ABC):
 
     def __init__(self, bucket: Bucket, tables: Tables) -> None:
         self.tables, self.device, self.grad = tables, bucket.device, _grad(bucket)
-        self.module = plans.triton(bucket.plan)
+        self.module = compiled.kernels(bucket.plan)
         self.variant = bucket.variant
         self._following: list[_Following] | None = None
 
@@ -495,12 +495,14 @@ class _Single(_Kernels):
 
     def __init__(self, bucket: Bucket, tables: Tables) -> None:
         super().__init__(bucket, tables)
-        name, self.tuning = bucket.variant.kernel_name, _tuning
+        name, self.tuning = bucket.variant.function, _tuning
         self.kernel: Any = getattr(self.module, name)
         self.options = self.tuning.options(self.module, name, self.device)
-        tile = {"TILE": self.options.pop("TILE")} if "TILE" in self.options else {}
-        self.constants = {"GRAD": self.grad, "TILES": self.tuning.sizes(self.module, name)[1], **tile}
-        self.which = range(bucket.variant.host_for(True)[1])
+        self.options.pop("TILE", None)
+        tile, tiles = self.tuning.sizes(self.module, name)
+        self.constants = {"GRAD": self.grad, "TILES": tiles, "TILE": tile, **self.module.CONSTANTS[name]}
+        assert self.variant.single is not None
+        self.which = self.variant.single.stages[0].scalars
 
     def __call__(self, scalars: Sequence[float] | counting.Control, step_key: int) -> None:
         self._each(compiled.start, scalars, step_key)
@@ -582,7 +584,7 @@ def runner(bucket: Bucket, tables: Tables, scalars: Sequence[float] | counting.C
     """The step of a bucket that is more than one stretch of kernels (see staged.py)."""
     plan = tables.staged
     assert plan is not None
-    own, grad = plans.triton(bucket.plan), _grad(bucket)
+    own, grad = compiled.kernels(bucket.plan), _grad(bucket)
     told = functools.partial(_limits, own, bucket.device)
 
     def kernels(begin: int, end: int) -> None:

@@ -205,7 +205,7 @@ def _on_device(
     step = counting.Step(bucket.step, host, scaler.found if scaler else None)
     step.fill(
         control,
-        *variant.host_for(True),
+        *variant.host_for(bucket.backend),
         sign=-1.0 if group["maximize"] else 1.0,
         scale=scaler.scale if scaler else None,
         hypers={hyper.name: hyper.read_on(group[hyper.name], bucket.device) for hyper in cls.HYPERS},
@@ -222,7 +222,7 @@ def _on_host(cls: Any, group: Mapping[str, Any], bucket: Bucket, scaler: countin
     sign = -1.0 if group["maximize"] else 1.0
     if scaler is not None:
         sign = scaler.factor(sign)
-    host, count = bucket.variant.host_for(bucket.backend != "reference")
+    host, count = bucket.variant.host_for(bucket.backend)
     named = zip(bucket.variant.host_names, bucket.host, strict=True)
     values = host(bucket.step + 1, sign, **hypers, **dict(named))
     return [ctypes.c_float(value).value for value in values[:count]], tuple(values[count:])

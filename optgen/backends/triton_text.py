@@ -1,0 +1,261 @@
+"""Triton text of a rule alone, and of storage formats alone.
+
+A rule's tile function computes with values; the records that its kernel is launched with say how a plan keeps them.  A
+state comes as it is stored, so that a coefficient meets the scale of a block before it meets an element:
+`times(c, x, PLAN.m)` is c * x, `plus(c, x, y, PLAN.m)` is c * x + y, and `read(x, PLAN.m)` is x.
+
+A codec is a few functions of the fields of a value, see `optgen.runtime.gpu.codecs`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from optgen.backends import triton
+from optgen.backends.printer import ATOM, Printer, Text, wrapped
+from optgen.backends.reference import ROOT, Codec, X, assemble, bound_lines
+from optgen.backends.triton import TritonPrinter
+from optgen.ir import node as ir
+from optgen.ir.node import Node, Rewriter, postorder
+from optgen.ir.program import Program, Schedule, Step, Store
+from optgen.ops import spaces
+from optgen.ops.prims import PRIMS
+
+C = "c"
+"""The coefficient that a codec's `decode` multiplies its value with."""
+
+PRELUDE = (
+    "apart", "bits", "block_magnitude", "block_max", "block_min", "byte", "counter", "floor", "inverse", "joined",
+    "minus", "reciprocal", "rint", "rotl", "rounded", "sign", "widened",
+)  # fmt: skip
+CODECS = ("beside", "fraction", "integer", "kept", "middle", "plus", "read", "times")
+
+
+def imports(lines: Iterable[str]) -> list[str]:
+    """Return the import lines of helpers that this text calls."""
+    text = "\n".join(line.partition("  # ")[0] for line in lines)
+    out = []
+    for module, names in (("optgen.runtime.gpu.codecs", (*CODECS, "Codec")), ("optgen.runtime.gpu.prelude", PRELUDE)):
+        if found := [name for name in sorted(names) if re.search(rf"(?<![.\w]){name}\(", text)]:
+            out += wrapped(f"from {module} import ", found, "", whole=120) if len(found) < 8 else wrapped(
+                f"from {module} import (", found, ")"
+            )
+    return out
+
+
+# -- rules
+
+
+def _kept(p: Printer, n: Node) -> Text:
+    return f"kept({p.text(n.args[0])}, live, MASKED, PLAN.{n.attr})", ATOM
+
+
+class RulePrinter(TritonPrinter):
+    """A printer of values that a plan keeps; `pieces`: states that are only multiplied, by the names of their loads."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        super().__init__(schedule.program)
+        self.spell = {**self.spell, "kept": _kept}
+        self.pieces = _multiplied(schedule)
+
+    def express(self, node: Node) -> Text:
+        if node.uid not in self.names:
+            for c, x in (node.args[:2], node.args[1::-1]) if node.op in ("mul", "fma") else ():
+                if x.op == "load" and x.attr in self.pieces:
+                    given = [self.text(c), self.text(x), *map(self.text, node.args[2:])]
+                    return f"{'plus' if node.op == 'fma' else 'times'}({', '.join(given)}, PLAN.{x.attr})", ATOM
+        return super().express(node)
+
+
+def _multiplied(schedule: Schedule) -> frozenset[str]:
+    """Return the states that are read as they are nowhere: all that becomes of them is products with host scalars."""
+    program = schedule.program
+    if program.maths == "strict":
+        return frozenset()
+    nodes = list(postorder([s.node for s in schedule.sweep.stores]))
+    states = {b.name for b in program.buffers if b.role == "state" and b.space == spaces.elem}
+    bare = {s.node.attr for s in schedule.sweep.stores if s.node.op == "load"}
+    for n in nodes:
+        products = n.args[:2] if n.op in ("mul", "fma") and any(_is_scalar(a) for a in n.args[:2]) else ()
+        bare |= {a.attr for a in n.args if a.op == "load" and (a not in products or a in n.args[2:])}
+    return frozenset(n.attr for n in nodes if n.op == "load" and n.attr in states) - bare
+
+
+def _is_scalar(node: Node) -> bool:
+    return node.op in ("sym", "const")
+
+
+def rule_function(schedule: Schedule, kernel: str, values: Sequence[str], source: str = "") -> list[str]:
+    """The tile function of a sweep, and the kernel that walks the tiles of a work item.
+
+    values  "p", "g" and the states that it reads, in the order in which they are given
+    """
+    program, sweep = schedule.program, schedule.sweep
+    printer = RulePrinter(schedule)
+    found = {let.node.attr: let for let in sweep.lets if let.node.op == "load"}
+    lines = bound_lines((), printer)
+    for name in values:
+        let = found[name]
+        printer.names[let.node.uid] = let.name
+        kept = name not in ("p", "g") and let.node.space == spaces.elem and name not in printer.pieces
+        lines["decode"] += [(f"{let.name} = read({let.name}, PLAN.{name})", "")] if kept else []
+    for let in sweep.lets:
+        if let.node.op != "load":
+            for section, new in bound_lines((let,), printer).items():
+                lines[section] += new
+    results = [_result(s, printer) for s in sweep.stores]
+    lines["encode"] = [(f"return {_tuple(results)}", "")]
+    host = [let.name for let in program.host]
+    names = [found[name].name for name in values]
+    given = ["PLAN: tl.constexpr", *names, *(f"extent_{x}" for x in triton.sizes(program)), *host]
+    out = ["@triton.jit", *triton.wrapped(f"def {kernel}_tile(", [*given, "live", "MASKED: tl.constexpr"])]
+    out.append(f'    """The new {", ".join(s.buffer for s in sweep.stores)}."""')
+    out += [f"    {line}" for line in assemble(lines, source) if not line.startswith("# -- ")]
+    args = ["table", "work", *(f"{h}: tl.float32" for h in triton.scalars(program)), "step_key: tl.int32"]
+    args += [f"{x}: tl.constexpr" for x in ("GRAD", "TILES", "RAGGED", "ALIGNED", "TILE", "SWEEP")]
+    out += ["", "", triton.ENTRY, *triton.wrapped(f"def {kernel}_sweep(", args)]
+    out.append(f'    """{program.name}: the tiles of one work item."""')
+    constants = ["GRAD", "TILES", "RAGGED", "ALIGNED", "TILE"]
+    return [*out, *triton.walked("walk", kernel, triton.scalars(program), constants)]
+
+
+def _tuple(items: Sequence[str]) -> str:
+    return f"({items[0]},)" if len(items) == 1 else ", ".join(items)
+
+
+def _result(s: Store, printer: Printer) -> str:
+    text = printer.text(s.node)
+    return text if s.node.space == spaces.elem else f"tl.broadcast_to({text}, live.shape)"
+
+
+# -- codecs
+
+
+def _draw(p: Printer, n: Node) -> Text:
+    kind, bits, width, _ = n.attr
+    return f"{kind}(draws, SHIFT, {bits}{f', {width}' if kind != 'integer' else ''})", ATOM
+
+
+class CodecPrinter(TritonPrinter):
+    """A printer of a codec's function."""
+
+    function = "table"
+
+    def __init__(self, program: Program) -> None:
+        super().__init__(program)
+        self.spell = {**self.spell, "draw": _draw}
+
+    def operand(self, user: Node, node: Node, level: int = 0) -> str:
+        """An operand of `user`; a block's value beside elements is broadcast along the block."""
+        if user.space == spaces.elem and node.space.name == "block":
+            return f"beside({self.text(node)})"
+        return self.text(node, level)
+
+
+def codec_functions(codec: Codec, name: str) -> list[list[str]]:
+    """The functions name_decode(c, fields...), name_root(fields...), name_encode and name_nearest."""
+    tables = [f"{table}_ptr" for table in triton.in_memory(_programs(codec))]
+    out = [_decode(codec.decode, f"{name}_decode", codec.names, tables)]
+    if codec.root is not None:
+        lines, results, names = _body(codec.root, codec.names)
+        head = [*_head(f"{name}_root", [*names, *tables]), *_scalars(codec.root)]
+        out.append([*head, *lines, f"    return {results[ROOT][0]}"])
+    for step, tail, given in (
+        (codec.encode, "encode", ["draws", "SHIFT: tl.constexpr"]),
+        (codec.nearest, "nearest", []),
+    ):
+        if step is not None:
+            lines, results, _ = _body(step, ())
+            made = [results[field][0] for field in (*codec.names, *([ROOT] if ROOT in results else []))]
+            head = _head(f"{name}_{tail}", ["x", "live", "MASKED: tl.constexpr", *given, *tables])
+            short = len(text := f"    return {_tuple(made)}") <= 116
+            last = [text] if short else ["    return (", *(f"        {x}," for x in made), "    )"]
+            out.append([*head, *_scalars(step), *lines, *last])
+    return out
+
+
+def _head(function: str, names: Sequence[str]) -> list[str]:
+    return ["@triton.jit", *triton.wrapped(f"def {function}(", names)]
+
+
+def _programs(codec: Codec) -> list[Program]:
+    steps = [step for step in (codec.decode, codec.root, codec.encode, codec.nearest) if step]
+    return [s.schedule.program for step in steps for s in step.stages]
+
+
+def _decode(step: Step, function: str, fields: Sequence[str], tables: Sequence[str]) -> list[str]:
+    """Two factors of c * x: c meets what there are few of."""
+    lines, results, names = _body(step, fields)
+    text, node, printer = results[X]
+    factors = [printer.operand(node, a) for a in node.args] if node.op == "mul" else [text, "1.0"]
+    return [*_head(function, [C, *names, *tables]), *_scalars(step), *lines, f"    return {', '.join(factors)}"]
+
+
+def _scalars(step: Step) -> list[str]:
+    """The lines that compute what is made of constants and c alone."""
+    printer = TritonPrinter(step.stages[0].schedule.program)
+    found = [(let.name, _computed(let.node)) for let in step.host if let.node.op != "sym"]
+    return [f"    {name} = {printer.text(node)}" for name, node in found]
+
+
+def _number(node: Node) -> Node:
+    if node.args and all(a.op == "const" for a in node.args):
+        row = PRIMS[node.op]
+        meaning = row.number or row.operator
+        assert meaning is not None
+        return ir.const(float(meaning(*(a.attr for a in node.args))))
+    return node
+
+
+_computed = Rewriter(_number)
+
+
+def _body(step: Step, fields: Sequence[str]) -> tuple[list[str], dict[str, tuple[str, Node, TritonPrinter]], list[str]]:
+    """The lines of a codec's function, its results, and the names of its fields."""
+    (stage,) = step.stages
+    program, sweep = stage.schedule.program, stage.schedule.sweep
+    printer: TritonPrinter = CodecPrinter(program)
+    loads = {let.node.attr: let for let in sweep.lets if let.node.op == "load"}
+    for let in loads.values():
+        printer.names[let.node.uid] = let.name
+    rest = tuple(let for let in triton.printed_lets(stage.schedule) if let.node.op != "load")
+    lines = [f"    {line}" for some in bound_lines(rest, printer).values() for line, _ in some]
+    results = {s.buffer: (printer.text(s.node), s.node, printer) for s in sweep.stores}
+    return lines, results, [loads[x].name if x in loads else f"{x}_" for x in fields]
+
+
+def codec_record(codec: Codec, name: str, as_kept: bool, plus: bool) -> list[str]:
+    """The arguments of a codec's record."""
+    given = [f"{name}_decode", f"{name}_nearest"]
+    given += [f"encode={name}_encode"] if codec.encode else []
+    given += [f"root={name}_root"] if codec.root else []
+    programs = _programs(codec)
+    rules = {rule for p in programs for rule in p.rules}
+    nodes = [n for p in programs for n in postorder(p.roots())]
+    looks_up = any(n.op in ("lookup", "search") for n in nodes) or "table" in rules
+    given += ["strict=True"] if programs[0].maths == "strict" else []
+    given += ["guards=True"] if "nan" in rules else []
+    given += ["looks_up=True"] if looks_up else []
+    given += ["lines=True"] if "table" in rules else []
+    given += ["as_kept=True"] if as_kept else []
+    given += ["plus=True"] if plus else []
+    numbers = triton.in_memory(programs)
+    given += [f"tables=({', '.join(numbers)},)"] if numbers else []
+    return given
+
+
+def table_functions(codecs: Sequence[Codec]) -> list[list[str]]:
+    """The functions that look numbers up, each once."""
+    found: dict[str, list[str]] = {}
+    for codec in codecs:
+        for program in _programs(codec):
+            for part in "\n".join(triton.tables(program, "table")).split("\n\n\n"):
+                if part.strip():
+                    found.setdefault(part, part.strip("\n").split("\n"))
+    return list(found.values())
+
+
+def numbers(codec: Codec) -> dict[str, tuple[float, ...]]:
+    """Return the tables that a codec reads from memory."""
+    return triton.in_memory(_programs(codec))

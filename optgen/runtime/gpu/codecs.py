@@ -1,0 +1,362 @@
+"""What generated tile functions and codecs call: values as a plan keeps them, and the random bits of their rounding.
+
+A tile function of a rule gets a state as the pair (root, fields): the root of the second moment that the state is
+relative to (0 where it is not), and what is stored, with the addresses of tables of numbers behind.  It reads states
+by `times`, `plus` and `read` only, which take the state's record in the plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from optgen.runtime.gpu.prelude import INTERPRETED, get, packed, put, reciprocal, rotl, unpacked, widened
+from optgen.runtime.records import keys
+
+M1, M2, M3 = (tl.constexpr(keys.signed(m)) for m in (keys.M1, keys.M2, keys.M3))
+WINDOW = tl.constexpr(keys.WINDOW)
+
+
+@dataclass(frozen=True, eq=False)
+class Codec:
+    """The device functions that store and read one value, from a plan's module.
+
+    decode    (c, fields..., tables...) -> two factors of c * x: c meets what there are few of
+    nearest   (x, live, MASKED, tables...) -> the fields, then the root that is read back, where there is `root`
+    encode    (x, live, MASKED, draws, SHIFT, tables...) -> the same, rounded stochastically; None: to nearest only
+    root      (fields..., tables...) -> the square root of the value
+    strict    strict maths
+    guards    `encode` wants a NaN that arithmetic has made
+    looks_up  it searches or selects among many numbers
+    lines     it takes the numbers of a table for points of a few lines
+    as_kept   a rule goes on with a new value as it is kept
+    plus      a zero must be +0
+    tables    the numbers that it reads from memory
+    """
+
+    decode: Any
+    nearest: Any
+    encode: Any = None
+    root: Any = None
+    strict: bool = False
+    guards: bool = False
+    looks_up: bool = False
+    lines: bool = False
+    as_kept: bool = False
+    plus: bool = False
+    tables: tuple[tuple[float, ...], ...] = ()
+
+    @property
+    def cache_key(self) -> str:
+        """The text of the functions: of a record without it Triton would name a compiled kernel by their names."""
+        functions = (self.decode, self.nearest, self.encode, self.root)
+        return " ".join(getattr(f, "cache_key", "") for f in functions) + repr(self)
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """A value of a rule, as a plan keeps it.
+
+    fields    the positions of its buffers among those of the sweep
+    tables    the positions of its codec's tables
+    base      the position of the value that it is relative to; -1: none
+    root      the position of that one's new root among the roots of the sweep
+    word, shift  its random bits; word -1: it is rounded to nearest
+    plus      a zero must be made +0 before it is stored
+    guarded   a NaN must be made one of arithmetic before it is stored
+    """
+
+    name: str
+    codec: Codec
+    fields: tuple[int, ...]
+    tables: tuple[int, ...] = ()
+    base: int = -1
+    root: int = -1
+    word: int = -1
+    shift: int = 0
+    plus: bool = False
+    guarded: bool = False
+
+    @property
+    def cache_key(self) -> str:
+        """The record's part of the name under which Triton keeps a compiled kernel."""
+        return repr(self) + self.codec.cache_key
+
+    def many(self, name: str) -> int:
+        """Return how many `fields` or `tables` there are."""
+        return len(getattr(self, name))
+
+    def field(self, i: int) -> int:
+        """Return the position of a buffer."""
+        return self.fields[i]
+
+    def table(self, i: int) -> int:
+        """Return the position of a table."""
+        return self.tables[i]
+
+
+class Plan:
+    """The values of a rule by their names, as attributes.
+
+    Triton 3.6 makes no constants of the attributes of a constant; its interpreter knows none.
+    """
+
+    def __init__(self, values: tuple[Kept, ...]) -> None:
+        self.__dict__.update({x.name: x if INTERPRETED.value else tl.constexpr(x) for x in values})
+
+    def __repr__(self) -> str:
+        # By it Triton tells the functions of a kernel apart, and shares equal ones.
+        return f"Plan({', '.join(vars(self))})"
+
+
+@triton.jit
+def plain_decode(c, x):
+    """c and x, a float."""
+    return c, widened(x)
+
+
+@triton.jit
+def plain_nearest(x, live, MASKED: tl.constexpr):
+    """x, float32."""
+    return (x,)
+
+
+FULL = Codec(plain_decode, plain_nearest)
+"""fp32 as it is; gradients of any dtype."""
+
+
+# -- what codecs call
+
+
+@triton.jit
+def beside(x):
+    """A value of each block, to be broadcast along its elements."""
+    return x[:, None]
+
+
+# -- what tile functions call
+
+
+@triton.jit
+def factors(c, x, VALUE: tl.constexpr):
+    """Two factors of c * x."""
+    fields = x[1]
+    a, b = VALUE.codec.decode(c, *fields)
+    if VALUE.base >= 0:
+        b = b * x[0]
+    return a, b
+
+
+@triton.jit
+def times(c, x, VALUE: tl.constexpr):
+    """c * x."""
+    a, b = factors(c, x, VALUE)
+    return a * b
+
+
+@triton.jit
+def plus(c, x, y, VALUE: tl.constexpr):
+    """c * x + y, rounded once where c * x is one product of an element."""
+    a, b = factors(c, x, VALUE)
+    return tl.fma(a, b, y)
+
+
+@triton.jit
+def read(x, VALUE: tl.constexpr):
+    """x, float32."""
+    return times(tl.full([], 1.0, tl.float32), x, VALUE)
+
+
+@triton.jit
+def kept(x, live, MASKED: tl.constexpr, VALUE: tl.constexpr):
+    """The value that a rule goes on with: x, or x as it is kept."""
+    out = x
+    if VALUE.codec.as_kept:
+        made = VALUE.codec.nearest(x, live, MASKED)
+        fields = ()
+        for i in tl.static_range(VALUE.many("fields")):
+            fields = fields + (made[i],)
+        out = read((0, fields), VALUE)
+    return out
+
+
+# -- what the walker calls
+
+
+@triton.jit
+def loaded(buffer, where, live, SWEEP: tl.constexpr, I: tl.constexpr, MASKED: tl.constexpr):
+    """The entries of a buffer for a tile; those of blocks have a last dimension of size 1."""
+    if SWEEP.kind(I) == "block":
+        out = get(buffer, where[1], live[1], MASKED)
+    elif SWEEP.kind(I) == "eight":
+        out = unpacked(get(buffer, where[2], live[2], MASKED), SWEEP.bits(I))
+    elif SWEEP.kind(I) == "one":
+        out = tl.load(buffer)
+    else:
+        out = get(buffer, where[0], live[0], MASKED)
+    return out
+
+
+@triton.jit
+def stored(buffer, x, where, live, SWEEP: tl.constexpr, I: tl.constexpr, MASKED: tl.constexpr):
+    """Write the entries of a buffer for a tile."""
+    if SWEEP.kind(I) == "block":
+        put(buffer, where[1], x, live[1], MASKED)
+    elif SWEEP.kind(I) == "eight":
+        put(buffer, where[2], packed(x, live[0], MASKED, SWEEP.bits(I)), live[2], MASKED)
+    else:
+        put(buffer, where[0], x, live[0], MASKED)
+
+
+@triton.jit
+def fields_of(
+    buffers, where, live, tables, SWEEP: tl.constexpr, VALUE: tl.constexpr, MASKED: tl.constexpr
+):  # fmt: skip
+    """What is stored of a value, and the addresses of its tables."""
+    out = ()
+    for i in tl.static_range(VALUE.many("fields")):
+        out = out + (loaded(buffers[VALUE.field(i)], where, live, SWEEP, VALUE.field(i), MASKED),)
+    for i in tl.static_range(VALUE.many("tables")):
+        out = out + (tables[VALUE.table(i)],)
+    return out
+
+
+@triton.jit
+def root_of(fields, VALUE: tl.constexpr):
+    """The root of a value."""
+    return VALUE.codec.root(*fields)
+
+
+@triton.jit
+def given(
+    buffers, where, live, tables, SWEEP: tl.constexpr, VALUE: tl.constexpr, MASKED: tl.constexpr
+):  # fmt: skip
+    """A value as its tile function gets it."""
+    fields = fields_of(buffers, where, live, tables, SWEEP, VALUE, MASKED)
+    if VALUE.name == "p" or VALUE.name == "g":
+        out = read((0, fields), VALUE)
+    elif VALUE.base >= 0:
+        of = fields_of(buffers, where, live, tables, SWEEP, SWEEP.kept(VALUE.base), MASKED)
+        out = (root_of(of, SWEEP.kept(VALUE.base)), fields)
+    else:
+        out = (0, fields)
+    return out
+
+
+@triton.jit
+def put_value(
+    buffers, where, live, tables, x, roots, draws, SWEEP: tl.constexpr, VALUE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Store a new value; the root that is read back, where its codec has one."""
+    made = encoded(x, roots, draws, live, tables, VALUE, MASKED)
+    for i in tl.static_range(VALUE.many("fields")):
+        stored(buffers[VALUE.field(i)], made[i], where, live, SWEEP, VALUE.field(i), MASKED)
+    out = ()
+    if VALUE.codec.root is not None:
+        out = (made[VALUE.many("fields")],)
+    return out
+
+
+@triton.jit
+def encoded(x, roots, draws, live, tables, VALUE: tl.constexpr, MASKED: tl.constexpr):
+    """The fields of a new value, and the root that is read back."""
+    if VALUE.guarded:
+        x = tl.where(x == x, x, float("nan"))
+    if VALUE.root >= 0:
+        if VALUE.codec.strict:
+            x = tl.div_rn(x, roots[VALUE.root])
+        else:
+            x = x * reciprocal(roots[VALUE.root])
+    if VALUE.plus:
+        x = x + 0.0
+    own = ()
+    for i in tl.static_range(VALUE.many("tables")):
+        own = own + (tables[VALUE.table(i)],)
+    if VALUE.word >= 0:
+        out = VALUE.codec.encode(x, live[0], MASKED, draws[VALUE.word], VALUE.shift, *own)
+    else:
+        out = VALUE.codec.nearest(x, live[0], MASKED, *own)
+    return out
+
+
+# -- random bits (optgen.lower.noise says why they are drawn so)
+
+
+@triton.jit
+def shifted(x, BY: tl.constexpr):
+    """An int32 shifted right by BY bits, zeros above."""
+    return (x.to(tl.uint32, bitcast=True) >> BY).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def word(index, step_key, stream_key, SWEEP: tl.constexpr, K: tl.constexpr):
+    """Word K of 32 random bits of each element."""
+    x = shifted(index, 3) ^ stream_key ^ step_key & -WINDOW
+    if SWEEP.anew(K):
+        x = x ^ (step_key & WINDOW - 1) * M2
+    if K > 0:
+        x = x ^ SWEEP.salt(K)
+    x = x * M1
+    x = (x ^ shifted(x, 16)) * M2
+    x = x ^ shifted(x, 15)
+    moved = x
+    if not SWEEP.anew(K):
+        moved = moved ^ (step_key & WINDOW - 1) * SWEEP.spread(K)
+        for i in tl.static_range(SWEEP.narrow(K)):
+            highest = step_key & SWEEP.narrow_mask(K, i)
+            if SWEEP.narrow_up(K, i) >= 0:
+                moved = moved ^ highest << SWEEP.narrow_up(K, i)
+            else:
+                moved = moved ^ highest >> -SWEEP.narrow_up(K, i)
+    y = (x ^ shifted(x, 16)) * M3
+    y = (y ^ shifted(y, 15)) * M1
+    lane = index & 7
+    return moved ^ rotl(y ^ shifted(y, 16), (lane * (lane + 1) >> 1) + 1)
+
+
+@triton.jit
+def words(index, step_key, stream_key, SWEEP: tl.constexpr):
+    """The words of a sweep."""
+    out = ()
+    for k in tl.static_range(SWEEP.many("words")):
+        out = out + (word(index, step_key, stream_key, SWEEP, k),)
+    return out
+
+
+@triton.jit
+def integer(draws, SHIFT: tl.constexpr, BITS: tl.constexpr):
+    """int32, uniform on 0 .. 2^BITS - 1: bits of a word, from SHIFT on."""
+    if BITS == 32:
+        out = draws
+    elif SHIFT + BITS == 32:
+        out = shifted(draws, SHIFT)
+    elif SHIFT == 0:
+        out = draws & (1 << BITS) - 1
+    else:
+        out = draws >> SHIFT & (1 << BITS) - 1
+    return out
+
+
+@triton.jit
+def fraction(draws, SHIFT: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr):
+    """int32, uniform on 0 .. 2^WIDTH - 1: the own bits on top, below them the next of the word, or half a cell."""
+    if SHIFT + BITS == 32:
+        out = shifted(draws, 32 - WIDTH)
+    elif WIDTH == BITS:
+        out = integer(draws, SHIFT, BITS)
+    else:
+        out = integer(draws, SHIFT, BITS) << WIDTH - BITS | 1 << WIDTH - BITS - 1
+    return out
+
+
+@triton.jit
+def middle(draws, SHIFT: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr):
+    """int32, the midpoints of 2^BITS cells of 0 .. 2^WIDTH."""
+    if SHIFT + BITS == 32 and WIDTH - BITS == 1:
+        out = shifted(draws, SHIFT - 1) | 1
+    else:
+        out = integer(draws, SHIFT, BITS) << WIDTH - BITS | 1 << WIDTH - BITS - 1
+    return out
