@@ -13,6 +13,9 @@ import pytest
 import torch
 
 from optgen.runtime.cpu import native
+from optgen.runtime.records import keys
+from optgen.runtime.reference import stored
+from optgen.runtime.reference.eager import Blocks
 from tests import harness
 
 pytestmark = pytest.mark.skipif(native.compiler() is None, reason="there is no C++ compiler")
@@ -150,3 +153,55 @@ def test_signs_of_all_kinds_of_floats(isa: native.Isa, tmp_path: Path) -> None:
     magnitude = x & 0x7FFFFFFF
     kept = (magnitude == 0) | (magnitude > 0x7F800000)
     assert torch.equal(out, torch.where(kept, x, x & -0x80000000 | 0x3F800000))
+
+
+WANTS = [
+    {"v": 12, "m": 12, "p": 8},
+    {"v": 12, "m": 12, "n": 12, "k": 5, "p": 16},
+    {"a": 3, "b": 7, "c": 8, "p": 1},
+    {**{f"s{k}": 20 for k in range(5)}, "p": 13},  # more words than salts are listed
+    {"only": 9, "p": 0},
+    {"p": 8},
+]
+
+
+@pytest.mark.parametrize("rare", [(), ("p",), ("v", "b", "s1", "only")])
+def test_random_bits_are_those_of_the_reference(rare: tuple[str, ...], tmp_path: Path) -> None:
+    """Words dealt by the header beside keys.deal and what the eager reference draws."""
+    text = ['#include "optgen.h"']
+    for k, wants in enumerate(WANTS):
+        rows = ", ".join(f"{{{bits}, {str(name in rare).lower()}}}" for name, bits in wants.items())
+        values = [*map(str, range(len(wants) - 1)), "P"]
+        stores = [f"store(out + {j} * 64 + i, integer<{v}>(noise));" for j, v in enumerate(values)]
+        stores = [s for s, bits in zip(stores, wants.values(), strict=True) if bits]
+        text += [
+            f"struct Kernel{k} {{",
+            f"    static constexpr auto NOISE = dealt({{{rows}}});",
+            f"    static constexpr int DRAWN = NOISE.mask({{{', '.join(values)}}}), KEPT = 0, TILE = 64;",
+            "};",
+            'extern "C" __attribute__((visibility("default"))) void',
+            f"draw{k}(int32_t *out, int32_t stream, int32_t step) {{",
+            f"    Words<Kernel{k}> words(64, 0, stream, step);",
+            "    for (int i = 0; i < 64; i += W) {",
+            "        const auto noise = words.at(i);",
+            *(f"        {s}" for s in stores),
+            "    }",
+            "}",
+        ]
+    source, library = tmp_path / "draws.cpp", tmp_path / "draws.so"
+    source.write_text("\n".join(text) + "\n")
+    by = native.compiler()
+    assert by is not None
+    command = [*by.command, *native.FLAGS, *ISAS[0].flags, f"-I{native.HEADERS}", '-DOPTGEN_STAMP=""']
+    subprocess.run([*command, "-shared", str(source), "-o", str(library)], check=True, capture_output=True)
+    loaded = ctypes.CDLL(str(library))
+    for k, wants in enumerate(WANTS):
+        fields, words = keys.deal(wants, rare)
+        for step, stream in ((keys.step_key(3, 1), 5), (keys.step_key(9, 299), -77)):
+            out = torch.empty(len(wants), 64, dtype=torch.int32)
+            getattr(loaded, f"draw{k}")(ctypes.c_void_p(out.data_ptr()), ctypes.c_int32(stream), ctypes.c_int32(step))
+            for found, name in zip(out, wants, strict=True):
+                if wants[name]:
+                    word, shift, bits = fields[name]
+                    drawn = stored.word(Blocks(torch.empty(64), 1), word, words[word], step, stream)
+                    assert torch.equal(found, stored.Noise(drawn, shift).integer(bits).view(-1)), (wants, name)

@@ -255,8 +255,9 @@ template <int VALUE, int WIDTH, class Kernel> inline I middle(const Noise<Kernel
 template <class Kernel> struct Words {
     static constexpr int DRAWN = Kernel::DRAWN, KEPT = Kernel::KEPT;
     static constexpr unsigned M1 = 0x7feb352d, M2 = 0x846ca68b, M3 = 0x9e3779b1;
-    alignas(64) int32_t turned[count(DRAWN) ? count(DRAWN) : 1][Kernel::TILE / SHARE];
-    alignas(64) int32_t fixed[count(DRAWN) ? count(DRAWN) : 1][Kernel::TILE / SHARE];
+    static constexpr int EIGHTS = Kernel::TILE < SHARE * VECTOR ? VECTOR : Kernel::TILE / SHARE;
+    alignas(64) int32_t turned[count(DRAWN) ? count(DRAWN) : 1][EIGHTS];
+    alignas(64) int32_t fixed[count(DRAWN) ? count(DRAWN) : 1][EIGHTS];
     alignas(64) int32_t kept_[count(KEPT) ? count(KEPT) : 1][count(KEPT) ? Kernel::TILE : 1];
 
     static constexpr uint32_t salt(int k) {
