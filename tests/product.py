@@ -32,7 +32,7 @@ from optgen.driver.kernel_text import host_program, unpack_of
 from optgen.driver.targets import Case
 from optgen.formats.plan import Plan, Storage
 from optgen.ir.node import postorder
-from optgen.lang.spec import Matrix, Spec
+from optgen.lang.spec import MatrixKind, Spec
 from optgen.lower import matrix_of, needs_matrix
 from optgen.ops import dtypes, spaces
 from optgen.runtime import records
@@ -220,7 +220,7 @@ class Built:
         return self.compiled.case.storage
 
     @property
-    def matrix(self) -> Matrix:
+    def matrix(self) -> MatrixKind:
         """Which matrix its rows and columns are those of."""
         return matrix_of(self.spec, self.case.flags, self.storage)
 

@@ -23,7 +23,7 @@ from typing import Any, Literal, Protocol
 from optgen.formats import measured
 from optgen.formats.bound import ONE, Bound, PatternRange
 from optgen.ir import node as ir
-from optgen.lang.spec import Matrix
+from optgen.lang.spec import MatrixKind
 from optgen.lang.values import Num, Value, cast, lshr, maximum, sqrt, where
 from optgen.ops import dtypes, spaces
 from optgen.ops.dtypes import DType
@@ -155,7 +155,7 @@ class Format(ABC):
         return False
 
     @property
-    def matrix(self) -> Matrix | None:
+    def matrix(self) -> MatrixKind | None:
         """Which matrix the format's rows and columns are those of; None where it has none.
 
         A rule that has rows and columns of its own decides for both.

@@ -20,7 +20,7 @@ from optgen.formats.check import is_whole, refusal
 from optgen.formats.format import Field, Format, Master
 from optgen.formats.masters import Native
 from optgen.lang.declare import StateDecl
-from optgen.lang.spec import Matrix
+from optgen.lang.spec import MatrixKind
 from optgen.ops.dtypes import DType, f32
 
 T = TypeVar("T")
@@ -59,7 +59,7 @@ class Storage:
     vector: bool = False
 
     @property
-    def matrix(self) -> Matrix | None:
+    def matrix(self) -> MatrixKind | None:
         """Which matrix the formats' rows and columns are those of: the last two dimensions, if one asks for them."""
         wanted = {f.matrix for f in self.states.values()} - {None}
         return "last" if "last" in wanted else "first" if wanted else None

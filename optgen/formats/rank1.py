@@ -16,7 +16,7 @@ from optgen.formats.companders import HALF, Compander, linear
 from optgen.formats.format import Field, Format, Noise, Rounding, View
 from optgen.formats.scales import LARGEST, SMALLEST
 from optgen.lang.reductions import axis_max, axis_min, col_max, row_max
-from optgen.lang.spec import Matrix
+from optgen.lang.spec import MatrixKind
 from optgen.lang.values import Num, bits, block_max, cast, clip, floor, from_bits, maximum, minimum, rint
 from optgen.ops import dtypes
 
@@ -100,7 +100,7 @@ class Rank1(Curved):
         return (least * least if self.of == "sqrt" else least) >= 2.0**-126
 
     @property
-    def matrix(self) -> Matrix | None:
+    def matrix(self) -> MatrixKind | None:
         return None if self.in_blocks else "first"
 
     def of_vectors(self) -> Format:

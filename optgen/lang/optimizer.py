@@ -17,7 +17,7 @@ from optgen.base.names import camel, is_name, is_snake, snake, unique
 from optgen.lang import check
 from optgen.lang.declare import Declaration, FlagDecl, HostStateDecl, HyperDecl, StateDecl, flags_in
 from optgen.lang.source import SpecSource
-from optgen.lang.spec import Evaluation, Matrix, Readings, Spec
+from optgen.lang.spec import Evaluation, MatrixKind, Readings, Spec
 from optgen.lang.tracing import check_weights
 from optgen.lang.values import author_loc
 from optgen.ops import spaces
@@ -54,7 +54,7 @@ def optimizer(
     like: str | None = None,
     name: str | None = None,
     evaluate: Callable[..., Any] | None = None,
-    matrix: Matrix | Literal["blocks"] = "last",
+    matrix: MatrixKind | Literal["blocks"] = "last",
 ) -> Callable[[Callable[..., Any]], Spec]: ...
 
 
@@ -66,7 +66,7 @@ def optimizer(
     like: str | None = None,
     name: str | None = None,
     evaluate: Callable[..., Any] | None = None,
-    matrix: Matrix | Literal["blocks"] = "last",
+    matrix: MatrixKind | Literal["blocks"] = "last",
 ) -> Spec | Callable[[Callable[..., Any]], Spec]:
     """Make a Spec of a function (p, g[, t], states..., *, hyper-parameters and flags...).
 
@@ -115,7 +115,7 @@ _NO_TENSORS = (
 
 def _spec(
     function: Callable[..., Any], cite: str, like: str | None, name: str | None,
-    evaluate: Callable[..., Any] | None, matrix: Matrix | Literal["blocks"],
+    evaluate: Callable[..., Any] | None, matrix: MatrixKind | Literal["blocks"],
 ) -> Spec:  # fmt: skip
     source = SpecSource(function)
     if not is_snake(source.name):

@@ -18,7 +18,7 @@ from optgen.lang.values import Absent
 from optgen.ops import spaces
 from optgen.ops.dtypes import PRECISION
 
-Matrix = Literal["last", "first"]
+MatrixKind = Literal["last", "first"]
 """Which matrix the rows and columns of a rule are those of, where a parameter has more than two dimensions."""
 
 
@@ -114,7 +114,7 @@ class Spec:
     states: tuple[StateDecl, ...]
     host_states: tuple[HostStateDecl, ...]
     takes_step: bool
-    matrix: Matrix
+    matrix: MatrixKind
     order: tuple[str, ...]  # what `return` lists: p, then states and host states as in the signature
     function: Callable[..., Any]
     source: SpecSource

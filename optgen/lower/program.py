@@ -14,7 +14,7 @@ from optgen.ir import node as ir
 from optgen.ir.node import Node, Rewriter
 from optgen.ir.program import Buffer, Draws, KeptValue, Let, Program, Role, Store
 from optgen.ir.ranges import ANY, Intervals, is_plus
-from optgen.lang.spec import Matrix, Spec
+from optgen.lang.spec import MatrixKind, Spec
 from optgen.lang.values import Value, cast
 from optgen.lower.naming import Recorder
 from optgen.lower.noise import Drawn, deal
@@ -204,7 +204,7 @@ def needs_matrix(spec: Spec, flags: Mapping[str, bool]) -> bool:
     return any(n.space.name in ("row", "col", "mat") or n.op == "call" for n in nodes)
 
 
-def matrix_of(spec: Spec, flags: Mapping[str, bool], storage: Storage) -> Matrix:
+def matrix_of(spec: Spec, flags: Mapping[str, bool], storage: Storage) -> MatrixKind:
     """Which matrix rows and columns are those of: the rule's, or where it has none, that of the formats."""
     if storage.matrix is None or needs_matrix(spec, flags):
         return spec.matrix

@@ -18,8 +18,11 @@ from functools import lru_cache
 
 from optgen.ops.dtypes import f32, in_f32, of_pattern, pattern_of
 
-Line = tuple[float, float]
+StraightLine = tuple[float, float]
 """(slope, offset), both f32."""
+
+Close = Callable[[StraightLine, tuple[float, float]], bool]
+"""A test of a line that passes close to a point."""
 
 NEVER = f32.largest  # what no number reaches that was divided by its block's largest
 EXACT = 2.0**-20  # how far a line may be from an entry, relative to it
@@ -46,9 +49,9 @@ class Law:
 
     zero: int
     most: int
-    search: tuple[Line, ...]
-    lookup: tuple[Line, ...]
-    place: tuple[Line, ...]
+    search: tuple[StraightLine, ...]
+    lookup: tuple[StraightLine, ...]
+    place: tuple[StraightLine, ...]
     top: float | None
     last: float
     cap: float
@@ -104,9 +107,9 @@ known: dict[str, Table] = {}
 """Every table by its name, for the parser of the IR's text."""
 
 
-def _runs(points: Sequence[tuple[float, float]], close: Callable[[Line, tuple[float, float]], bool]) -> list[Line]:
+def _runs(points: Sequence[tuple[float, float]], close: Close) -> list[StraightLine]:
     """The line through each two neighbours, once for neighbours of neighbours that lie on it too."""
-    out: list[Line] = []
+    out: list[StraightLine] = []
     i = 0
     while i + 1 < len(points):
         j, best = i + 1, through(points[i], points[i + 1])
@@ -120,15 +123,13 @@ def _runs(points: Sequence[tuple[float, float]], close: Callable[[Line, tuple[fl
     return out
 
 
-def through(p: tuple[float, float], q: tuple[float, float]) -> Line:
+def through(p: tuple[float, float], q: tuple[float, float]) -> StraightLine:
     """The line through two points."""
     slope = in_f32((q[1] - p[1]) / (q[0] - p[0]))
     return slope, in_f32(p[1] - slope * p[0])
 
 
-def envelope(
-    points: Sequence[tuple[float, float]], close: Callable[[Line, tuple[float, float]], bool], *, lowest: bool
-) -> tuple[Line, ...]:
+def envelope(points: Sequence[tuple[float, float]], close: Close, *, lowest: bool) -> tuple[StraightLine, ...]:
     """Few lines whose smallest (largest) value goes through all the points; () where there are none."""
     if len(points) == 1:
         ((x, y),) = points
@@ -140,7 +141,7 @@ def envelope(
         if all(close((a, b), p) or side * (a * p[0] + b - p[1]) < 0 for p in points)
     ]
     left = set(range(len(points)))
-    out: list[Line] = []
+    out: list[StraightLine] = []
     while left and lines:
         best = max(lines, key=lambda line: sum(close(line, points[i]) for i in left))
         touched = {i for i in left if close(best, points[i])}

@@ -21,7 +21,7 @@ from optgen.lang.values import Num, Value, bits, cast, from_bits, maximum, minim
 from optgen.ops import spaces
 from optgen.ops.dtypes import f32, i32
 from optgen.ops.prims import PRIMS
-from optgen.ops.tables import Law, Line, through
+from optgen.ops.tables import Law, StraightLine, through
 
 
 def _horner(x: Num, coefficients: tuple[float, ...]) -> Num:
@@ -104,7 +104,7 @@ MEANS: dict[str, Callable[..., Num]] = {
 }  # fmt: skip
 
 
-def _lines(x: Num, lines: tuple[Line, ...], pick: Callable[[Num, Num], Num]) -> Num:
+def _lines(x: Num, lines: tuple[StraightLine, ...], pick: Callable[[Num, Num], Num]) -> Num:
     """The smallest or largest (`pick`) of slope * x + offset."""
     found = [x * a + b if b else x * a for a, b in lines]
     while len(found) > 1:  # pairs of pairs: the chain is as short as can be
