@@ -6,7 +6,6 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Mapping
-from functools import lru_cache
 from types import FrameType
 from typing import Any
 
@@ -78,16 +77,10 @@ class Tracer:
     def finish(self) -> None:
         for name, node in self._bound():
             assert self.statement is not None
-            place = _place(self.source.file, self.statement.span, self.source.name)
+            place = Loc(self.source.file, *self.statement.span, self.source.name)
             self.lets.append(Let(name, node, "update", place, self.statement.text))
         self.statement, self.lasti = None, -1
         self.made.clear()
-
-
-@lru_cache(maxsize=4096)  # one object for a place, whatever the flags: the passes tell equal programs by it
-def _place(file: str, span: tuple[int, int, int, int], name: str) -> Loc:
-    line, col, end_line, end_col = span
-    return Loc(file, line, col, end_line, end_col, name)
 
 
 def run(spec: Spec, flags: Mapping[str, bool]) -> Trace:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, Literal
 
 from optgen.ir.program import Program, Schedule, Stage, Step
@@ -17,10 +18,11 @@ from optgen.passes.fuse import fuse
 from optgen.passes.hoist import hoist
 from optgen.passes.linear import linear
 from optgen.passes.name import name
-from optgen.passes.once import Log, once
 from optgen.passes.place import place
 from optgen.passes.share import share
 from optgen.passes.sweeps import sweeps
+
+Log = Callable[[str, Program | Schedule, Program | Schedule], None]
 
 PROGRAM_PASSES: tuple[Callable[[Program], Program], ...] = (
     decompose,  # primitives without a spelling become core ones
@@ -47,23 +49,24 @@ def _through(stages: tuple[Callable[[Any], Any], ...], ir: Any, log: Log | None)
     return ir
 
 
-@once
-def _programs(program: Program, log: Log | None) -> Program:
-    new: Program = _through(PROGRAM_PASSES, program, log)
-    return new
+@lru_cache(maxsize=512)
+def _once(stages: tuple[Callable[[Any], Any], ...], program: Program, numbers: str) -> Any:
+    return _through(stages, program, None)
 
 
-@once
-def _schedules(program: Program, log: Log | None) -> Schedule:
-    schedule: Schedule = _through(SCHEDULE_PASSES, program, log)
-    return schedule
+def _passed(stages: tuple[Callable[[Any], Any], ...], program: Program, log: Log | None) -> Any:
+    """Return what the stages make of a program; equal ones, which settings of flags and plans share, pass once."""
+    if log:
+        return _through(stages, program, log)
+    return _once(stages, program, repr((program.ranges, program.host_states)))  # == does not tell 0.0 from -0.0
 
 
 def run(program: Program, maths: Literal["strict", "fast"] = "fast", log: Log | None = None) -> Schedule:
     """A program that is one kernel -> its schedule; `log(stage, before, after)` sees every stage."""
     program = replace(program, maths=maths, kept=())
     verify(program, after="lower")
-    return _schedules(_programs(program, log), log)
+    made: Schedule = _passed(SCHEDULE_PASSES, _passed(PROGRAM_PASSES, program, log), log)
+    return made
 
 
 def step(
@@ -89,12 +92,12 @@ def step(
         verify(piece.program, after="cut")
         if log and len(found.pieces) > 1:
             log("cut", whole, piece.program)
-        done.append(_programs(replace(piece.program, maths=maths), log))
+        done.append(_passed(PROGRAM_PASSES, replace(piece.program, maths=maths), log))
     programs, host = scalars.merged(done)
     stages = []
     for piece, own in zip(found.pieces, programs, strict=True):
         taken = tuple(next(i for i, let in enumerate(host) if let.name == x.name) for x in own.host)
-        stages.append(Stage(_schedules(own, log), piece.level, piece.why, taken))
+        stages.append(Stage(_passed(SCHEDULE_PASSES, own, log), piece.level, piece.why, taken))
     whole = replace(whole, rules=tuple(sorted({*whole.rules, *(r for x in programs for r in x.rules)})))
     locals_ = programs[0].host_locals if len(programs) == 1 else scalars.locals_of(programs)
     return Step(whole, tuple(stages), host, locals_, found.early)
