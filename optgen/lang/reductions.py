@@ -102,7 +102,8 @@ def _statistic(function: str, op: str, doc: str, mean_of: Space | None = None) -
     def statistic(x: Num) -> Any:
         return _reduced(op, x, function) if mean_of is None else _mean(op, x, mean_of, function)
 
-    statistic.__name__, statistic.__doc__ = function, doc
+    statistic.__name__ = statistic.__qualname__ = function
+    statistic.__doc__ = doc
     return statistic
 
 

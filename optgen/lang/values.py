@@ -352,7 +352,8 @@ def _function(name: str, takes: int) -> Callable[..., Any]:
         attributes = {"attr": given[takes]} if len(given) > takes else {}
         return getattr(reader_of(*given[:takes]), name)(*given[:takes], **attributes)
 
-    function.__name__, function.__doc__ = name, PRIMS[name].doc
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = PRIMS[name].doc
     return function
 
 
@@ -373,7 +374,8 @@ def primitive(row: Prim, means: Callable[..., Any] | None = None) -> Callable[..
         stated = reader is _TRACE or getattr(row, getattr(reader, "column", ""), None)
         return read(*operands) if means is None or stated else means(*operands)
 
-    function.__name__, function.__doc__ = row.name, row.doc
+    function.__name__ = function.__qualname__ = row.name
+    function.__doc__ = row.doc
     return function
 
 
