@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -143,3 +145,33 @@ def test_a_state_without_a_positive_second_moment_is_kept_as_it_is() -> None:
     rule = RuleRecord("r", "", flags={}, step="r", scalars=(), host=lambda *_: (), states=states)
     assert plan.formats(rule, False)["m"].relative
     assert not plan.formats(dataclasses.replace(rule, states=states[:1]), False)["m"].relative
+
+
+STALE = """
+import importlib.util, sys, tempfile
+from pathlib import Path
+from optgen.driver import triton_text
+from tests import harness
+
+def keys(change):
+    folder = Path(tempfile.mkdtemp())
+    def module(name, text):
+        path = folder / f"{name}.py"
+        path.write_text(change(text) if name == "codecs" else text)
+        spec = importlib.util.spec_from_file_location(name, path)
+        made = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(made)
+        return made
+    spec, plan = harness.spec_of("lion"), harness.plan_of("int8_split24")
+    _, kernels = triton_text.joined(spec, plan, "fast", module)
+    return kernels.CONSTANTS["lion_bfloat16"]["SWEEP"].cache_key
+
+same, again, other = keys(str), keys(str), keys(lambda text: text.replace("3200.0", "3201.0"))
+assert same == again != other
+"""
+
+
+def test_triton_keeps_a_compiled_kernel_under_the_text_of_its_codecs(compiling: dict[str, str]) -> None:
+    """On disk a constant counts by its `cache_key`: a codec whose text has changed makes another kernel."""
+    done = subprocess.run([sys.executable, "-c", STALE], cwd=ROOT, env=compiling, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
