@@ -30,7 +30,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 import generated  # noqa: E402
 from optgen.runtime.cpu import cpu  # noqa: E402
 from optgen.runtime.layout import layout, sharding  # noqa: E402
-from optgen.runtime.step import launch  # noqa: E402
+from optgen.runtime.step import backends  # noqa: E402
 
 RULES = ("AdamW", "Lion", "LAMB", "StableAdamW", "Adafactor", "CAME", "Prodigy", "ClippedAdamW")
 MATRICES_ONLY = ("CAME",)
@@ -86,7 +86,7 @@ def without_kernels() -> Iterator[None]:
 
     with (
         mock.patch.object(cpu, "kernels", lambda buckets: [nothing for _ in buckets]),
-        mock.patch.object(launch, "choose", return_value="cpp"),
+        mock.patch.object(backends, "choose", return_value="cpp"),
         mock.patch.object(layout, "encode", return_value={}),
     ):
         yield
