@@ -383,7 +383,7 @@ def test_no_sum_is_left_to_atomics() -> None:
     root = Path(__file__).parents[1]
     texts = [
         file
-        for folder in (root / "generated", root / "optgen" / "runtime")
+        for folder in (root / "generated", root / "optgen" / "runtime" / "gpu", root / "optgen" / "runtime" / "cpu")
         for ending in ("*.py", "*.cpp", "*.h")
         for file in folder.rglob(ending)
     ]

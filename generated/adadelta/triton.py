@@ -30,7 +30,10 @@ def adadelta_tile(
     delta = acc_delta_sqrt * square_avg_kept_rcp * g
     p = tl.fma(minus_lr, delta, p)                                     # 23  p = p - lr * delta
     # 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
-    acc_delta = tl.fma(one_minus_rho * acc_delta_sqrt * square_avg_kept_rcp * g * acc_delta_sqrt * square_avg_kept_rcp, g, rho * acc_delta)
+    acc_delta = tl.fma(
+        one_minus_rho * acc_delta_sqrt * square_avg_kept_rcp * g * acc_delta_sqrt * square_avg_kept_rcp, g,
+        rho * acc_delta
+    )
     return p, square_avg, acc_delta
 
 

@@ -48,7 +48,9 @@ def adamp(
     row_sum_of_p = row_sum_of_p_tensor
     # -- encode and store
     row_sum_for_invariant_2_add = sqrt(row_sum_for_invariant_2) + eps
-    tensor_max_for_invariant_tensor = few_max(row_sum_for_invariant.abs() / (row_sum_for_invariant_2_add * (sqrt(row_sum_for_invariant_3) + eps)), "tensor")
+    tensor_max_for_invariant_tensor = few_max(
+        row_sum_for_invariant.abs() / (row_sum_for_invariant_2_add * (sqrt(row_sum_for_invariant_3) + eps)), "tensor"
+    )
     tensor_sum_for_invariant_tensor = few_sum(row_sum_for_invariant, "tensor")
     tensor_sum_for_invariant_2_tensor = few_sum(row_sum_for_invariant_2, "tensor")
     tensor_sum_for_invariant_3_tensor = few_sum(row_sum_for_invariant_3, "tensor")
@@ -69,9 +71,15 @@ def adamp(
     tensor_sum_of_p = tensor_sum_of_p_tensor
     # -- encode and store
     tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps
-    delta_over_sqrt_elements_lt = tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
+    delta_over_sqrt_elements_lt = (
+        tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps))
+        < delta_over_sqrt_elements
+    )
     tensor_lt_2_tensor = choose(delta_over_sqrt_elements_lt, 1.0, 0.0)
-    tensor_sum_of_p_over_tensor_mul_2_2_tensor = torch.where(delta_over_sqrt_elements_lt, tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0)
+    tensor_sum_of_p_over_tensor_mul_2_2_tensor = torch.where(
+        delta_over_sqrt_elements_lt,
+        tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0
+    )
 
     # == tensor: values of tensors
     # -- load and decode
@@ -94,7 +102,9 @@ def adamp(
     row_sum_of_p_over_row_mul_2 = row_sum_of_p_over_row_mul_2_tensor
     tensor_sum_of_p_over_tensor_mul_2_2 = tensor_sum_of_p_over_tensor_mul_2_2_tensor
     # -- encode and store
-    row_sum_of_p_over_row_mul_2_2_tensor = torch.where(0.0 < tensor_lt, row_sum_of_p_over_row_mul_2, tensor_sum_of_p_over_tensor_mul_2_2)
+    row_sum_of_p_over_row_mul_2_2_tensor = torch.where(
+        0.0 < tensor_lt, row_sum_of_p_over_row_mul_2, tensor_sum_of_p_over_tensor_mul_2_2
+    )
 
     # == sweep 2: the update
     b = stored.over("p", "exp_avg", "exp_avg_sq")
@@ -185,7 +195,9 @@ def adamp_nesterov(
     row_sum_of_p = row_sum_of_p_tensor
     # -- encode and store
     row_sum_for_invariant_2_add = sqrt(row_sum_for_invariant_2) + eps
-    tensor_max_for_invariant_tensor = few_max(row_sum_for_invariant.abs() / (row_sum_for_invariant_2_add * (sqrt(row_sum_for_invariant_3) + eps)), "tensor")
+    tensor_max_for_invariant_tensor = few_max(
+        row_sum_for_invariant.abs() / (row_sum_for_invariant_2_add * (sqrt(row_sum_for_invariant_3) + eps)), "tensor"
+    )
     tensor_sum_for_invariant_tensor = few_sum(row_sum_for_invariant, "tensor")
     tensor_sum_for_invariant_2_tensor = few_sum(row_sum_for_invariant_2, "tensor")
     tensor_sum_for_invariant_3_tensor = few_sum(row_sum_for_invariant_3, "tensor")
@@ -206,9 +218,15 @@ def adamp_nesterov(
     tensor_sum_of_p = tensor_sum_of_p_tensor
     # -- encode and store
     tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps
-    delta_over_sqrt_elements_lt = tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
+    delta_over_sqrt_elements_lt = (
+        tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps))
+        < delta_over_sqrt_elements
+    )
     tensor_lt_2_tensor = choose(delta_over_sqrt_elements_lt, 1.0, 0.0)
-    tensor_sum_of_p_over_tensor_mul_2_2_tensor = torch.where(delta_over_sqrt_elements_lt, tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0)
+    tensor_sum_of_p_over_tensor_mul_2_2_tensor = torch.where(
+        delta_over_sqrt_elements_lt,
+        tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0
+    )
 
     # == tensor: values of tensors
     # -- load and decode
@@ -231,7 +249,9 @@ def adamp_nesterov(
     row_sum_of_p_over_row_mul_2 = row_sum_of_p_over_row_mul_2_tensor
     tensor_sum_of_p_over_tensor_mul_2_2 = tensor_sum_of_p_over_tensor_mul_2_2_tensor
     # -- encode and store
-    row_sum_of_p_over_row_mul_2_2_tensor = torch.where(0.0 < tensor_lt, row_sum_of_p_over_row_mul_2, tensor_sum_of_p_over_tensor_mul_2_2)
+    row_sum_of_p_over_row_mul_2_2_tensor = torch.where(
+        0.0 < tensor_lt, row_sum_of_p_over_row_mul_2, tensor_sum_of_p_over_tensor_mul_2_2
+    )
 
     # == sweep 2: the update
     b = stored.over("p", "g", "exp_avg", "exp_avg_sq")

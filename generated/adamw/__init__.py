@@ -49,7 +49,12 @@ class AdamW(Optimizer):
         Flag("amsgrad", False),
         Flag("decouple_lr", False),
     )
-    PLANS = ("fp32", "bf16", "bf16_sr", "bf16_kahan", "fp32_master", "split32", "int8_split24", "int6_split24", "int5_split24", "int4_split24", "int5_int3_split24", "int8", "int8_rn_split24", "flashoptim", "bnb8", "torchao8", "torchao4", "torchao_fp8", "lpmm4", "lpmm4_factor", "int4_factored_split24", "int5_factored_split24",)
+    PLANS = (
+        "fp32", "bf16", "bf16_sr", "bf16_kahan", "fp32_master", "split32", "int8_split24", "int6_split24",
+        "int5_split24", "int4_split24", "int5_int3_split24", "int8", "int8_rn_split24", "flashoptim", "bnb8",
+        "torchao8", "torchao4", "torchao_fp8", "lpmm4", "lpmm4_factor", "int4_factored_split24",
+        "int5_factored_split24",
+    )
     DEFAULT_PLAN = {
         "float32": "int8_split24",
         "bfloat16": "int8_split24",

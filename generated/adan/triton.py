@@ -32,7 +32,10 @@ def adan_tile(
     exp_avg_sq = tl.fma(one_minus_beta3 * ahead, ahead, times(beta3, exp_avg_sq, PLAN.exp_avg_sq))
     exp_avg_sq_kept = kept(exp_avg_sq, live, MASKED, PLAN.exp_avg_sq)       # exp_avg_sq as it is kept
     # 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
-    p = tl.fma(minus(tl.fma(diff_lr, exp_avg_diff, avg_lr * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq_kept), scalar_6, scalar_7)), p)
+    p = tl.fma(
+        minus(tl.fma(diff_lr, exp_avg_diff, avg_lr * exp_avg)),
+        reciprocal(tl.fma(tl.sqrt(exp_avg_sq_kept), scalar_6, scalar_7)), p
+    )
     p = one_over_one_plus_lr_times_weight_decay * p                         # 34  p = proximal(p, lr, weight_decay)
     return p, exp_avg, exp_avg_diff, exp_avg_sq, g_2
 

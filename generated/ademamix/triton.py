@@ -28,7 +28,10 @@ def ademamix_tile(
     exp_avg_sq_kept = kept(exp_avg_sq, live, MASKED, PLAN.exp_avg_sq)  # exp_avg_sq as it is kept
     p = one_minus_lr_times_weight_decay * p                            # 32  p = decoupled(p, lr, weight_decay)
     # 37  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
-    p = tl.fma(minus(tl.fma(scalar_6, exp_avg_slow, lr_times_one_over_one_minus_beta1_pow_t * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq_kept), scalar_7, scalar_8)), p)
+    p = tl.fma(
+        minus(tl.fma(scalar_6, exp_avg_slow, lr_times_one_over_one_minus_beta1_pow_t * exp_avg)),
+        reciprocal(tl.fma(tl.sqrt(exp_avg_sq_kept), scalar_7, scalar_8)), p
+    )
     return p, exp_avg, exp_avg_slow, exp_avg_sq
 
 

@@ -23,7 +23,13 @@ def adopt_tile(
     g = grad_scale * g
     g = tl.fma(weight_decay, p, g)    # 27  g = l2(g, p, weight_decay)
     # 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
-    scaled = tl.minimum(tl.maximum(g * reciprocal(tl.maximum(tl.sqrt(exp_avg_sq), eps, propagate_nan=tl.PropagateNan.ALL)), minus_t_minus_one_pow_0p25, propagate_nan=tl.PropagateNan.ALL), bound, propagate_nan=tl.PropagateNan.ALL)
+    scaled = tl.minimum(
+        tl.maximum(
+            g * reciprocal(tl.maximum(tl.sqrt(exp_avg_sq), eps, propagate_nan=tl.PropagateNan.ALL)),
+            minus_t_minus_one_pow_0p25, propagate_nan=tl.PropagateNan.ALL
+        ),
+        bound, propagate_nan=tl.PropagateNan.ALL
+    )
     # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
     exp_avg = tl.fma(one_minus_beta1, scaled, times(beta1, exp_avg, PLAN.exp_avg))
     p = tl.fma(minus_lr, exp_avg, p)  # 31  p = p - lr * exp_avg
@@ -58,7 +64,13 @@ def adopt_decoupled_weight_decay_tile(
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
     g_2 = grad_scale * g
     # 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
-    scaled = tl.minimum(tl.maximum(g_2 * reciprocal(tl.maximum(tl.sqrt(exp_avg_sq), eps, propagate_nan=tl.PropagateNan.ALL)), minus_t_minus_one_pow_0p25, propagate_nan=tl.PropagateNan.ALL), bound, propagate_nan=tl.PropagateNan.ALL)
+    scaled = tl.minimum(
+        tl.maximum(
+            g_2 * reciprocal(tl.maximum(tl.sqrt(exp_avg_sq), eps, propagate_nan=tl.PropagateNan.ALL)),
+            minus_t_minus_one_pow_0p25, propagate_nan=tl.PropagateNan.ALL
+        ),
+        bound, propagate_nan=tl.PropagateNan.ALL
+    )
     # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
     exp_avg = tl.fma(one_minus_beta1, scaled, times(beta1, exp_avg, PLAN.exp_avg))
     # 25  p = decoupled(p, lr, where(t > 1, weight_decay, 0.0))

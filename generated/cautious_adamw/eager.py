@@ -24,7 +24,12 @@ def cautious_adamw(
     # -- update  (specs/cautious_adamw.py)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g  # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 23  agrees = where(sign(exp_avg) * sign(g) > 0, 1.0, 0.0)
-    agrees = choose(0.0 < torch.where(exp_avg > 0, 1.0, torch.where(exp_avg < 0, -1.0, exp_avg)) * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
+    agrees = choose(
+        0.0 < torch.where(
+            exp_avg > 0, 1.0, torch.where(exp_avg < 0, -1.0, exp_avg)
+        ) * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)),
+        1.0, 0.0
+    )
     # -- encode and store
     tensor_sum_of_agrees_tensor = b.tensor_sum(agrees)
 
@@ -47,7 +52,12 @@ def cautious_adamw(
     p = p * one_minus_lr_times_weight_decay                           # 20  p = decoupled(p, lr, weight_decay)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g                   # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 23  agrees = where(sign(exp_avg) * sign(g) > 0, 1.0, 0.0)
-    agrees = choose(0.0 < torch.where(exp_avg > 0, 1.0, torch.where(exp_avg < 0, -1.0, exp_avg)) * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
+    agrees = choose(
+        0.0 < torch.where(
+            exp_avg > 0, 1.0, torch.where(exp_avg < 0, -1.0, exp_avg)
+        ) * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)),
+        1.0, 0.0
+    )
     scale = agrees / tensor_sum_of_agrees_over_elements_max_0p001     # 24  scale = agrees / maximum(mean(agrees), 1e-3)
     # 22  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g

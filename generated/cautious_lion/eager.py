@@ -22,7 +22,10 @@ def cautious_lion(
     g = grad_scale * g
     # -- update  (specs/cautious_lion.py)
     # 19  update = sign(beta1 * exp_avg + (1 - beta1) * g)
-    update = torch.where(beta1 * exp_avg + one_minus_beta1 * g > 0, 1.0, torch.where(beta1 * exp_avg + one_minus_beta1 * g < 0, -1.0, beta1 * exp_avg + one_minus_beta1 * g))
+    update = torch.where(
+        beta1 * exp_avg + one_minus_beta1 * g > 0, 1.0,
+        torch.where(beta1 * exp_avg + one_minus_beta1 * g < 0, -1.0, beta1 * exp_avg + one_minus_beta1 * g)
+    )
     # 20  agrees = where(update * sign(g) > 0, 1.0, 0.0)
     agrees = choose(0.0 < update * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
     # -- encode and store
@@ -45,7 +48,10 @@ def cautious_lion(
     # -- update  (specs/cautious_lion.py)
     p = p * one_minus_lr_times_weight_decay          # 18  p = decoupled(p, lr, weight_decay)
     # 19  update = sign(beta1 * exp_avg + (1 - beta1) * g)
-    update = torch.where(beta1 * exp_avg + one_minus_beta1 * g > 0, 1.0, torch.where(beta1 * exp_avg + one_minus_beta1 * g < 0, -1.0, beta1 * exp_avg + one_minus_beta1 * g))
+    update = torch.where(
+        beta1 * exp_avg + one_minus_beta1 * g > 0, 1.0,
+        torch.where(beta1 * exp_avg + one_minus_beta1 * g < 0, -1.0, beta1 * exp_avg + one_minus_beta1 * g)
+    )
     # 20  agrees = where(update * sign(g) > 0, 1.0, 0.0)
     agrees = choose(0.0 < update * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
     p = p - tensor_div * agrees * update             # 22  p = p - lr / maximum(mean(agrees), 1e-3) * agrees * update

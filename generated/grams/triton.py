@@ -27,7 +27,10 @@ def grams_tile(
     exp_avg_sq_kept = kept(exp_avg_sq, live, MASKED, PLAN.exp_avg_sq)  # exp_avg_sq as it is kept
     p = one_minus_lr_times_weight_decay * p                            # 20  p = decoupled(p, lr, weight_decay)
     # 25  p = p - lr / (1 - beta1**t) * sign(g) * size
-    p = tl.fma(minus_lr_over_one_minus_beta1_pow_t, sign(g_2) * tl.abs(exp_avg) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq_kept), scalar_3, scalar_4)), p)
+    p = tl.fma(
+        minus_lr_over_one_minus_beta1_pow_t,
+        sign(g_2) * tl.abs(exp_avg) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq_kept), scalar_3, scalar_4)), p
+    )
     return p, exp_avg, exp_avg_sq
 
 

@@ -23,7 +23,10 @@ def laprop_tile(
     exp_avg_sq = tl.fma(scalar_0 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))
     exp_avg_sq_kept = kept(exp_avg_sq, live, MASKED, PLAN.exp_avg_sq)  # exp_avg_sq as it is kept
     # 25  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
-    exp_avg = tl.fma(scalar_2, g * reciprocal(tl.sqrt(exp_avg_sq_kept) + eps_times_sqrt_one_minus_beta2_pow_t), times(beta1, exp_avg, PLAN.exp_avg))
+    exp_avg = tl.fma(
+        scalar_2, g * reciprocal(tl.sqrt(exp_avg_sq_kept) + eps_times_sqrt_one_minus_beta2_pow_t),
+        times(beta1, exp_avg, PLAN.exp_avg)
+    )
     p = tl.fma(minus_lr_over_one_minus_beta1_pow_t, exp_avg, p)        # 26  p = p - lr / (1 - beta1**t) * exp_avg
     p = one_minus_lr_times_weight_decay * p                            # 27  p = decoupled(p, lr, weight_decay)
     return p, exp_avg, exp_avg_sq

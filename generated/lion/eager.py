@@ -19,7 +19,10 @@ def lion(stored, lr, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay, 
     # -- update  (specs/lion.py)
     p = p * one_minus_lr_times_weight_decay          # 18  p = decoupled(p, lr, weight_decay)
     # 19  update = sign(beta1 * exp_avg + (1 - beta1) * g)
-    update = torch.where(beta1 * exp_avg + one_minus_beta1 * g > 0, 1.0, torch.where(beta1 * exp_avg + one_minus_beta1 * g < 0, -1.0, beta1 * exp_avg + one_minus_beta1 * g))
+    update = torch.where(
+        beta1 * exp_avg + one_minus_beta1 * g > 0, 1.0,
+        torch.where(beta1 * exp_avg + one_minus_beta1 * g < 0, -1.0, beta1 * exp_avg + one_minus_beta1 * g)
+    )
     p = p - lr * update                              # 21  p = p - lr * update
     exp_avg = beta2 * exp_avg + one_minus_beta2 * g  # 20  exp_avg = beta2 * exp_avg + (1 - beta2) * g
     # -- encode and store

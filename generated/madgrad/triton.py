@@ -21,11 +21,27 @@ def madgrad_tile(
     grad_sum_sq = read(grad_sum_sq, PLAN.grad_sum_sq)
     s = read(s, PLAN.s)
     g = grad_scale * g
-    grad_sum_sq_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 0x2a508935).to(tl.float32, bitcast=True)
-    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast)
-    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma)
+    grad_sum_sq_bitcast = (
+        (0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 0x2a508935
+    ).to(tl.float32, bitcast=True)
+    grad_sum_sq_fma = tl.fma(
+        -0.3333333333333333,
+        tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast),
+        grad_sum_sq_bitcast
+    )
+    grad_sum_sq_fma = tl.fma(
+        -0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma),
+        grad_sum_sq_fma
+    )
     # 25  before = cbrt(grad_sum_sq) + eps
-    before = tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq) + eps
+    before = tl.where(
+        (0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38),
+        tl.fma(
+            -0.3333333333333333,
+            tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma
+        ),
+        grad_sum_sq
+    ) + eps
     # 26  start = x0 if has_momentum else p + where(before > 0, s / before, 0.0)
     start = p + tl.where(0.0 < before, s * (1.0 / before), 0.0)
     g = tl.fma(weight_decay, p, g)                                        # 24  g = l2(g, p, weight_decay)
@@ -33,11 +49,34 @@ def madgrad_tile(
     # 28  grad_sum_sq = grad_sum_sq + weight * g * g
     grad_sum_sq = tl.fma(g_mul, g, grad_sum_sq)
     grad_sum_sq_kept = kept(grad_sum_sq, live, MASKED, PLAN.grad_sum_sq)  # grad_sum_sq as it is kept
-    grad_sum_sq_kept_bitcast = ((0.3333333333333333 * grad_sum_sq_kept.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 0x2a508935).to(tl.float32, bitcast=True)
-    grad_sum_sq_kept_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_kept), reciprocal(grad_sum_sq_kept_bitcast * grad_sum_sq_kept_bitcast), grad_sum_sq_kept_bitcast), grad_sum_sq_kept_bitcast)
-    grad_sum_sq_kept_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_kept), reciprocal(grad_sum_sq_kept_fma * grad_sum_sq_kept_fma), grad_sum_sq_kept_fma), grad_sum_sq_kept_fma)
+    grad_sum_sq_kept_bitcast = (
+        (0.3333333333333333 * grad_sum_sq_kept.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 0x2a508935
+    ).to(tl.float32, bitcast=True)
+    grad_sum_sq_kept_fma = tl.fma(
+        -0.3333333333333333,
+        tl.fma(
+            minus(grad_sum_sq_kept), reciprocal(grad_sum_sq_kept_bitcast * grad_sum_sq_kept_bitcast),
+            grad_sum_sq_kept_bitcast
+        ),
+        grad_sum_sq_kept_bitcast
+    )
+    grad_sum_sq_kept_fma = tl.fma(
+        -0.3333333333333333,
+        tl.fma(minus(grad_sum_sq_kept), reciprocal(grad_sum_sq_kept_fma * grad_sum_sq_kept_fma), grad_sum_sq_kept_fma),
+        grad_sum_sq_kept_fma
+    )
     # 30  denom = cbrt(grad_sum_sq) + eps
-    denom = tl.where((0.0 < grad_sum_sq_kept) & (grad_sum_sq_kept <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_kept), reciprocal(grad_sum_sq_kept_fma * grad_sum_sq_kept_fma), grad_sum_sq_kept_fma), grad_sum_sq_kept_fma), grad_sum_sq_kept) + eps
+    denom = tl.where(
+        (0.0 < grad_sum_sq_kept) & (grad_sum_sq_kept <= 3.4028234663852886e+38),
+        tl.fma(
+            -0.3333333333333333,
+            tl.fma(
+                minus(grad_sum_sq_kept), reciprocal(grad_sum_sq_kept_fma * grad_sum_sq_kept_fma), grad_sum_sq_kept_fma
+            ),
+            grad_sum_sq_kept_fma
+        ),
+        grad_sum_sq_kept
+    ) + eps
     s = s + g_mul                                                         # 29  s = s + weight * g
     # 31  z = start - where(denom > 0, s / denom, 0.0)
     z = start - tl.where(0.0 < denom, s * (1.0 / denom), 0.0)
@@ -72,11 +111,34 @@ def madgrad_has_momentum_tile(
     # 28  grad_sum_sq = grad_sum_sq + weight * g * g
     grad_sum_sq = tl.fma(g_mul, g, grad_sum_sq)
     grad_sum_sq_kept = kept(grad_sum_sq, live, MASKED, PLAN.grad_sum_sq)  # grad_sum_sq as it is kept
-    grad_sum_sq_kept_bitcast = ((0.3333333333333333 * grad_sum_sq_kept.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 0x2a508935).to(tl.float32, bitcast=True)
-    grad_sum_sq_kept_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_kept), reciprocal(grad_sum_sq_kept_bitcast * grad_sum_sq_kept_bitcast), grad_sum_sq_kept_bitcast), grad_sum_sq_kept_bitcast)
-    grad_sum_sq_kept_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_kept), reciprocal(grad_sum_sq_kept_fma * grad_sum_sq_kept_fma), grad_sum_sq_kept_fma), grad_sum_sq_kept_fma)
+    grad_sum_sq_kept_bitcast = (
+        (0.3333333333333333 * grad_sum_sq_kept.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 0x2a508935
+    ).to(tl.float32, bitcast=True)
+    grad_sum_sq_kept_fma = tl.fma(
+        -0.3333333333333333,
+        tl.fma(
+            minus(grad_sum_sq_kept), reciprocal(grad_sum_sq_kept_bitcast * grad_sum_sq_kept_bitcast),
+            grad_sum_sq_kept_bitcast
+        ),
+        grad_sum_sq_kept_bitcast
+    )
+    grad_sum_sq_kept_fma = tl.fma(
+        -0.3333333333333333,
+        tl.fma(minus(grad_sum_sq_kept), reciprocal(grad_sum_sq_kept_fma * grad_sum_sq_kept_fma), grad_sum_sq_kept_fma),
+        grad_sum_sq_kept_fma
+    )
     # 30  denom = cbrt(grad_sum_sq) + eps
-    denom = tl.where((0.0 < grad_sum_sq_kept) & (grad_sum_sq_kept <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_kept), reciprocal(grad_sum_sq_kept_fma * grad_sum_sq_kept_fma), grad_sum_sq_kept_fma), grad_sum_sq_kept_fma), grad_sum_sq_kept) + eps
+    denom = tl.where(
+        (0.0 < grad_sum_sq_kept) & (grad_sum_sq_kept <= 3.4028234663852886e+38),
+        tl.fma(
+            -0.3333333333333333,
+            tl.fma(
+                minus(grad_sum_sq_kept), reciprocal(grad_sum_sq_kept_fma * grad_sum_sq_kept_fma), grad_sum_sq_kept_fma
+            ),
+            grad_sum_sq_kept_fma
+        ),
+        grad_sum_sq_kept
+    ) + eps
     s = s + g_mul                                                         # 29  s = s + weight * g
     # 31  z = start - where(denom > 0, s / denom, 0.0)
     z = x0 - tl.where(0.0 < denom, s * (1.0 / denom), 0.0)

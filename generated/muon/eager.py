@@ -37,7 +37,12 @@ def muon(
     direction = momentum * momentum_buffer + g_mul
     # -- encode and store
     direction_bitcast = direction.view(torch.int32)
-    direction_tensor = b.flat((torch.where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
+    direction_tensor = b.flat(
+        (
+            torch.where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), 0x7fc00000)
+            >> 16
+        ).to(torch.int16).view(torch.bfloat16)
+    )
     b.store("momentum_buffer", momentum_buffer)
 
     # == newton_schulz: newton_schulz of whole matrices
@@ -45,7 +50,14 @@ def muon(
     # -- load and decode
     direction_stored = b.elements(direction_tensor)
     # -- encode and store
-    direction_tensor = b.flat(b.elements(newton_schulz(direction_tensor, float(ns_steps), float(ns_coefficients_0), float(ns_coefficients_1), float(ns_coefficients_2), float(eps))).to(torch.bfloat16))
+    direction_tensor = b.flat(
+        b.elements(
+            newton_schulz(
+                direction_tensor, float(ns_steps), float(ns_coefficients_0), float(ns_coefficients_1),
+                float(ns_coefficients_2), float(eps)
+            )
+        ).to(torch.bfloat16)
+    )
 
     # == sweep 2: the update
     b = stored.over("p")
@@ -76,13 +88,19 @@ def muon_no_matrix(
     g = grad_scale * g
     exp_avg_sq = b.load("exp_avg_sq")
     # -- update  (specs/muon.py)
-    # 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
+    # 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
+    #     adamw_betas, adamw_eps, weight_decay )
     momentum_buffer = adamw_betas_0 * momentum_buffer + one_minus_adamw_betas_0 * g
-    # 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
+    # 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
+    #     adamw_betas, adamw_eps, weight_decay )
     exp_avg_sq = adamw_betas_1 * exp_avg_sq + one_minus_adamw_betas_1 * g * g
     exp_avg_sq_kept = b.kept("exp_avg_sq", exp_avg_sq)  # exp_avg_sq as it is kept
-    # 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
-    p = p * one_minus_adamw_lr_times_weight_decay - adamw_lr_over_one_minus_adamw_betas_0_pow_t * momentum_buffer / (sqrt(exp_avg_sq_kept) / sqrt_one_minus_adamw_betas_1_pow_t + adamw_eps)
+    # 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
+    #     adamw_betas, adamw_eps, weight_decay )
+    p = (
+        p * one_minus_adamw_lr_times_weight_decay - adamw_lr_over_one_minus_adamw_betas_0_pow_t * momentum_buffer
+        / (sqrt(exp_avg_sq_kept) / sqrt_one_minus_adamw_betas_1_pow_t + adamw_eps)
+    )
     # -- encode and store
     b.store("p", p)
     b.store("momentum_buffer", momentum_buffer)
@@ -117,7 +135,12 @@ def muon_match_rms_adamw(
     direction = momentum * momentum_buffer + g_mul
     # -- encode and store
     direction_bitcast = direction.view(torch.int32)
-    direction_tensor = b.flat((torch.where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
+    direction_tensor = b.flat(
+        (
+            torch.where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), 0x7fc00000)
+            >> 16
+        ).to(torch.int16).view(torch.bfloat16)
+    )
     b.store("momentum_buffer", momentum_buffer)
 
     # == newton_schulz: newton_schulz of whole matrices
@@ -125,7 +148,14 @@ def muon_match_rms_adamw(
     # -- load and decode
     direction_stored = b.elements(direction_tensor)
     # -- encode and store
-    direction_tensor = b.flat(b.elements(newton_schulz(direction_tensor, float(ns_steps), float(ns_coefficients_0), float(ns_coefficients_1), float(ns_coefficients_2), float(eps))).to(torch.bfloat16))
+    direction_tensor = b.flat(
+        b.elements(
+            newton_schulz(
+                direction_tensor, float(ns_steps), float(ns_coefficients_0), float(ns_coefficients_1),
+                float(ns_coefficients_2), float(eps)
+            )
+        ).to(torch.bfloat16)
+    )
 
     # == sweep 2: the update
     b = stored.over("p")
@@ -167,7 +197,15 @@ def muon_no_nesterov(
     momentum_buffer = momentum * momentum_buffer + one_minus_momentum * g
     # -- encode and store
     momentum_buffer_bitcast = momentum_buffer.view(torch.int32)
-    direction_tensor = b.flat((torch.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
+    direction_tensor = b.flat(
+        (
+            torch.where(
+                momentum_buffer == momentum_buffer,
+                momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000
+            )
+            >> 16
+        ).to(torch.int16).view(torch.bfloat16)
+    )
     b.store("momentum_buffer", momentum_buffer)
 
     # == newton_schulz: newton_schulz of whole matrices
@@ -175,7 +213,14 @@ def muon_no_nesterov(
     # -- load and decode
     direction_stored = b.elements(direction_tensor)
     # -- encode and store
-    direction_tensor = b.flat(b.elements(newton_schulz(direction_tensor, float(ns_steps), float(ns_coefficients_0), float(ns_coefficients_1), float(ns_coefficients_2), float(eps))).to(torch.bfloat16))
+    direction_tensor = b.flat(
+        b.elements(
+            newton_schulz(
+                direction_tensor, float(ns_steps), float(ns_coefficients_0), float(ns_coefficients_1),
+                float(ns_coefficients_2), float(eps)
+            )
+        ).to(torch.bfloat16)
+    )
 
     # == sweep 2: the update
     b = stored.over("p")
@@ -217,7 +262,15 @@ def muon_no_nesterov_match_rms_adamw(
     momentum_buffer = momentum * momentum_buffer + one_minus_momentum * g
     # -- encode and store
     momentum_buffer_bitcast = momentum_buffer.view(torch.int32)
-    direction_tensor = b.flat((torch.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
+    direction_tensor = b.flat(
+        (
+            torch.where(
+                momentum_buffer == momentum_buffer,
+                momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000
+            )
+            >> 16
+        ).to(torch.int16).view(torch.bfloat16)
+    )
     b.store("momentum_buffer", momentum_buffer)
 
     # == newton_schulz: newton_schulz of whole matrices
@@ -225,7 +278,14 @@ def muon_no_nesterov_match_rms_adamw(
     # -- load and decode
     direction_stored = b.elements(direction_tensor)
     # -- encode and store
-    direction_tensor = b.flat(b.elements(newton_schulz(direction_tensor, float(ns_steps), float(ns_coefficients_0), float(ns_coefficients_1), float(ns_coefficients_2), float(eps))).to(torch.bfloat16))
+    direction_tensor = b.flat(
+        b.elements(
+            newton_schulz(
+                direction_tensor, float(ns_steps), float(ns_coefficients_0), float(ns_coefficients_1),
+                float(ns_coefficients_2), float(eps)
+            )
+        ).to(torch.bfloat16)
+    )
 
     # == sweep 2: the update
     b = stored.over("p")

@@ -26,7 +26,9 @@ def nadam_tile(
     exp_avg_sq = tl.fma(one_minus_beta2 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))
     exp_avg_sq_kept = kept(exp_avg_sq, live, MASKED, PLAN.exp_avg_sq)  # exp_avg_sq as it is kept
     # 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
-    p = tl.fma(minus(tl.fma(avg_lr, exp_avg, grad_lr * g)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq_kept), scalar_4, scalar_5)), p)
+    p = tl.fma(
+        minus(tl.fma(avg_lr, exp_avg, grad_lr * g)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq_kept), scalar_4, scalar_5)), p
+    )
     return p, exp_avg, exp_avg_sq
 
 
@@ -58,7 +60,10 @@ def nadam_decoupled_weight_decay_tile(
     exp_avg_sq_kept = kept(exp_avg_sq, live, MASKED, PLAN.exp_avg_sq)  # exp_avg_sq as it is kept
     p = one_minus_lr_times_weight_decay * p                            # 24  p = decoupled(p, lr, weight_decay)
     # 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
-    p = tl.fma(minus(tl.fma(avg_lr, exp_avg, scalar_3 * g)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq_kept), scalar_5, scalar_6)), p)
+    p = tl.fma(
+        minus(tl.fma(avg_lr, exp_avg, scalar_3 * g)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq_kept), scalar_5, scalar_6)),
+        p
+    )
     return p, exp_avg, exp_avg_sq
 
 

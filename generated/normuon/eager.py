@@ -26,7 +26,15 @@ def normuon(
     momentum_buffer = beta1 * momentum_buffer + one_minus_beta1 * g
     # -- encode and store
     momentum_buffer_bitcast = momentum_buffer.view(torch.int32)
-    direction_tensor = b.flat((torch.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
+    direction_tensor = b.flat(
+        (
+            torch.where(
+                momentum_buffer == momentum_buffer,
+                momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000
+            )
+            >> 16
+        ).to(torch.int16).view(torch.bfloat16)
+    )
     b.store("momentum_buffer", momentum_buffer)
 
     # == newton_schulz: newton_schulz of whole matrices
@@ -34,7 +42,11 @@ def normuon(
     # -- load and decode
     direction_stored = b.elements(direction_tensor)
     # -- encode and store
-    direction_tensor = b.flat(b.elements(newton_schulz(direction_tensor, float(ns_steps), float(3.4445), float(-4.775), float(2.0315), float(1e-07))).to(torch.bfloat16))
+    direction_tensor = b.flat(
+        b.elements(
+            newton_schulz(direction_tensor, float(ns_steps), float(3.4445), float(-4.775), float(2.0315), float(1e-07))
+        ).to(torch.bfloat16)
+    )
 
     # == sweep 2: row_sq (specs/normuon.py:39)
     b = stored.over()
@@ -117,13 +129,19 @@ def normuon_no_matrix(
     g = grad_scale * g
     exp_avg_sq = b.load("exp_avg_sq")
     # -- update  (specs/normuon.py)
-    # 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
+    # 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
+    #     adamw_betas, eps, weight_decay )
     momentum_buffer = adamw_betas_0 * momentum_buffer + one_minus_adamw_betas_0 * g
-    # 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
+    # 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
+    #     adamw_betas, eps, weight_decay )
     exp_avg_sq = adamw_betas_1 * exp_avg_sq + one_minus_adamw_betas_1 * g * g
     exp_avg_sq_kept = b.kept("exp_avg_sq", exp_avg_sq)  # exp_avg_sq as it is kept
-    # 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
-    p = p * one_minus_adamw_lr_times_weight_decay - adamw_lr_over_one_minus_adamw_betas_0_pow_t * momentum_buffer / (sqrt(exp_avg_sq_kept) / sqrt_one_minus_adamw_betas_1_pow_t + eps)
+    # 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
+    #     adamw_betas, eps, weight_decay )
+    p = (
+        p * one_minus_adamw_lr_times_weight_decay - adamw_lr_over_one_minus_adamw_betas_0_pow_t * momentum_buffer
+        / (sqrt(exp_avg_sq_kept) / sqrt_one_minus_adamw_betas_1_pow_t + eps)
+    )
     # -- encode and store
     b.store("p", p)
     b.store("momentum_buffer", momentum_buffer)

@@ -19,13 +19,21 @@ def normuon_no_matrix_tile(
     one_minus_adamw_lr_times_weight_decay, live, MASKED: tl.constexpr,
 ):
     """The new p, momentum_buffer, exp_avg_sq."""
-    # 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
-    momentum_buffer = tl.fma(one_minus_adamw_betas_0_times_grad_scale, g, times(adamw_betas_0, momentum_buffer, PLAN.momentum_buffer))
-    # 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
+    # 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
+    #     adamw_betas, eps, weight_decay )
+    momentum_buffer = tl.fma(
+        one_minus_adamw_betas_0_times_grad_scale, g, times(adamw_betas_0, momentum_buffer, PLAN.momentum_buffer)
+    )
+    # 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
+    #     adamw_betas, eps, weight_decay )
     exp_avg_sq = tl.fma(scalar_1 * g, g, times(adamw_betas_1, exp_avg_sq, PLAN.exp_avg_sq))
     exp_avg_sq_kept = kept(exp_avg_sq, live, MASKED, PLAN.exp_avg_sq)  # exp_avg_sq as it is kept
-    # 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
-    p = tl.fma(minus(momentum_buffer), reciprocal(tl.fma(tl.sqrt(exp_avg_sq_kept), scalar_2, scalar_3)), one_minus_adamw_lr_times_weight_decay * p)
+    # 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
+    #     adamw_betas, eps, weight_decay )
+    p = tl.fma(
+        minus(momentum_buffer), reciprocal(tl.fma(tl.sqrt(exp_avg_sq_kept), scalar_2, scalar_3)),
+        one_minus_adamw_lr_times_weight_decay * p
+    )
     return p, momentum_buffer, exp_avg_sq
 
 

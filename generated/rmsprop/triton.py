@@ -54,7 +54,9 @@ def rmsprop_has_momentum_tile(
     square_avg = tl.fma(one_minus_alpha * g, g, times(alpha, square_avg, PLAN.square_avg))
     square_avg_kept = kept(square_avg, live, MASKED, PLAN.square_avg)  # square_avg as it is kept
     # 36  momentum_buffer = momentum * momentum_buffer + update
-    momentum_buffer = tl.fma(g, reciprocal(tl.sqrt(square_avg_kept) + eps), times(momentum, momentum_buffer, PLAN.momentum_buffer))
+    momentum_buffer = tl.fma(
+        g, reciprocal(tl.sqrt(square_avg_kept) + eps), times(momentum, momentum_buffer, PLAN.momentum_buffer)
+    )
     p = tl.fma(minus_lr, momentum_buffer, p)                           # 38  p = p - lr * update
     return p, square_avg, momentum_buffer
 
@@ -125,7 +127,9 @@ def rmsprop_centered_has_momentum_tile(
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
     variance = tl.maximum(tl.fma(minus(grad_avg), grad_avg, square_avg_kept), 0.0, propagate_nan=tl.PropagateNan.ALL)
     # 36  momentum_buffer = momentum * momentum_buffer + update
-    momentum_buffer = tl.fma(g, reciprocal(tl.sqrt(variance) + eps), times(momentum, momentum_buffer, PLAN.momentum_buffer))
+    momentum_buffer = tl.fma(
+        g, reciprocal(tl.sqrt(variance) + eps), times(momentum, momentum_buffer, PLAN.momentum_buffer)
+    )
     p = tl.fma(minus_lr, momentum_buffer, p)                           # 38  p = p - lr * update
     return p, square_avg, grad_avg, momentum_buffer
 

@@ -28,7 +28,10 @@ def rprop_tile(
     # 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
     scaled = tl.where(0.0 < agreement, etaplus * size, tl.where(agreement_lt, etaminus * size, size))
     # 25  step_size = clip(scaled, step_size_min, step_size_max)
-    step_size = tl.minimum(tl.maximum(scaled, step_size_min, propagate_nan=tl.PropagateNan.ALL), step_size_max, propagate_nan=tl.PropagateNan.ALL)
+    step_size = tl.minimum(
+        tl.maximum(scaled, step_size_min, propagate_nan=tl.PropagateNan.ALL), step_size_max,
+        propagate_nan=tl.PropagateNan.ALL
+    )
     step_size_kept = kept(step_size, live, MASKED, PLAN.step_size)  # step_size as it is kept
     p = tl.fma(minus(sign(prev)), step_size_kept, p)                # 28  p = p - sign(prev) * step_size
     return p, prev, step_size

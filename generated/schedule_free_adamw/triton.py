@@ -24,7 +24,12 @@ def schedule_free_adamw_tile(
     exp_avg_sq = tl.fma(scalar_0 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))
     exp_avg_sq_kept = kept(exp_avg_sq, live, MASKED, PLAN.exp_avg_sq)  # exp_avg_sq as it is kept
     # 38  step = g / (sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps) + weight_decay * p
-    step = tl.fma(weight_decay, p, grad_scale_times_sqrt_one_minus_beta2_pow_t * g * reciprocal(tl.sqrt(exp_avg_sq_kept) + eps_times_sqrt_one_minus_beta2_pow_t))
+    step = tl.fma(
+        weight_decay, p,
+        grad_scale_times_sqrt_one_minus_beta2_pow_t * g * reciprocal(
+            tl.sqrt(exp_avg_sq_kept) + eps_times_sqrt_one_minus_beta2_pow_t
+        )
+    )
     # 39  p = p + c * (z - p) + rate * (beta1 * (1 - c) - 1) * step
     p = tl.fma(scalar_4, step, tl.fma(c, z - p, p))
     z = tl.fma(scalar_5, step, z)                                      # 40  z = z - rate * step

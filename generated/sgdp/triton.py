@@ -19,7 +19,9 @@ def sgdp_no_projected_tile(
 ):
     """The new p, momentum_buffer."""
     # 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
-    momentum_buffer = tl.fma(one_minus_dampening_times_grad_scale, g, times(momentum, momentum_buffer, PLAN.momentum_buffer))
+    momentum_buffer = tl.fma(
+        one_minus_dampening_times_grad_scale, g, times(momentum, momentum_buffer, PLAN.momentum_buffer)
+    )
     p = scalar_1 * p                          # 29  p = decoupled(p, lr, weight_decay)
     p = tl.fma(minus_lr, momentum_buffer, p)  # 30  p = p - lr * update
     return p, momentum_buffer
@@ -45,7 +47,9 @@ def sgdp_nesterov_no_projected_tile(
 ):
     """The new p, momentum_buffer."""
     # 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
-    momentum_buffer = tl.fma(one_minus_dampening_times_grad_scale, g, times(momentum, momentum_buffer, PLAN.momentum_buffer))
+    momentum_buffer = tl.fma(
+        one_minus_dampening_times_grad_scale, g, times(momentum, momentum_buffer, PLAN.momentum_buffer)
+    )
     # 30  p = p - lr * update
     p = tl.fma(scalar_3, p, minus(tl.fma(lr_times_momentum, momentum_buffer, lr_times_grad_scale * g)))
     return p, momentum_buffer

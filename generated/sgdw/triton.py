@@ -72,7 +72,9 @@ def sgdw_nesterov_has_momentum_tile(
     # 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
     momentum_buffer = tl.fma(scalar_1, g, times(where_lt_one_t_momentum_zero, momentum_buffer, PLAN.momentum_buffer))
     # 25  p = p - lr * update
-    p = tl.fma(one_minus_lr_times_weight_decay, p, minus(tl.fma(lr_times_momentum, momentum_buffer, lr_times_grad_scale * g)))
+    p = tl.fma(
+        one_minus_lr_times_weight_decay, p, minus(tl.fma(lr_times_momentum, momentum_buffer, lr_times_grad_scale * g))
+    )
     return p, momentum_buffer
 
 

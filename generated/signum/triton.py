@@ -44,7 +44,9 @@ def signum_has_momentum_tile(
 ):
     """The new p, momentum_buffer."""
     # 20  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
-    momentum_buffer = tl.fma(one_minus_momentum_times_grad_scale, g, times(momentum, momentum_buffer, PLAN.momentum_buffer))
+    momentum_buffer = tl.fma(
+        one_minus_momentum_times_grad_scale, g, times(momentum, momentum_buffer, PLAN.momentum_buffer)
+    )
     p = one_minus_lr_times_weight_decay * p         # 22  p = decoupled(p, lr, weight_decay)
     p = tl.fma(minus_lr, sign(momentum_buffer), p)  # 23  p = p - lr * sign(update)
     return p, momentum_buffer

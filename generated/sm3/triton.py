@@ -49,7 +49,10 @@ def sm3_has_momentum_no_factored_tile(
     accumulator = tl.fma(grad_scale_times_grad_scale * g, g, accumulator)  # 42  accumulator = accumulator + g * g
     accumulator_kept = kept(accumulator, live, MASKED, PLAN.accumulator)   # accumulator as it is kept
     # 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
-    momentum_buffer = tl.fma(one_minus_momentum_times_grad_scale, g * reciprocal(tl.sqrt(accumulator_kept + eps)), times(momentum, momentum_buffer, PLAN.momentum_buffer))
+    momentum_buffer = tl.fma(
+        one_minus_momentum_times_grad_scale, g * reciprocal(tl.sqrt(accumulator_kept + eps)),
+        times(momentum, momentum_buffer, PLAN.momentum_buffer)
+    )
     p = tl.fma(minus_lr, momentum_buffer, p)                               # 48  p = p - lr * update
     return p, accumulator, momentum_buffer
 

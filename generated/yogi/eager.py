@@ -29,7 +29,9 @@ def yogi(
     exp_avg_sq = exp_avg_sq + where_lt_one_t_zero_initial_accumulator
     square = g * g                                                     # 26  square = g * g
     # 28  exp_avg_sq = exp_avg_sq - (1 - beta2) * sign(exp_avg_sq - square) * square
-    exp_avg_sq = exp_avg_sq - one_minus_beta2 * torch.where(exp_avg_sq - square > 0, 1.0, torch.where(exp_avg_sq - square < 0, -1.0, exp_avg_sq - square)) * square
+    exp_avg_sq = exp_avg_sq - one_minus_beta2 * torch.where(
+        exp_avg_sq - square > 0, 1.0, torch.where(exp_avg_sq - square < 0, -1.0, exp_avg_sq - square)
+    ) * square
     exp_avg_sq_kept = b.kept("exp_avg_sq", exp_avg_sq)                 # exp_avg_sq as it is kept
     # 29  denom = sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps
     denom = sqrt(exp_avg_sq_kept) / sqrt_one_minus_beta2_pow_t + eps

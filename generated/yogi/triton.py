@@ -25,7 +25,9 @@ def yogi_tile(
     # 27  exp_avg_sq = exp_avg_sq + where(t > 1, 0.0, initial_accumulator)
     exp_avg_sq = exp_avg_sq + where_lt_one_t_zero_initial_accumulator
     # 28  exp_avg_sq = exp_avg_sq - (1 - beta2) * sign(exp_avg_sq - square) * square
-    exp_avg_sq = tl.fma(minus(scalar_4 * sign(tl.fma(minus(grad_scale_times_grad_scale * g), g, exp_avg_sq)) * g), g, exp_avg_sq)
+    exp_avg_sq = tl.fma(
+        minus(scalar_4 * sign(tl.fma(minus(grad_scale_times_grad_scale * g), g, exp_avg_sq)) * g), g, exp_avg_sq
+    )
     exp_avg_sq_kept = kept(exp_avg_sq, live, MASKED, PLAN.exp_avg_sq)  # exp_avg_sq as it is kept
     p = one_minus_lr_times_weight_decay * p                            # 24  p = decoupled(p, lr, weight_decay)
     # 30  p = p - lr / (1 - beta1**t) * exp_avg / denom

@@ -9,6 +9,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from optgen.backends import columns
 from optgen.backends.printer import wrapped
 
 
@@ -170,9 +171,10 @@ def _quoted(text: str) -> str:
 
 
 def render(template: str, **values: Any) -> str:
-    """A file from its template, with no trailing blanks and one newline at the end."""
+    """Return a file from its template: no long lines, no trailing blanks, one newline at the end."""
     text = environment().get_template(template).render(**values)
     lines = [line.rstrip() for line in text.split("\n")]
     while lines and not lines[-1]:
         lines.pop()
-    return "\n".join(lines) + "\n"
+    fitted = columns.cpp if ".cpp" in template else columns.python
+    return fitted("\n".join(lines) + "\n")

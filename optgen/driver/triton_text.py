@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from optgen import passes
-from optgen.backends import reference, triton_text
+from optgen.backends import columns, reference, triton_text
 from optgen.backends.printer import wrapped
 from optgen.backends.reference import Codec
 from optgen.driver import eager_text, kernel_text, record_text, targets
@@ -32,7 +32,7 @@ Import = Callable[[str, str], ModuleType]
 
 def _module(header: list[str], lines: list[str]) -> str:
     head = [*header, "# fmt: off", "# ruff: noqa", "import triton", "import triton.language as tl", ""]
-    return "\n".join([*head, *triton_text.imports(lines), *lines]).rstrip("\n") + "\n"
+    return columns.python("\n".join([*head, *triton_text.imports(lines), *lines]).rstrip("\n") + "\n")
 
 
 # -- rules

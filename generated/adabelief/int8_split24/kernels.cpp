@@ -60,7 +60,10 @@ struct weight_float16 {
         const I subnormal = bits(2.3283064365386963e-10f * to_float(wide));
         const I normal = (wide << 5) + 0x38000000;
         const I finite = where(wide < 0x40000, subnormal, normal);
-        return as_float(bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000))) | (high & 0x8000) << 16);
+        return as_float(
+            bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000)))
+            | (high & 0x8000) << 16
+        );
     }
     template <class Noise> void encode(int i, F x, const Noise &noise) const {
         const I x_bitcast = bits(x);
@@ -87,7 +90,9 @@ struct adabelief_kernel {
     static constexpr int DRAWN = NOISE.mask({P, 1, 0}), KEPT = NOISE.mask({P, 1, 0});
     static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2 + count(KEPT)), SCALARS = 9;
     // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}});
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>(
+        {{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}}
+    );
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -132,11 +137,15 @@ struct adabelief_kernel {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
+            const F exp_avg_scale_2 = as_float(
+                where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2)
+            );
             const I16 exp_avg_var_range = raw(exp_avg_var_range_at + b);
             const I exp_avg_var_header = to_int(exp_avg_var_range);
             const I exp_avg_var_cells = max(I(4), exp_avg_var_header & 255);
-            const I exp_avg_var_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_var_cells), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_var_step = bits(
+                fma(4194304.0f, 1.0f / to_float(exp_avg_var_cells), 12582912.0f)
+            ) - 0x4b400000;
             const I exp_avg_var_middle = ((exp_avg_var_header & 0xff00) << 14) + 0x20000000 + (exp_avg_var_step >> 1);
             const I exp_avg_var_middle_2 = where(exp_avg_var_header == 0, I(0), exp_avg_var_middle);
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
@@ -176,7 +185,9 @@ struct adabelief_kernel {
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_var = exp_avg_var_value * exp_avg_var_value;
                 // 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
+                const F exp_avg = fma(
+                    one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend))
+                );
                 const F surprise = fma(grad_scale, g, -exp_avg);              // 22  surprise = g - exp_avg
                 // 23  exp_avg_var = beta2 * exp_avg_var + (1 - beta2) * surprise * surprise + eps
                 const F exp_avg_var_2 = fma(one_minus_beta2 * surprise, surprise, beta2 * exp_avg_var) + eps;
@@ -254,9 +265,12 @@ struct adabelief_kernel {
                 const auto noise = words.kept(i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_var_sqrt = load(exp_avg_var_sqrt_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
+                const I exp_avg_pattern = bits(
+                    fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f)
+                );
                 const I exp_avg_var_offset = fraction<1, 24>(noise) + exp_avg_var_half_add;
-                const I exp_avg_var_position = max(I(0), min(bits(exp_avg_var_sqrt) - exp_avg_var_base, exp_avg_var_base_sub)) * exp_avg_var_scale + exp_avg_var_offset;
+                const I exp_avg_var_position = max(I(0), min(bits(exp_avg_var_sqrt) - exp_avg_var_base,
+                    exp_avg_var_base_sub)) * exp_avg_var_scale + exp_avg_var_offset;
                 store(exp_avg_codes_at + i, exp_avg_pattern + integer<0>(noise) >> 12);
                 store_byte<3>(exp_avg_var_codes_at + i, exp_avg_var_position);
             }

@@ -96,7 +96,10 @@ struct adadelta_kernel {
             const F delta = acc_delta_sqrt * square_avg_rcp * g_3;
             const F p_2 = fma(minus_lr, delta, p);                                   // 23  p = p - lr * delta
             // 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
-            const F acc_delta_2 = fma(one_minus_rho * acc_delta_sqrt * square_avg_rcp * g_3 * acc_delta_sqrt * square_avg_rcp, g_3, rho * acc_delta);
+            const F acc_delta_2 = fma(
+                one_minus_rho * acc_delta_sqrt * square_avg_rcp * g_3 * acc_delta_sqrt * square_avg_rcp, g_3,
+                rho * acc_delta
+            );
             weight.encode(i, p_2, noise);
             store(square_avg_at + i, square_avg_2);
             store(acc_delta_at + i, acc_delta_2);

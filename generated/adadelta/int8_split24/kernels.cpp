@@ -63,7 +63,10 @@ struct weight_float16 {
         const I subnormal = bits(2.3283064365386963e-10f * to_float(wide));
         const I normal = (wide << 5) + 0x38000000;
         const I finite = where(wide < 0x40000, subnormal, normal);
-        return as_float(bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000))) | (high & 0x8000) << 16);
+        return as_float(
+            bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000)))
+            | (high & 0x8000) << 16
+        );
     }
     template <class Noise> void encode(int i, F x, const Noise &noise) const {
         const I x_bitcast = bits(x);
@@ -90,7 +93,9 @@ struct adadelta_kernel {
     static constexpr int DRAWN = NOISE.mask({P, 1, 0}), KEPT = NOISE.mask({1, 0});
     static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2 + count(KEPT)), SCALARS = 6;
     // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}});
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>(
+        {{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}}
+    );
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -143,7 +148,9 @@ struct adadelta_kernel {
             const I16 square_avg_range = raw(square_avg_range_at + b);
             const I square_avg_header = to_int(square_avg_range);
             const I square_avg_cells = max(I(4), square_avg_header & 255);
-            const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) - 0x4b400000;
+            const I square_avg_step = bits(
+                fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)
+            ) - 0x4b400000;
             const I square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1);
             const I square_avg_middle_2 = where(square_avg_header == 0, I(0), square_avg_middle);
             store(acc_delta_middle_2_kept + b, acc_delta_middle_2);
@@ -182,7 +189,8 @@ struct adadelta_kernel {
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F square_avg = square_avg_value * square_avg_value;
                 const F acc_delta_sqrt = sqrt(acc_delta + eps);
-                const F g_3 = fma(weight_decay, p, g_2);                                 // 19  g = l2(g, p, weight_decay)
+                // 19  g = l2(g, p, weight_decay)
+                const F g_3 = fma(weight_decay, p, g_2);
                 // 20  square_avg = rho * square_avg + (1 - rho) * g * g
                 const F square_avg_2 = fma(one_minus_rho * g_3, g_3, rho * square_avg);
                 const F square_avg_rcp = 1.0f / sqrt(square_avg_2 + eps);
@@ -190,7 +198,10 @@ struct adadelta_kernel {
                 const F delta = acc_delta_sqrt * square_avg_rcp * g_3;
                 const F p_2 = fma(minus_lr, delta, p);                                   // 23  p = p - lr * delta
                 // 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
-                const F acc_delta_2 = fma(one_minus_rho * acc_delta_sqrt * square_avg_rcp * g_3 * acc_delta_sqrt * square_avg_rcp, g_3, rho * acc_delta);
+                const F acc_delta_2 = fma(
+                    one_minus_rho * acc_delta_sqrt * square_avg_rcp * g_3 * acc_delta_sqrt * square_avg_rcp, g_3,
+                    rho * acc_delta
+                );
                 const I square_avg_pattern = bits(sqrt(square_avg_2));
                 const I acc_delta_pattern = bits(sqrt(acc_delta_2));
                 largest_of_block = larger<RAGGED>(largest_of_block, square_avg_pattern, i, end);
@@ -270,9 +281,11 @@ struct adadelta_kernel {
                 const I square_avg_pattern = load(square_avg_pattern_kept + i);
                 const I acc_delta_pattern = load(acc_delta_pattern_kept + i);
                 const I square_avg_offset = fraction<0, 24>(noise) + square_avg_half_add;
-                const I square_avg_position = max(I(0), min(square_avg_pattern - square_avg_base, square_avg_base_sub)) * square_avg_scale + square_avg_offset;
+                const I square_avg_position = max(I(0), min(square_avg_pattern - square_avg_base, square_avg_base_sub))
+                    * square_avg_scale + square_avg_offset;
                 const I acc_delta_offset = fraction<1, 24>(noise) + acc_delta_half_add;
-                const I acc_delta_position = max(I(0), min(acc_delta_pattern - acc_delta_base, acc_delta_base_sub)) * acc_delta_scale + acc_delta_offset;
+                const I acc_delta_position = max(I(0), min(acc_delta_pattern - acc_delta_base, acc_delta_base_sub)) *
+                    acc_delta_scale + acc_delta_offset;
                 store_byte<3>(square_avg_codes_at + i, square_avg_position);
                 store_byte<3>(acc_delta_codes_at + i, acc_delta_position);
             }
@@ -322,7 +335,10 @@ struct adadelta_small_kernel {
             const F delta = acc_delta_sqrt * square_avg_rcp * g_3;
             const F p_2 = fma(minus_lr, delta, p);                                   // 23  p = p - lr * delta
             // 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
-            const F acc_delta_2 = fma(one_minus_rho * acc_delta_sqrt * square_avg_rcp * g_3 * acc_delta_sqrt * square_avg_rcp, g_3, rho * acc_delta);
+            const F acc_delta_2 = fma(
+                one_minus_rho * acc_delta_sqrt * square_avg_rcp * g_3 * acc_delta_sqrt * square_avg_rcp, g_3,
+                rho * acc_delta
+            );
             weight.encode(i, p_2, noise);
             store(square_avg_at + i, square_avg_2);
             store(acc_delta_at + i, acc_delta_2);

@@ -122,7 +122,10 @@ struct adafactor_kernel_2 {
             const F row_var = load(row_var_at + i);
             const F row_sum_for_alpha = load(row_sum_for_alpha_at + i);
             // 45  row_var = (1 - one_minus_beta2) * row_var + one_minus_beta2 * row_mean(g * g)
-            const F row_var_2 = fma(one_minus_beta2, grad_scale_times_grad_scale * row_sum_for_row_var / F(extent[1]), one_minus_t_pow_beta2_decay * row_var);
+            const F row_var_2 = fma(
+                one_minus_beta2, grad_scale_times_grad_scale * row_sum_for_row_var / F(extent[1]),
+                one_minus_t_pow_beta2_decay * row_var
+            );
             store(row_var_at + i, row_var_2);
             store(mat_sum_of_row_var_at + i, row_var_2);
             store(tensor_sum_for_alpha_at + i, row_sum_for_alpha);
@@ -157,7 +160,10 @@ struct adafactor_kernel_3 {
             const F col_sum_for_col_var = load(col_sum_for_col_var_at + i);
             const F col_var = load(col_var_at + i);
             // 46  col_var = (1 - one_minus_beta2) * col_var + one_minus_beta2 * col_mean(g * g)
-            const F col_var_2 = fma(one_minus_beta2, grad_scale_times_grad_scale * col_sum_for_col_var / F(extent[0]), one_minus_t_pow_beta2_decay * col_var);
+            const F col_var_2 = fma(
+                one_minus_beta2, grad_scale_times_grad_scale * col_sum_for_col_var / F(extent[0]),
+                one_minus_t_pow_beta2_decay * col_var
+            );
             store(col_var_at + i, col_var_2);
         }
     }
@@ -247,7 +253,9 @@ struct adafactor_kernel_6 {
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F row_var = load(row_var_at + i);
-            const F mat_sum_of_row_var_over_rows_max_eps1 = load(mat_sum_of_row_var_over_rows_max_eps1_at + (i & row_mask));
+            const F mat_sum_of_row_var_over_rows_max_eps1 = load(
+                mat_sum_of_row_var_over_rows_max_eps1_at + (i & row_mask)
+            );
             store(row_div_at + i, row_var / mat_sum_of_row_var_over_rows_max_eps1);
         }
     }
@@ -341,7 +349,10 @@ struct adafactor_kernel_9 {
         for (int i = 0; i < count; i += W) {
             const F alpha = load(alpha_at + i);
             const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
-            store(tensor_div_at + i, alpha / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / d));
+            store(
+                tensor_div_at + i,
+                alpha / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / d)
+            );
         }
     }
 };
@@ -467,7 +478,10 @@ struct adafactor_no_factored_kernel_2 {
             const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
             // 42  alpha = maximum(rms(p), eps2) * minimum(lr, t**-0.5)
             const F alpha = max(sqrt(tensor_sum_for_alpha / F(extent[2])), eps2) * lr_min_t_pow_m0p5;
-            store(tensor_div_at + i, alpha / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / d));
+            store(
+                tensor_div_at + i,
+                alpha / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / d)
+            );
         }
     }
 };

@@ -67,7 +67,10 @@ def adafactor_float32_2_values(
     row_var = get(row_var_ptr, at, live, True)
     row_sum_for_alpha = get(row_sum_for_alpha_ptr, at, live, True)
     # 45  row_var = (1 - one_minus_beta2) * row_var + one_minus_beta2 * row_mean(g * g)
-    row_var = tl.fma(one_minus_beta2, grad_scale_times_grad_scale * row_sum_for_row_var / extent_columns, one_minus_t_pow_beta2_decay * row_var)
+    row_var = tl.fma(
+        one_minus_beta2, grad_scale_times_grad_scale * row_sum_for_row_var / extent_columns,
+        one_minus_t_pow_beta2_decay * row_var
+    )
     if STORED:
         put(row_var_ptr, at, row_var, live, True)
     return term(row_var, at, live, True), term(row_sum_for_alpha, at, live, True)
@@ -126,7 +129,10 @@ def adafactor_float32_3_values(
     col_sum_for_col_var = get(col_sum_for_col_var_ptr, at, live, True)
     col_var = get(col_var_ptr, at, live, True)
     # 46  col_var = (1 - one_minus_beta2) * col_var + one_minus_beta2 * col_mean(g * g)
-    col_var = tl.fma(one_minus_beta2, grad_scale_times_grad_scale * col_sum_for_col_var / extent_rows, one_minus_t_pow_beta2_decay * col_var)
+    col_var = tl.fma(
+        one_minus_beta2, grad_scale_times_grad_scale * col_sum_for_col_var / extent_rows,
+        one_minus_t_pow_beta2_decay * col_var
+    )
     put(col_var_ptr, at, col_var, live, True)
 
 
@@ -150,7 +156,9 @@ def adafactor_float32_4_values(alpha_ptr, tensor_sum_for_alpha_ptr, extent_eleme
     """Values of the tensor."""
     tensor_sum_for_alpha = tl.load(tensor_sum_for_alpha_ptr)
     # 42  alpha = maximum(rms(p), eps2) * minimum(lr, t**-0.5)
-    alpha = tl.maximum(tl.sqrt(tensor_sum_for_alpha / extent_elements), eps2, propagate_nan=tl.PropagateNan.ALL) * lr_min_t_pow_m0p5
+    alpha = tl.maximum(
+        tl.sqrt(tensor_sum_for_alpha / extent_elements), eps2, propagate_nan=tl.PropagateNan.ALL
+    ) * lr_min_t_pow_m0p5
     tl.store(alpha_ptr, alpha)
 
 
@@ -169,7 +177,10 @@ def adafactor_float32_5_values(
 ):
     """Values of matrices."""
     mat_sum_of_row_var = get(mat_sum_of_row_var_ptr, at, live, True)
-    put(mat_sum_of_row_var_over_rows_max_eps1_ptr, at, tl.maximum(mat_sum_of_row_var / extent_rows, eps1, propagate_nan=tl.PropagateNan.ALL), live, True)
+    put(
+        mat_sum_of_row_var_over_rows_max_eps1_ptr, at,
+        tl.maximum(mat_sum_of_row_var / extent_rows, eps1, propagate_nan=tl.PropagateNan.ALL), live, True
+    )
 
 
 @triton.jit
@@ -340,7 +351,13 @@ def adafactor_float32_9_values(
     """Values of the tensor."""
     alpha = tl.load(alpha_ptr)
     tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
-    tl.store(tensor_div_ptr, alpha / tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / d, propagate_nan=tl.PropagateNan.ALL))
+    tl.store(
+        tensor_div_ptr,
+        alpha / tl.maximum(
+            1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / d,
+            propagate_nan=tl.PropagateNan.ALL
+        )
+    )
 
 
 @triton.jit
@@ -398,7 +415,10 @@ def adafactor_float32_10_tile(
     estimate = row_div * col_var             # 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
     p = one_minus_lr_times_weight_decay * p  # 43  p = decoupled(p, lr, weight_decay)
     # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-    p = tl.fma(minus(grad_scale * tensor_div), g * reciprocal(tl.sqrt(tl.maximum(estimate, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p)
+    p = tl.fma(
+        minus(grad_scale * tensor_div),
+        g * reciprocal(tl.sqrt(tl.maximum(estimate, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p
+    )
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
 
@@ -485,7 +505,9 @@ def adafactor_bfloat16_7_tile(
     # -- update  (specs/adafactor.py)
     estimate = row_div * col_var  # 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
     # -- encode and store
-    g_mul = widened(g_stored) * reciprocal(tl.sqrt(tl.maximum(estimate, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL)))
+    g_mul = widened(g_stored) * reciprocal(
+        tl.sqrt(tl.maximum(estimate, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))
+    )
     return term(g_mul, at, live, MASKED),
 
 
@@ -531,11 +553,20 @@ def adafactor_bfloat16_10_tile(
     estimate = row_div * col_var             # 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
     p = one_minus_lr_times_weight_decay * p  # 43  p = decoupled(p, lr, weight_decay)
     # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-    p = tl.fma(minus(grad_scale * tensor_div), widened(g_stored) * reciprocal(tl.sqrt(tl.maximum(estimate, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p)
+    p = tl.fma(
+        minus(grad_scale * tensor_div),
+        widened(g_stored) * reciprocal(
+            tl.sqrt(tl.maximum(estimate, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))
+        ),
+        p
+    )
     # -- encode and store
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(
+        p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live,
+        MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -620,7 +651,9 @@ def adafactor_float16_7_tile(
     # -- update  (specs/adafactor.py)
     estimate = row_div * col_var  # 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
     # -- encode and store
-    g_mul = g_stored.to(tl.float32) * reciprocal(tl.sqrt(tl.maximum(estimate, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL)))
+    g_mul = g_stored.to(tl.float32) * reciprocal(
+        tl.sqrt(tl.maximum(estimate, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))
+    )
     return term(g_mul, at, live, MASKED),
 
 
@@ -666,7 +699,13 @@ def adafactor_float16_10_tile(
     estimate = row_div * col_var             # 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
     p = one_minus_lr_times_weight_decay * p  # 43  p = decoupled(p, lr, weight_decay)
     # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-    p = tl.fma(minus(grad_scale * tensor_div), g_stored.to(tl.float32) * reciprocal(tl.sqrt(tl.maximum(estimate, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p)
+    p = tl.fma(
+        minus(grad_scale * tensor_div),
+        g_stored.to(tl.float32) * reciprocal(
+            tl.sqrt(tl.maximum(estimate, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))
+        ),
+        p
+    )
     # -- encode and store
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
 
@@ -748,8 +787,16 @@ def adafactor_float32_no_factored_2_values(
     tensor_sum_for_alpha = tl.load(tensor_sum_for_alpha_ptr)
     tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
     # 42  alpha = maximum(rms(p), eps2) * minimum(lr, t**-0.5)
-    alpha = tl.maximum(tl.sqrt(tensor_sum_for_alpha / extent_elements), eps2, propagate_nan=tl.PropagateNan.ALL) * lr_min_t_pow_m0p5
-    tl.store(tensor_div_ptr, alpha / tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / d, propagate_nan=tl.PropagateNan.ALL))
+    alpha = tl.maximum(
+        tl.sqrt(tensor_sum_for_alpha / extent_elements), eps2, propagate_nan=tl.PropagateNan.ALL
+    ) * lr_min_t_pow_m0p5
+    tl.store(
+        tensor_div_ptr,
+        alpha / tl.maximum(
+            1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / d,
+            propagate_nan=tl.PropagateNan.ALL
+        )
+    )
 
 
 @triton.jit
@@ -802,7 +849,10 @@ def adafactor_float32_no_factored_3_tile(
     variance = tl.fma(scalar_0 * g, g, one_minus_t_pow_beta2_decay * variance)
     p = one_minus_lr_times_weight_decay * p  # 43  p = decoupled(p, lr, weight_decay)
     # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-    p = tl.fma(minus(grad_scale * tensor_div), g * reciprocal(tl.sqrt(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p)
+    p = tl.fma(
+        minus(grad_scale * tensor_div),
+        g * reciprocal(tl.sqrt(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p
+    )
     # -- encode and store
     put(variance_ptr, at, variance, live, MASKED)
     put(p_ptr, at, p, live, MASKED)
@@ -880,12 +930,18 @@ def adafactor_bfloat16_no_factored_3_tile(
     variance = tl.fma(scalar_0 * g_cast, g_cast, one_minus_t_pow_beta2_decay * variance)
     p = one_minus_lr_times_weight_decay * p  # 43  p = decoupled(p, lr, weight_decay)
     # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-    p = tl.fma(minus(grad_scale * tensor_div), g_cast * reciprocal(tl.sqrt(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p)
+    p = tl.fma(
+        minus(grad_scale * tensor_div),
+        g_cast * reciprocal(tl.sqrt(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p
+    )
     # -- encode and store
     put(variance_ptr, at, variance, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(
+        p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live,
+        MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -960,7 +1016,10 @@ def adafactor_float16_no_factored_3_tile(
     variance = tl.fma(scalar_0 * g_cast, g_cast, one_minus_t_pow_beta2_decay * variance)
     p = one_minus_lr_times_weight_decay * p  # 43  p = decoupled(p, lr, weight_decay)
     # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-    p = tl.fma(minus(grad_scale * tensor_div), g_cast * reciprocal(tl.sqrt(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p)
+    p = tl.fma(
+        minus(grad_scale * tensor_div),
+        g_cast * reciprocal(tl.sqrt(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p
+    )
     # -- encode and store
     put(variance_ptr, at, variance, live, MASKED)
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
@@ -993,7 +1052,8 @@ TILE = {
     "adafactor_float16_no_factored_3": 256,
 }
 
-# What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
+# What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a
+#     time.
 OPTIONS = {
     "adafactor_float32_no_factored_1": {"maxnreg": 96},
     "adafactor_float32_no_factored_3": {"maxnreg": 64},

@@ -57,7 +57,10 @@ struct weight_float16 {
         const I subnormal = bits(2.3283064365386963e-10f * to_float(wide));
         const I normal = (wide << 5) + 0x38000000;
         const I finite = where(wide < 0x40000, subnormal, normal);
-        return as_float(bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000))) | (high & 0x8000) << 16);
+        return as_float(
+            bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000)))
+            | (high & 0x8000) << 16
+        );
     }
     template <class Noise> void encode(int i, F x, const Noise &noise) const {
         const I x_bitcast = bits(x);
@@ -145,7 +148,10 @@ struct adafactor_kernel_2 {
             const F row_var = load(row_var_at + i);
             const F row_sum_for_alpha = load(row_sum_for_alpha_at + i);
             // 45  row_var = (1 - one_minus_beta2) * row_var + one_minus_beta2 * row_mean(g * g)
-            const F row_var_2 = fma(one_minus_beta2, grad_scale_times_grad_scale * row_sum_for_row_var / F(extent[1]), one_minus_t_pow_beta2_decay * row_var);
+            const F row_var_2 = fma(
+                one_minus_beta2, grad_scale_times_grad_scale * row_sum_for_row_var / F(extent[1]),
+                one_minus_t_pow_beta2_decay * row_var
+            );
             store(row_var_at + i, row_var_2);
             store(mat_sum_of_row_var_at + i, row_var_2);
             store(tensor_sum_for_alpha_at + i, row_sum_for_alpha);
@@ -180,7 +186,10 @@ struct adafactor_kernel_3 {
             const F col_sum_for_col_var = load(col_sum_for_col_var_at + i);
             const F col_var = load(col_var_at + i);
             // 46  col_var = (1 - one_minus_beta2) * col_var + one_minus_beta2 * col_mean(g * g)
-            const F col_var_2 = fma(one_minus_beta2, grad_scale_times_grad_scale * col_sum_for_col_var / F(extent[0]), one_minus_t_pow_beta2_decay * col_var);
+            const F col_var_2 = fma(
+                one_minus_beta2, grad_scale_times_grad_scale * col_sum_for_col_var / F(extent[0]),
+                one_minus_t_pow_beta2_decay * col_var
+            );
             store(col_var_at + i, col_var_2);
         }
     }
@@ -270,7 +279,9 @@ struct adafactor_kernel_6 {
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F row_var = load(row_var_at + i);
-            const F mat_sum_of_row_var_over_rows_max_eps1 = load(mat_sum_of_row_var_over_rows_max_eps1_at + (i & row_mask));
+            const F mat_sum_of_row_var_over_rows_max_eps1 = load(
+                mat_sum_of_row_var_over_rows_max_eps1_at + (i & row_mask)
+            );
             store(row_div_at + i, row_var / mat_sum_of_row_var_over_rows_max_eps1);
         }
     }
@@ -364,7 +375,10 @@ struct adafactor_kernel_9 {
         for (int i = 0; i < count; i += W) {
             const F alpha = load(alpha_at + i);
             const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
-            store(tensor_div_at + i, alpha / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / d));
+            store(
+                tensor_div_at + i,
+                alpha / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / d)
+            );
         }
     }
 };
@@ -518,7 +532,10 @@ struct adafactor_no_factored_kernel_2 {
             const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
             // 42  alpha = maximum(rms(p), eps2) * minimum(lr, t**-0.5)
             const F alpha = max(sqrt(tensor_sum_for_alpha / F(extent[2])), eps2) * lr_min_t_pow_m0p5;
-            store(tensor_div_at + i, alpha / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / d));
+            store(
+                tensor_div_at + i,
+                alpha / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / d)
+            );
         }
     }
 };
@@ -651,7 +668,8 @@ struct adafactor_no_factored_kernel_3 {
                 const auto noise = words.kept(i);
                 const I variance_pattern = load(variance_pattern_kept + i);
                 const I variance_offset = fraction<0, 24>(noise) + variance_half_add;
-                const I variance_position = max(I(0), min(variance_pattern - variance_base, variance_base_sub)) * variance_scale + variance_offset;
+                const I variance_position = max(I(0), min(variance_pattern - variance_base, variance_base_sub)) *
+                    variance_scale + variance_offset;
                 store_byte<3>(variance_codes_at + i, variance_position);
             }
         }
@@ -730,7 +748,10 @@ struct adafactor_no_factored_small_kernel_2 {
             const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
             // 42  alpha = maximum(rms(p), eps2) * minimum(lr, t**-0.5)
             const F alpha = max(sqrt(tensor_sum_for_alpha / F(extent[2])), eps2) * lr_min_t_pow_m0p5;
-            store(tensor_div_at + i, alpha / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / d));
+            store(
+                tensor_div_at + i,
+                alpha / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / d)
+            );
         }
     }
 };
@@ -869,11 +890,14 @@ template <class Grad> using adafactor_float32 = adafactor_step<weight_float32, G
 template <class Grad> using adafactor_bfloat16 = adafactor_step<weight_bfloat16, Grad>;
 template <class Grad> using adafactor_float16 = adafactor_step<weight_float16, Grad>;
 template <class Grad> using adafactor_float32_no_factored = adafactor_no_factored_step<weight_float32, Grad>;
-template <class Grad> using adafactor_float32_no_factored_small = adafactor_no_factored_small_step<weight_float32, Grad>;
+template <class Grad> using adafactor_float32_no_factored_small = adafactor_no_factored_small_step<weight_float32,
+    Grad>;
 template <class Grad> using adafactor_bfloat16_no_factored = adafactor_no_factored_step<weight_bfloat16, Grad>;
-template <class Grad> using adafactor_bfloat16_no_factored_small = adafactor_no_factored_small_step<weight_bfloat16, Grad>;
+template <class Grad> using adafactor_bfloat16_no_factored_small = adafactor_no_factored_small_step<weight_bfloat16,
+    Grad>;
 template <class Grad> using adafactor_float16_no_factored = adafactor_no_factored_step<weight_float16, Grad>;
-template <class Grad> using adafactor_float16_no_factored_small = adafactor_no_factored_small_step<weight_float16, Grad>;
+template <class Grad> using adafactor_float16_no_factored_small = adafactor_no_factored_small_step<weight_float16,
+    Grad>;
 
 }  // namespace
 

@@ -70,7 +70,10 @@ def adafactor_float32_2_values(
     row_var = get(row_var_ptr, at, live, True)
     row_sum_for_alpha = get(row_sum_for_alpha_ptr, at, live, True)
     # 45  row_var = (1 - one_minus_beta2) * row_var + one_minus_beta2 * row_mean(g * g)
-    row_var = tl.fma(one_minus_beta2, grad_scale_times_grad_scale * row_sum_for_row_var / extent_columns, one_minus_t_pow_beta2_decay * row_var)
+    row_var = tl.fma(
+        one_minus_beta2, grad_scale_times_grad_scale * row_sum_for_row_var / extent_columns,
+        one_minus_t_pow_beta2_decay * row_var
+    )
     if STORED:
         put(row_var_ptr, at, row_var, live, True)
     return term(row_var, at, live, True), term(row_sum_for_alpha, at, live, True)
@@ -129,7 +132,10 @@ def adafactor_float32_3_values(
     col_sum_for_col_var = get(col_sum_for_col_var_ptr, at, live, True)
     col_var = get(col_var_ptr, at, live, True)
     # 46  col_var = (1 - one_minus_beta2) * col_var + one_minus_beta2 * col_mean(g * g)
-    col_var = tl.fma(one_minus_beta2, grad_scale_times_grad_scale * col_sum_for_col_var / extent_rows, one_minus_t_pow_beta2_decay * col_var)
+    col_var = tl.fma(
+        one_minus_beta2, grad_scale_times_grad_scale * col_sum_for_col_var / extent_rows,
+        one_minus_t_pow_beta2_decay * col_var
+    )
     put(col_var_ptr, at, col_var, live, True)
 
 
@@ -153,7 +159,9 @@ def adafactor_float32_4_values(alpha_ptr, tensor_sum_for_alpha_ptr, extent_eleme
     """Values of the tensor."""
     tensor_sum_for_alpha = tl.load(tensor_sum_for_alpha_ptr)
     # 42  alpha = maximum(rms(p), eps2) * minimum(lr, t**-0.5)
-    alpha = tl.maximum(tl.sqrt(tensor_sum_for_alpha / extent_elements), eps2, propagate_nan=tl.PropagateNan.ALL) * lr_min_t_pow_m0p5
+    alpha = tl.maximum(
+        tl.sqrt(tensor_sum_for_alpha / extent_elements), eps2, propagate_nan=tl.PropagateNan.ALL
+    ) * lr_min_t_pow_m0p5
     tl.store(alpha_ptr, alpha)
 
 
@@ -172,7 +180,10 @@ def adafactor_float32_5_values(
 ):
     """Values of matrices."""
     mat_sum_of_row_var = get(mat_sum_of_row_var_ptr, at, live, True)
-    put(mat_sum_of_row_var_over_rows_max_eps1_ptr, at, tl.maximum(mat_sum_of_row_var / extent_rows, eps1, propagate_nan=tl.PropagateNan.ALL), live, True)
+    put(
+        mat_sum_of_row_var_over_rows_max_eps1_ptr, at,
+        tl.maximum(mat_sum_of_row_var / extent_rows, eps1, propagate_nan=tl.PropagateNan.ALL), live, True
+    )
 
 
 @triton.jit
@@ -343,7 +354,13 @@ def adafactor_float32_9_values(
     """Values of the tensor."""
     alpha = tl.load(alpha_ptr)
     tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
-    tl.store(tensor_div_ptr, alpha / tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / d, propagate_nan=tl.PropagateNan.ALL))
+    tl.store(
+        tensor_div_ptr,
+        alpha / tl.maximum(
+            1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / d,
+            propagate_nan=tl.PropagateNan.ALL
+        )
+    )
 
 
 @triton.jit
@@ -401,7 +418,10 @@ def adafactor_float32_10_tile(
     estimate = row_div * col_var             # 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
     p = one_minus_lr_times_weight_decay * p  # 43  p = decoupled(p, lr, weight_decay)
     # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-    p = tl.fma(minus(grad_scale * tensor_div), g * reciprocal(tl.sqrt(tl.maximum(estimate, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p)
+    p = tl.fma(
+        minus(grad_scale * tensor_div),
+        g * reciprocal(tl.sqrt(tl.maximum(estimate, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p
+    )
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
 
@@ -548,7 +568,9 @@ def adafactor_bfloat16_7_tile(
     # -- update  (specs/adafactor.py)
     estimate = row_div * col_var  # 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
     # -- encode and store
-    g_mul = widened(g_stored) * reciprocal(tl.sqrt(tl.maximum(estimate, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL)))
+    g_mul = widened(g_stored) * reciprocal(
+        tl.sqrt(tl.maximum(estimate, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))
+    )
     return term(g_mul, at, live, MASKED),
 
 
@@ -626,17 +648,30 @@ def adafactor_bfloat16_10_tile(
     estimate = row_div * col_var             # 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
     p = one_minus_lr_times_weight_decay * p  # 43  p = decoupled(p, lr, weight_decay)
     # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-    p = tl.fma(minus(grad_scale * tensor_div), widened(g_stored) * reciprocal(tl.sqrt(tl.maximum(estimate, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p)
+    p = tl.fma(
+        minus(grad_scale * tensor_div),
+        widened(g_stored) * reciprocal(
+            tl.sqrt(tl.maximum(estimate, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))
+        ),
+        p
+    )
     # -- encode and store
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 0x8000)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + (
+        (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 0x8000
+    )
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
@@ -689,7 +724,12 @@ def adafactor_float16_1_tile(p_ptr, g_ptr, weight_low_ptr, at, live, MASKED: tl.
     p_normal = (p_wide << 5) + 0x38000000
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
+    p = (
+        tl.where(
+            p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000
+        ).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True)
+        | (p_high & 0x8000) << 16
+    ).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     # -- encode and store
     g_cast = g_stored.to(tl.float32)
@@ -733,7 +773,9 @@ def adafactor_float16_7_tile(
     # -- update  (specs/adafactor.py)
     estimate = row_div * col_var  # 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
     # -- encode and store
-    g_mul = g_stored.to(tl.float32) * reciprocal(tl.sqrt(tl.maximum(estimate, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL)))
+    g_mul = g_stored.to(tl.float32) * reciprocal(
+        tl.sqrt(tl.maximum(estimate, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))
+    )
     return term(g_mul, at, live, MASKED),
 
 
@@ -785,12 +827,23 @@ def adafactor_float16_10_tile(
     p_normal = (p_wide << 5) + 0x38000000
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
+    p = (
+        tl.where(
+            p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000
+        ).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True)
+        | (p_high & 0x8000) << 16
+    ).to(tl.float32, bitcast=True)
     # -- update  (specs/adafactor.py)
     estimate = row_div * col_var             # 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
     p = one_minus_lr_times_weight_decay * p  # 43  p = decoupled(p, lr, weight_decay)
     # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-    p = tl.fma(minus(grad_scale * tensor_div), g_stored.to(tl.float32) * reciprocal(tl.sqrt(tl.maximum(estimate, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p)
+    p = tl.fma(
+        minus(grad_scale * tensor_div),
+        g_stored.to(tl.float32) * reciprocal(
+            tl.sqrt(tl.maximum(estimate, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))
+        ),
+        p
+    )
     # -- encode and store
     p_bitcast = p.to(tl.int32, bitcast=True)
     p_sign = p_bitcast >> 16 & 0x8000
@@ -800,15 +853,25 @@ def adafactor_float16_10_tile(
     p_subnormal = (2199023255552.0 * p_magnitude_bitcast).to(tl.int32)
     p_rebiased = tl.minimum(p_magnitude - 0x38000000, 0xf800000)
     p_fixed = tl.where(p_is_subnormal, p_subnormal, p_rebiased << 4)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_wide = ((p_fixed + ((noise.to(tl.uint32, bitcast=True) >> 23).to(tl.int32, bitcast=True) | 1)).to(tl.uint32, bitcast=True) >> 9).to(tl.int32, bitcast=True)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
+    p_wide = (
+        (
+            p_fixed + ((noise.to(tl.uint32, bitcast=True) >> 23).to(tl.int32, bitcast=True) | 1)
+        ).to(tl.uint32, bitcast=True)
+        >> 9
+    ).to(tl.int32, bitcast=True)
     p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
@@ -860,7 +923,9 @@ def adafactor_float32_no_factored_1_tile(
     variance_range = get(variance_range_ptr, at_block, live_block, MASKED)
     variance_header = variance_range.to(tl.int32)
     variance_cells = tl.maximum(variance_header & 255, 4)
-    variance_step = tl.fma(4194304.0, inverse(variance_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    variance_step = (
+        tl.fma(4194304.0, inverse(variance_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    )
     variance_middle = ((variance_header & 0xff00) << 14) + 0x20000000 + (variance_step >> 1)
     variance_middle = tl.where(variance_header == 0, 0, variance_middle)
     variance_code = get(variance_codes_ptr, at, live, MASKED)
@@ -902,8 +967,16 @@ def adafactor_float32_no_factored_2_values(
     tensor_sum_for_alpha = tl.load(tensor_sum_for_alpha_ptr)
     tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
     # 42  alpha = maximum(rms(p), eps2) * minimum(lr, t**-0.5)
-    alpha = tl.maximum(tl.sqrt(tensor_sum_for_alpha / extent_elements), eps2, propagate_nan=tl.PropagateNan.ALL) * lr_min_t_pow_m0p5
-    tl.store(tensor_div_ptr, alpha / tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / d, propagate_nan=tl.PropagateNan.ALL))
+    alpha = tl.maximum(
+        tl.sqrt(tensor_sum_for_alpha / extent_elements), eps2, propagate_nan=tl.PropagateNan.ALL
+    ) * lr_min_t_pow_m0p5
+    tl.store(
+        tensor_div_ptr,
+        alpha / tl.maximum(
+            1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / d,
+            propagate_nan=tl.PropagateNan.ALL
+        )
+    )
 
 
 @triton.jit
@@ -953,7 +1026,9 @@ def adafactor_float32_no_factored_3_tile(
     variance_range = get(variance_range_ptr, at_block, live_block, MASKED)
     variance_header = variance_range.to(tl.int32)
     variance_cells = tl.maximum(variance_header & 255, 4)
-    variance_step = tl.fma(4194304.0, inverse(variance_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    variance_step = (
+        tl.fma(4194304.0, inverse(variance_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    )
     variance_middle = ((variance_header & 0xff00) << 14) + 0x20000000 + (variance_step >> 1)
     variance_middle = tl.where(variance_header == 0, 0, variance_middle)
     variance_code = get(variance_codes_ptr, at, live, MASKED)
@@ -967,7 +1042,10 @@ def adafactor_float32_no_factored_3_tile(
     variance = tl.fma(scalar_0 * g, g, one_minus_t_pow_beta2_decay * variance)
     p = one_minus_lr_times_weight_decay * p  # 43  p = decoupled(p, lr, weight_decay)
     # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-    p = tl.fma(minus(grad_scale * tensor_div), g * reciprocal(tl.sqrt(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p)
+    p = tl.fma(
+        minus(grad_scale * tensor_div),
+        g * reciprocal(tl.sqrt(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p
+    )
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
     variance_pattern = tl.sqrt(variance).to(tl.int32, bitcast=True)
@@ -982,17 +1060,24 @@ def adafactor_float32_no_factored_3_tile(
     variance_base_sub = 0x5f700000 - variance_base
     variance_cells = tl.minimum((256.5 * inverse(variance_units.to(tl.float32))).to(tl.int32), 255)
     variance_scale = variance_cells << 2
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     variance_half_add = variance_half * variance_scale - 0x800000
     variance_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + variance_half_add[:, None]
-    variance_position = tl.maximum(tl.minimum(variance_pattern - variance_base[:, None], variance_base_sub[:, None]), 0) * variance_scale[:, None] + variance_offset
+    variance_position = tl.maximum(
+        tl.minimum(variance_pattern - variance_base[:, None], variance_base_sub[:, None]), 0
+    ) * variance_scale[:, None] + variance_offset
     put(variance_codes_ptr, at, byte(variance_position, 3), live, MASKED)
     variance_header = variance_first - 128 << 8 | variance_cells
     put(variance_range_ptr, at_block, variance_header.to(tl.int16), live_block, MASKED)
@@ -1089,7 +1174,10 @@ def adafactor_float32_no_factored_small_3_tile(
     variance = tl.fma(scalar_0 * g, g, one_minus_t_pow_beta2_decay * variance)
     p = one_minus_lr_times_weight_decay * p  # 43  p = decoupled(p, lr, weight_decay)
     # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-    p = tl.fma(minus(grad_scale * tensor_div), g * reciprocal(tl.sqrt(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p)
+    p = tl.fma(
+        minus(grad_scale * tensor_div),
+        g * reciprocal(tl.sqrt(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p
+    )
     # -- encode and store
     put(variance_ptr, at, variance, live, MASKED)
     put(p_ptr, at, p, live, MASKED)
@@ -1128,7 +1216,9 @@ def adafactor_bfloat16_no_factored_1_tile(
     variance_range = get(variance_range_ptr, at_block, live_block, MASKED)
     variance_header = variance_range.to(tl.int32)
     variance_cells = tl.maximum(variance_header & 255, 4)
-    variance_step = tl.fma(4194304.0, inverse(variance_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    variance_step = (
+        tl.fma(4194304.0, inverse(variance_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    )
     variance_middle = ((variance_header & 0xff00) << 14) + 0x20000000 + (variance_step >> 1)
     variance_middle = tl.where(variance_header == 0, 0, variance_middle)
     variance_code = get(variance_codes_ptr, at, live, MASKED)
@@ -1197,7 +1287,9 @@ def adafactor_bfloat16_no_factored_3_tile(
     variance_range = get(variance_range_ptr, at_block, live_block, MASKED)
     variance_header = variance_range.to(tl.int32)
     variance_cells = tl.maximum(variance_header & 255, 4)
-    variance_step = tl.fma(4194304.0, inverse(variance_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    variance_step = (
+        tl.fma(4194304.0, inverse(variance_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    )
     variance_middle = ((variance_header & 0xff00) << 14) + 0x20000000 + (variance_step >> 1)
     variance_middle = tl.where(variance_header == 0, 0, variance_middle)
     variance_code = get(variance_codes_ptr, at, live, MASKED)
@@ -1215,16 +1307,24 @@ def adafactor_bfloat16_no_factored_3_tile(
     variance = tl.fma(scalar_0 * g_cast, g_cast, one_minus_t_pow_beta2_decay * variance)
     p = one_minus_lr_times_weight_decay * p  # 43  p = decoupled(p, lr, weight_decay)
     # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-    p = tl.fma(minus(grad_scale * tensor_div), g_cast * reciprocal(tl.sqrt(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p)
+    p = tl.fma(
+        minus(grad_scale * tensor_div),
+        g_cast * reciprocal(tl.sqrt(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p
+    )
     # -- encode and store
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise & 255) + 0x8000)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
@@ -1243,7 +1343,9 @@ def adafactor_bfloat16_no_factored_3_tile(
     variance_scale = variance_cells << 2
     variance_half_add = variance_half * variance_scale - 0x800000
     variance_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + variance_half_add[:, None]
-    variance_position = tl.maximum(tl.minimum(variance_pattern - variance_base[:, None], variance_base_sub[:, None]), 0) * variance_scale[:, None] + variance_offset
+    variance_position = tl.maximum(
+        tl.minimum(variance_pattern - variance_base[:, None], variance_base_sub[:, None]), 0
+    ) * variance_scale[:, None] + variance_offset
     put(variance_codes_ptr, at, byte(variance_position, 3), live, MASKED)
     variance_header = variance_first - 128 << 8 | variance_cells
     put(variance_range_ptr, at_block, variance_header.to(tl.int16), live_block, MASKED)
@@ -1327,18 +1429,28 @@ def adafactor_bfloat16_no_factored_small_3_tile(
     variance = tl.fma(scalar_0 * g_cast, g_cast, one_minus_t_pow_beta2_decay * variance)
     p = one_minus_lr_times_weight_decay * p  # 43  p = decoupled(p, lr, weight_decay)
     # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-    p = tl.fma(minus(grad_scale * tensor_div), g_cast * reciprocal(tl.sqrt(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p)
+    p = tl.fma(
+        minus(grad_scale * tensor_div),
+        g_cast * reciprocal(tl.sqrt(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p
+    )
     # -- encode and store
     put(variance_ptr, at, variance, live, MASKED)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 0x8000)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + (
+        (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 0x8000
+    )
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
@@ -1380,12 +1492,19 @@ def adafactor_float16_no_factored_1_tile(
     p_normal = (p_wide << 5) + 0x38000000
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
+    p = (
+        tl.where(
+            p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000
+        ).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True)
+        | (p_high & 0x8000) << 16
+    ).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     variance_range = get(variance_range_ptr, at_block, live_block, MASKED)
     variance_header = variance_range.to(tl.int32)
     variance_cells = tl.maximum(variance_header & 255, 4)
-    variance_step = tl.fma(4194304.0, inverse(variance_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    variance_step = (
+        tl.fma(4194304.0, inverse(variance_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    )
     variance_middle = ((variance_header & 0xff00) << 14) + 0x20000000 + (variance_step >> 1)
     variance_middle = tl.where(variance_header == 0, 0, variance_middle)
     variance_code = get(variance_codes_ptr, at, live, MASKED)
@@ -1432,7 +1551,9 @@ def adafactor_float16_no_factored_3_tile(
     variance_range = get(variance_range_ptr, at_block, live_block, MASKED)
     variance_header = variance_range.to(tl.int32)
     variance_cells = tl.maximum(variance_header & 255, 4)
-    variance_step = tl.fma(4194304.0, inverse(variance_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    variance_step = (
+        tl.fma(4194304.0, inverse(variance_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    )
     variance_middle = ((variance_header & 0xff00) << 14) + 0x20000000 + (variance_step >> 1)
     variance_middle = tl.where(variance_header == 0, 0, variance_middle)
     variance_code = get(variance_codes_ptr, at, live, MASKED)
@@ -1450,14 +1571,22 @@ def adafactor_float16_no_factored_3_tile(
     p_normal = (p_wide << 5) + 0x38000000
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
+    p = (
+        tl.where(
+            p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000
+        ).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True)
+        | (p_high & 0x8000) << 16
+    ).to(tl.float32, bitcast=True)
     # -- update  (specs/adafactor.py)
     g_cast = g_stored.to(tl.float32)
     # 49  variance = (1 - one_minus_beta2) * variance + one_minus_beta2 * (g * g)
     variance = tl.fma(scalar_0 * g_cast, g_cast, one_minus_t_pow_beta2_decay * variance)
     p = one_minus_lr_times_weight_decay * p  # 43  p = decoupled(p, lr, weight_decay)
     # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-    p = tl.fma(minus(grad_scale * tensor_div), g_cast * reciprocal(tl.sqrt(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p)
+    p = tl.fma(
+        minus(grad_scale * tensor_div),
+        g_cast * reciprocal(tl.sqrt(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p
+    )
     # -- encode and store
     p_bitcast = p.to(tl.int32, bitcast=True)
     p_sign = p_bitcast >> 16 & 0x8000
@@ -1467,14 +1596,19 @@ def adafactor_float16_no_factored_3_tile(
     p_subnormal = (2199023255552.0 * p_magnitude_bitcast).to(tl.int32)
     p_rebiased = tl.minimum(p_magnitude - 0x38000000, 0xf800000)
     p_fixed = tl.where(p_is_subnormal, p_subnormal, p_rebiased << 4)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     p_wide = ((p_fixed + ((noise & 255) << 1 | 1)).to(tl.uint32, bitcast=True) >> 9).to(tl.int32, bitcast=True)
     p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
@@ -1494,7 +1628,9 @@ def adafactor_float16_no_factored_3_tile(
     variance_scale = variance_cells << 2
     variance_half_add = variance_half * variance_scale - 0x800000
     variance_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + variance_half_add[:, None]
-    variance_position = tl.maximum(tl.minimum(variance_pattern - variance_base[:, None], variance_base_sub[:, None]), 0) * variance_scale[:, None] + variance_offset
+    variance_position = tl.maximum(
+        tl.minimum(variance_pattern - variance_base[:, None], variance_base_sub[:, None]), 0
+    ) * variance_scale[:, None] + variance_offset
     put(variance_codes_ptr, at, byte(variance_position, 3), live, MASKED)
     variance_header = variance_first - 128 << 8 | variance_cells
     put(variance_range_ptr, at_block, variance_header.to(tl.int16), live_block, MASKED)
@@ -1535,7 +1671,12 @@ def adafactor_float16_no_factored_small_1_tile(
     p_normal = (p_wide << 5) + 0x38000000
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
+    p = (
+        tl.where(
+            p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000
+        ).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True)
+        | (p_high & 0x8000) << 16
+    ).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     variance = get(variance_ptr, at, live, MASKED)
     # -- update  (specs/adafactor.py)
@@ -1585,14 +1726,22 @@ def adafactor_float16_no_factored_small_3_tile(
     p_normal = (p_wide << 5) + 0x38000000
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
+    p = (
+        tl.where(
+            p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000
+        ).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True)
+        | (p_high & 0x8000) << 16
+    ).to(tl.float32, bitcast=True)
     # -- update  (specs/adafactor.py)
     g_cast = g_stored.to(tl.float32)
     # 49  variance = (1 - one_minus_beta2) * variance + one_minus_beta2 * (g * g)
     variance = tl.fma(scalar_0 * g_cast, g_cast, one_minus_t_pow_beta2_decay * variance)
     p = one_minus_lr_times_weight_decay * p  # 43  p = decoupled(p, lr, weight_decay)
     # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-    p = tl.fma(minus(grad_scale * tensor_div), g_cast * reciprocal(tl.sqrt(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p)
+    p = tl.fma(
+        minus(grad_scale * tensor_div),
+        g_cast * reciprocal(tl.sqrt(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p
+    )
     # -- encode and store
     put(variance_ptr, at, variance, live, MASKED)
     p_bitcast = p.to(tl.int32, bitcast=True)
@@ -1603,15 +1752,25 @@ def adafactor_float16_no_factored_small_3_tile(
     p_subnormal = (2199023255552.0 * p_magnitude_bitcast).to(tl.int32)
     p_rebiased = tl.minimum(p_magnitude - 0x38000000, 0xf800000)
     p_fixed = tl.where(p_is_subnormal, p_subnormal, p_rebiased << 4)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_wide = ((p_fixed + ((noise.to(tl.uint32, bitcast=True) >> 23).to(tl.int32, bitcast=True) | 1)).to(tl.uint32, bitcast=True) >> 9).to(tl.int32, bitcast=True)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
+    p_wide = (
+        (
+            p_fixed + ((noise.to(tl.uint32, bitcast=True) >> 23).to(tl.int32, bitcast=True) | 1)
+        ).to(tl.uint32, bitcast=True)
+        >> 9
+    ).to(tl.int32, bitcast=True)
     p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
@@ -1653,7 +1812,8 @@ TILE = {
     "adafactor_float16_no_factored_small_3": 256,
 }
 
-# What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
+# What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a
+#     time.
 OPTIONS = {
     "adafactor_float32_no_factored_1": {"maxnreg": 96},
     "adafactor_float32_no_factored_3": {"maxnreg": 64},

@@ -58,7 +58,10 @@ struct weight_float16 {
         const I subnormal = bits(2.3283064365386963e-10f * to_float(wide));
         const I normal = (wide << 5) + 0x38000000;
         const I finite = where(wide < 0x40000, subnormal, normal);
-        return as_float(bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000))) | (high & 0x8000) << 16);
+        return as_float(
+            bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000)))
+            | (high & 0x8000) << 16
+        );
     }
     template <class Noise> void encode(int i, F x, const Noise &noise) const {
         const I x_bitcast = bits(x);
@@ -94,7 +97,8 @@ struct adagrad_kernel {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict sum_codes_at = (uint8_t *)at[parts<Weight>() + 1];  // uint8 [n]  read and written
-        int16_t *__restrict sum_range_at = (int16_t *)at[parts<Weight>() + 2];  // int16 [blocks of 64]  read and written
+        // int16 [blocks of 64]  read and written
+        int16_t *__restrict sum_range_at = (int16_t *)at[parts<Weight>() + 2];
         const F weight_decay(scalars[0]);
         const F grad_scale(scalars[1]);
         const F scalar_0(scalars[2]);
@@ -144,7 +148,8 @@ struct adagrad_kernel {
                 const F g_3 = fma(weight_decay, p, g_2);                               // 19  g = l2(g, p, weight_decay)
                 const F sum__2 = fma(g_3, g_3, sum_);                                  // 20  sum = sum + g * g
                 const F sum_sqrt = sqrt(sum__2);
-                const F p_2 = fma(-g_3, 1.0f / fma(sum_sqrt, scalar_0, scalar_1), p);  // 22  p = p - step_lr * g / (sqrt(sum) + eps)
+                // 22  p = p - step_lr * g / (sqrt(sum) + eps)
+                const F p_2 = fma(-g_3, 1.0f / fma(sum_sqrt, scalar_0, scalar_1), p);
                 const I sum_pattern = bits(sum_sqrt);
                 largest_of_block = larger<RAGGED>(largest_of_block, sum_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, sum_pattern, i, end);

@@ -90,7 +90,8 @@ struct adam_kernel {
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F g_3 = fma(weight_decay, p, g_2);                         // 26  g = l2(g, p, weight_decay)
-            const F exp_avg_2 = fma(one_minus_beta1, g_3, beta1 * exp_avg);  // 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            // 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1, g_3, beta1 * exp_avg);
             // 28  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(one_minus_beta2 * g_3, g_3, beta2 * exp_avg_sq);
             // 33  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -156,7 +157,8 @@ struct adam_amsgrad_kernel {
     static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 8;
     // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}});
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT,
+        true}});
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -187,7 +189,8 @@ struct adam_amsgrad_kernel {
             const F max_exp_avg_sq = load(max_exp_avg_sq_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F g_3 = fma(weight_decay, p, g_2);                         // 26  g = l2(g, p, weight_decay)
-            const F exp_avg_2 = fma(one_minus_beta1, g_3, beta1 * exp_avg);  // 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            // 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1, g_3, beta1 * exp_avg);
             // 28  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(one_minus_beta2 * g_3, g_3, beta2 * exp_avg_sq);
             // 30  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
@@ -209,7 +212,8 @@ struct adam_amsgrad_decoupled_weight_decay_kernel {
     static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}});
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT,
+        true}});
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -257,15 +261,21 @@ struct adam_amsgrad_decoupled_weight_decay_kernel {
 template <class Grad> using adam_float32 = adam_kernel<weight_float32, Grad>;
 template <class Grad> using adam_bfloat16 = adam_kernel<weight_bfloat16, Grad>;
 template <class Grad> using adam_float16 = adam_kernel<weight_float16, Grad>;
-template <class Grad> using adam_float32_decoupled_weight_decay = adam_decoupled_weight_decay_kernel<weight_float32, Grad>;
-template <class Grad> using adam_bfloat16_decoupled_weight_decay = adam_decoupled_weight_decay_kernel<weight_bfloat16, Grad>;
-template <class Grad> using adam_float16_decoupled_weight_decay = adam_decoupled_weight_decay_kernel<weight_float16, Grad>;
+template <class Grad> using adam_float32_decoupled_weight_decay = adam_decoupled_weight_decay_kernel<weight_float32,
+    Grad>;
+template <class Grad> using adam_bfloat16_decoupled_weight_decay = adam_decoupled_weight_decay_kernel<weight_bfloat16,
+    Grad>;
+template <class Grad> using adam_float16_decoupled_weight_decay = adam_decoupled_weight_decay_kernel<weight_float16,
+    Grad>;
 template <class Grad> using adam_float32_amsgrad = adam_amsgrad_kernel<weight_float32, Grad>;
 template <class Grad> using adam_bfloat16_amsgrad = adam_amsgrad_kernel<weight_bfloat16, Grad>;
 template <class Grad> using adam_float16_amsgrad = adam_amsgrad_kernel<weight_float16, Grad>;
-template <class Grad> using adam_float32_amsgrad_decoupled_weight_decay = adam_amsgrad_decoupled_weight_decay_kernel<weight_float32, Grad>;
-template <class Grad> using adam_bfloat16_amsgrad_decoupled_weight_decay = adam_amsgrad_decoupled_weight_decay_kernel<weight_bfloat16, Grad>;
-template <class Grad> using adam_float16_amsgrad_decoupled_weight_decay = adam_amsgrad_decoupled_weight_decay_kernel<weight_float16, Grad>;
+template <class Grad> using adam_float32_amsgrad_decoupled_weight_decay =
+    adam_amsgrad_decoupled_weight_decay_kernel<weight_float32, Grad>;
+template <class Grad> using adam_bfloat16_amsgrad_decoupled_weight_decay =
+    adam_amsgrad_decoupled_weight_decay_kernel<weight_bfloat16, Grad>;
+template <class Grad> using adam_float16_amsgrad_decoupled_weight_decay =
+    adam_amsgrad_decoupled_weight_decay_kernel<weight_float16, Grad>;
 
 }  // namespace
 

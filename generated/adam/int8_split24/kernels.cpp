@@ -61,7 +61,10 @@ struct weight_float16 {
         const I subnormal = bits(2.3283064365386963e-10f * to_float(wide));
         const I normal = (wide << 5) + 0x38000000;
         const I finite = where(wide < 0x40000, subnormal, normal);
-        return as_float(bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000))) | (high & 0x8000) << 16);
+        return as_float(
+            bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000)))
+            | (high & 0x8000) << 16
+        );
     }
     template <class Noise> void encode(int i, F x, const Noise &noise) const {
         const I x_bitcast = bits(x);
@@ -88,7 +91,9 @@ struct adam_kernel {
     static constexpr int DRAWN = NOISE.mask({P, 0, 1}), KEPT = NOISE.mask({P, 0, 1});
     static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3 + count(KEPT)), SCALARS = 8;
     // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}});
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>(
+        {{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}}
+    );
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -135,11 +140,15 @@ struct adam_kernel {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
+            const F exp_avg_scale_2 = as_float(
+                where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2)
+            );
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
             const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_step = bits(
+                fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)
+            ) - 0x4b400000;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
@@ -180,7 +189,10 @@ struct adam_kernel {
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 const F g_3 = fma(weight_decay, p, g_2);                   // 26  g = l2(g, p, weight_decay)
                 // 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1, g_3, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
+                const F exp_avg = fma(
+                    one_minus_beta1, g_3,
+                    exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value)
+                );
                 // 28  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq_2 = fma(one_minus_beta2 * g_3, g_3, beta2 * exp_avg_sq);
                 const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
@@ -208,7 +220,9 @@ struct adam_kernel {
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
-            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_step_2 = bits(
+                fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)
+            ) - 0x4b400000;
             const I exp_avg_sq_start_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
@@ -254,7 +268,8 @@ struct adam_kernel {
                 const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const I exp_avg_sq_offset = fraction<0, 24>(noise) + exp_avg_sq_half_add;
-                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base,
+                    exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
                 const F exp_avg_sq_value_2 = as_float(exp_avg_sq_start_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
@@ -286,7 +301,12 @@ struct adam_kernel {
                 const int i = b * BLOCK + k;
                 const auto noise = words.kept(i);
                 const F exp_avg_value = load(exp_avg_value_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul), 3200.0f));
+                const I exp_avg_pattern = bits(
+                    fma(
+                        exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul),
+                        3200.0f
+                    )
+                );
                 store(exp_avg_codes_at + i, exp_avg_pattern + integer<1>(noise) >> 12);
             }
         }
@@ -329,7 +349,8 @@ struct adam_small_kernel {
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F g_3 = fma(weight_decay, p, g_2);                         // 26  g = l2(g, p, weight_decay)
-            const F exp_avg_2 = fma(one_minus_beta1, g_3, beta1 * exp_avg);  // 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            // 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1, g_3, beta1 * exp_avg);
             // 28  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(one_minus_beta2 * g_3, g_3, beta2 * exp_avg_sq);
             // 33  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -348,7 +369,9 @@ struct adam_decoupled_weight_decay_kernel {
     static constexpr int DRAWN = NOISE.mask({P, 0, 1}), KEPT = NOISE.mask({P, 0, 1});
     static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3 + count(KEPT)), SCALARS = 7;
     // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}});
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>(
+        {{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}}
+    );
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -394,11 +417,15 @@ struct adam_decoupled_weight_decay_kernel {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
+            const F exp_avg_scale_2 = as_float(
+                where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2)
+            );
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
             const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_step = bits(
+                fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)
+            ) - 0x4b400000;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
@@ -437,7 +464,10 @@ struct adam_decoupled_weight_decay_kernel {
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 // 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
+                const F exp_avg = fma(
+                    one_minus_beta1_times_grad_scale, g,
+                    exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value)
+                );
                 // 28  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
                 const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
@@ -465,7 +495,9 @@ struct adam_decoupled_weight_decay_kernel {
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
-            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_step_2 = bits(
+                fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)
+            ) - 0x4b400000;
             const I exp_avg_sq_start_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
@@ -511,7 +543,8 @@ struct adam_decoupled_weight_decay_kernel {
                 const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const I exp_avg_sq_offset = fraction<0, 24>(noise) + exp_avg_sq_half_add;
-                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base,
+                    exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
                 const F exp_avg_sq_value_2 = as_float(exp_avg_sq_start_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
@@ -542,7 +575,12 @@ struct adam_decoupled_weight_decay_kernel {
                 const int i = b * BLOCK + k;
                 const auto noise = words.kept(i);
                 const F exp_avg_value = load(exp_avg_value_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul), 3200.0f));
+                const I exp_avg_pattern = bits(
+                    fma(
+                        exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul),
+                        3200.0f
+                    )
+                );
                 store(exp_avg_codes_at + i, exp_avg_pattern + integer<1>(noise) >> 12);
             }
         }
@@ -603,7 +641,12 @@ struct adam_amsgrad_kernel {
     static constexpr int DRAWN = NOISE.mask({P, 0, 1}), KEPT = NOISE.mask({P, 0, 1});
     static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 4 + count(KEPT)), SCALARS = 8;
     // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}});
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>(
+        {
+            {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true},
+            {2, BLOCK_OF, true}
+        }
+    );
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -662,18 +705,25 @@ struct adam_amsgrad_kernel {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
+            const F exp_avg_scale_2 = as_float(
+                where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2)
+            );
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
             const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_step = bits(
+                fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)
+            ) - 0x4b400000;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             const I16 max_exp_avg_sq_range = raw(max_exp_avg_sq_range_at + b);
             const I max_exp_avg_sq_header = to_int(max_exp_avg_sq_range);
             const I max_exp_avg_sq_cells = max(I(4), max_exp_avg_sq_header & 255);
-            const I max_exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(max_exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
-            const I max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (max_exp_avg_sq_step >> 1);
+            const I max_exp_avg_sq_step = bits(
+                fma(4194304.0f, 1.0f / to_float(max_exp_avg_sq_cells), 12582912.0f)
+            ) - 0x4b400000;
+            const I max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (max_exp_avg_sq_step
+                >> 1);
             const I max_exp_avg_sq_middle_2 = where(max_exp_avg_sq_header == 0, I(0), max_exp_avg_sq_middle);
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
@@ -717,14 +767,19 @@ struct adam_amsgrad_kernel {
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_codes_at + i);
                 const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_code);
-                const F max_exp_avg_sq_value = as_float(max_exp_avg_sq_middle_2 + max_exp_avg_sq_piece * max_exp_avg_sq_step);
+                const F max_exp_avg_sq_value = as_float(
+                    max_exp_avg_sq_middle_2 + max_exp_avg_sq_piece * max_exp_avg_sq_step
+                );
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
                 const F max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value;
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 const F g_3 = fma(weight_decay, p, g_2);                               // 26  g = l2(g, p, weight_decay)
                 // 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1, g_3, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
+                const F exp_avg = fma(
+                    one_minus_beta1, g_3,
+                    exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value)
+                );
                 // 28  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq_2 = fma(one_minus_beta2 * g_3, g_3, beta2 * exp_avg_sq);
                 // 30  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
@@ -762,7 +817,9 @@ struct adam_amsgrad_kernel {
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
-            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_step_2 = bits(
+                fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)
+            ) - 0x4b400000;
             const I exp_avg_sq_start_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
@@ -773,7 +830,9 @@ struct adam_amsgrad_kernel {
             const I max_exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block_2));
             const I max_exp_avg_sq_above = (max_exp_avg_sq_largest >> 22) + 1;
             const I max_exp_avg_sq_below = smallest_of_block_2 >> 22;
-            const I max_exp_avg_sq_units = min(I(64), max(I(1), max_exp_avg_sq_above - max(I(128), max_exp_avg_sq_below)));
+            const I max_exp_avg_sq_units = min(
+                I(64), max(I(1), max_exp_avg_sq_above - max(I(128), max_exp_avg_sq_below))
+            );
             const I max_exp_avg_sq_first = max_exp_avg_sq_above - max_exp_avg_sq_units;
             const I max_exp_avg_sq_start = max_exp_avg_sq_first << 22;
             const I max_exp_avg_sq_start_sub = 0x5f700000 - max_exp_avg_sq_start;
@@ -827,12 +886,15 @@ struct adam_amsgrad_kernel {
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq_sqrt = load(max_exp_avg_sq_sqrt_kept + i);
                 const I exp_avg_sq_offset = fraction<0, 24>(noise) + exp_avg_sq_half_add;
-                const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub))
+                    * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
                 const F exp_avg_sq_value_2 = as_float(exp_avg_sq_start_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F exp_avg_value_abs = abs(exp_avg_value);
-                const I max_exp_avg_sq_position = max(I(0), min(bits(max_exp_avg_sq_sqrt) - max_exp_avg_sq_start, max_exp_avg_sq_start_sub)) * max_exp_avg_sq_scale;
+                const I max_exp_avg_sq_position = max(
+                    I(0), min(bits(max_exp_avg_sq_sqrt) - max_exp_avg_sq_start, max_exp_avg_sq_start_sub)
+                ) * max_exp_avg_sq_scale;
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
@@ -861,7 +923,12 @@ struct adam_amsgrad_kernel {
                 const int i = b * BLOCK + k;
                 const auto noise = words.kept(i);
                 const F exp_avg_value = load(exp_avg_value_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul), 3200.0f));
+                const I exp_avg_pattern = bits(
+                    fma(
+                        exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul),
+                        3200.0f
+                    )
+                );
                 store(exp_avg_codes_at + i, exp_avg_pattern + integer<1>(noise) >> 12);
             }
         }
@@ -875,7 +942,8 @@ struct adam_amsgrad_small_kernel {
     static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 8;
     // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}});
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT,
+        true}});
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -906,7 +974,8 @@ struct adam_amsgrad_small_kernel {
             const F max_exp_avg_sq = load(max_exp_avg_sq_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F g_3 = fma(weight_decay, p, g_2);                         // 26  g = l2(g, p, weight_decay)
-            const F exp_avg_2 = fma(one_minus_beta1, g_3, beta1 * exp_avg);  // 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            // 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1, g_3, beta1 * exp_avg);
             // 28  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(one_minus_beta2 * g_3, g_3, beta2 * exp_avg_sq);
             // 30  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
@@ -928,7 +997,12 @@ struct adam_amsgrad_decoupled_weight_decay_kernel {
     static constexpr int DRAWN = NOISE.mask({P, 0, 1}), KEPT = NOISE.mask({P, 0, 1});
     static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 4 + count(KEPT)), SCALARS = 7;
     // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}});
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>(
+        {
+            {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true},
+            {2, BLOCK_OF, true}
+        }
+    );
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -986,18 +1060,25 @@ struct adam_amsgrad_decoupled_weight_decay_kernel {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
+            const F exp_avg_scale_2 = as_float(
+                where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2)
+            );
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
             const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_step = bits(
+                fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)
+            ) - 0x4b400000;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             const I16 max_exp_avg_sq_range = raw(max_exp_avg_sq_range_at + b);
             const I max_exp_avg_sq_header = to_int(max_exp_avg_sq_range);
             const I max_exp_avg_sq_cells = max(I(4), max_exp_avg_sq_header & 255);
-            const I max_exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(max_exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
-            const I max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (max_exp_avg_sq_step >> 1);
+            const I max_exp_avg_sq_step = bits(
+                fma(4194304.0f, 1.0f / to_float(max_exp_avg_sq_cells), 12582912.0f)
+            ) - 0x4b400000;
+            const I max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (max_exp_avg_sq_step
+                >> 1);
             const I max_exp_avg_sq_middle_2 = where(max_exp_avg_sq_header == 0, I(0), max_exp_avg_sq_middle);
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
@@ -1040,13 +1121,18 @@ struct adam_amsgrad_decoupled_weight_decay_kernel {
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_codes_at + i);
                 const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_code);
-                const F max_exp_avg_sq_value = as_float(max_exp_avg_sq_middle_2 + max_exp_avg_sq_piece * max_exp_avg_sq_step);
+                const F max_exp_avg_sq_value = as_float(
+                    max_exp_avg_sq_middle_2 + max_exp_avg_sq_piece * max_exp_avg_sq_step
+                );
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
                 const F max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value;
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 // 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
+                const F exp_avg = fma(
+                    one_minus_beta1_times_grad_scale, g,
+                    exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value)
+                );
                 // 28  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
                 // 30  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
@@ -1084,7 +1170,9 @@ struct adam_amsgrad_decoupled_weight_decay_kernel {
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
-            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_step_2 = bits(
+                fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)
+            ) - 0x4b400000;
             const I exp_avg_sq_start_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
@@ -1095,7 +1183,9 @@ struct adam_amsgrad_decoupled_weight_decay_kernel {
             const I max_exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block_2));
             const I max_exp_avg_sq_above = (max_exp_avg_sq_largest >> 22) + 1;
             const I max_exp_avg_sq_below = smallest_of_block_2 >> 22;
-            const I max_exp_avg_sq_units = min(I(64), max(I(1), max_exp_avg_sq_above - max(I(128), max_exp_avg_sq_below)));
+            const I max_exp_avg_sq_units = min(
+                I(64), max(I(1), max_exp_avg_sq_above - max(I(128), max_exp_avg_sq_below))
+            );
             const I max_exp_avg_sq_first = max_exp_avg_sq_above - max_exp_avg_sq_units;
             const I max_exp_avg_sq_start = max_exp_avg_sq_first << 22;
             const I max_exp_avg_sq_start_sub = 0x5f700000 - max_exp_avg_sq_start;
@@ -1148,12 +1238,15 @@ struct adam_amsgrad_decoupled_weight_decay_kernel {
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq_sqrt = load(max_exp_avg_sq_sqrt_kept + i);
                 const I exp_avg_sq_offset = fraction<0, 24>(noise) + exp_avg_sq_half_add;
-                const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub))
+                    * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
                 const F exp_avg_sq_value_2 = as_float(exp_avg_sq_start_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F exp_avg_value_abs = abs(exp_avg_value);
-                const I max_exp_avg_sq_position = max(I(0), min(bits(max_exp_avg_sq_sqrt) - max_exp_avg_sq_start, max_exp_avg_sq_start_sub)) * max_exp_avg_sq_scale;
+                const I max_exp_avg_sq_position = max(
+                    I(0), min(bits(max_exp_avg_sq_sqrt) - max_exp_avg_sq_start, max_exp_avg_sq_start_sub)
+                ) * max_exp_avg_sq_scale;
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
@@ -1182,7 +1275,12 @@ struct adam_amsgrad_decoupled_weight_decay_kernel {
                 const int i = b * BLOCK + k;
                 const auto noise = words.kept(i);
                 const F exp_avg_value = load(exp_avg_value_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul), 3200.0f));
+                const I exp_avg_pattern = bits(
+                    fma(
+                        exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul),
+                        3200.0f
+                    )
+                );
                 store(exp_avg_codes_at + i, exp_avg_pattern + integer<1>(noise) >> 12);
             }
         }
@@ -1196,7 +1294,8 @@ struct adam_amsgrad_decoupled_weight_decay_small_kernel {
     static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}});
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT,
+        true}});
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -1247,24 +1346,36 @@ template <class Grad> using adam_bfloat16 = adam_kernel<weight_bfloat16, Grad>;
 template <class Grad> using adam_bfloat16_small = adam_small_kernel<weight_bfloat16, Grad>;
 template <class Grad> using adam_float16 = adam_kernel<weight_float16, Grad>;
 template <class Grad> using adam_float16_small = adam_small_kernel<weight_float16, Grad>;
-template <class Grad> using adam_float32_decoupled_weight_decay = adam_decoupled_weight_decay_kernel<weight_float32, Grad>;
-template <class Grad> using adam_float32_decoupled_weight_decay_small = adam_decoupled_weight_decay_small_kernel<weight_float32, Grad>;
-template <class Grad> using adam_bfloat16_decoupled_weight_decay = adam_decoupled_weight_decay_kernel<weight_bfloat16, Grad>;
-template <class Grad> using adam_bfloat16_decoupled_weight_decay_small = adam_decoupled_weight_decay_small_kernel<weight_bfloat16, Grad>;
-template <class Grad> using adam_float16_decoupled_weight_decay = adam_decoupled_weight_decay_kernel<weight_float16, Grad>;
-template <class Grad> using adam_float16_decoupled_weight_decay_small = adam_decoupled_weight_decay_small_kernel<weight_float16, Grad>;
+template <class Grad> using adam_float32_decoupled_weight_decay = adam_decoupled_weight_decay_kernel<weight_float32,
+    Grad>;
+template <class Grad> using adam_float32_decoupled_weight_decay_small =
+    adam_decoupled_weight_decay_small_kernel<weight_float32, Grad>;
+template <class Grad> using adam_bfloat16_decoupled_weight_decay = adam_decoupled_weight_decay_kernel<weight_bfloat16,
+    Grad>;
+template <class Grad> using adam_bfloat16_decoupled_weight_decay_small =
+    adam_decoupled_weight_decay_small_kernel<weight_bfloat16, Grad>;
+template <class Grad> using adam_float16_decoupled_weight_decay = adam_decoupled_weight_decay_kernel<weight_float16,
+    Grad>;
+template <class Grad> using adam_float16_decoupled_weight_decay_small =
+    adam_decoupled_weight_decay_small_kernel<weight_float16, Grad>;
 template <class Grad> using adam_float32_amsgrad = adam_amsgrad_kernel<weight_float32, Grad>;
 template <class Grad> using adam_float32_amsgrad_small = adam_amsgrad_small_kernel<weight_float32, Grad>;
 template <class Grad> using adam_bfloat16_amsgrad = adam_amsgrad_kernel<weight_bfloat16, Grad>;
 template <class Grad> using adam_bfloat16_amsgrad_small = adam_amsgrad_small_kernel<weight_bfloat16, Grad>;
 template <class Grad> using adam_float16_amsgrad = adam_amsgrad_kernel<weight_float16, Grad>;
 template <class Grad> using adam_float16_amsgrad_small = adam_amsgrad_small_kernel<weight_float16, Grad>;
-template <class Grad> using adam_float32_amsgrad_decoupled_weight_decay = adam_amsgrad_decoupled_weight_decay_kernel<weight_float32, Grad>;
-template <class Grad> using adam_float32_amsgrad_decoupled_weight_decay_small = adam_amsgrad_decoupled_weight_decay_small_kernel<weight_float32, Grad>;
-template <class Grad> using adam_bfloat16_amsgrad_decoupled_weight_decay = adam_amsgrad_decoupled_weight_decay_kernel<weight_bfloat16, Grad>;
-template <class Grad> using adam_bfloat16_amsgrad_decoupled_weight_decay_small = adam_amsgrad_decoupled_weight_decay_small_kernel<weight_bfloat16, Grad>;
-template <class Grad> using adam_float16_amsgrad_decoupled_weight_decay = adam_amsgrad_decoupled_weight_decay_kernel<weight_float16, Grad>;
-template <class Grad> using adam_float16_amsgrad_decoupled_weight_decay_small = adam_amsgrad_decoupled_weight_decay_small_kernel<weight_float16, Grad>;
+template <class Grad> using adam_float32_amsgrad_decoupled_weight_decay =
+    adam_amsgrad_decoupled_weight_decay_kernel<weight_float32, Grad>;
+template <class Grad> using adam_float32_amsgrad_decoupled_weight_decay_small =
+    adam_amsgrad_decoupled_weight_decay_small_kernel<weight_float32, Grad>;
+template <class Grad> using adam_bfloat16_amsgrad_decoupled_weight_decay =
+    adam_amsgrad_decoupled_weight_decay_kernel<weight_bfloat16, Grad>;
+template <class Grad> using adam_bfloat16_amsgrad_decoupled_weight_decay_small =
+    adam_amsgrad_decoupled_weight_decay_small_kernel<weight_bfloat16, Grad>;
+template <class Grad> using adam_float16_amsgrad_decoupled_weight_decay =
+    adam_amsgrad_decoupled_weight_decay_kernel<weight_float16, Grad>;
+template <class Grad> using adam_float16_amsgrad_decoupled_weight_decay_small =
+    adam_amsgrad_decoupled_weight_decay_small_kernel<weight_float16, Grad>;
 
 }  // namespace
 

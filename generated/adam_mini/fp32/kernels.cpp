@@ -120,7 +120,9 @@ struct adam_mini_kernel_2 {
             const F row_sum_for_vmean_row = load(row_sum_for_vmean_row_at + i);
             const F vmean_row = load(vmean_row_at + i);
             // 29  vmean_row = beta2 * vmean_row + (1 - beta2) * row_mean(g * g)
-            const F vmean_row_2 = fma(one_minus_beta2, grad_scale_times_grad_scale * row_sum_for_vmean_row / F(extent[1]), beta2 * vmean_row);
+            const F vmean_row_2 = fma(
+                one_minus_beta2, grad_scale_times_grad_scale * row_sum_for_vmean_row / F(extent[1]), beta2 * vmean_row
+            );
             // 33  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
             const F denom = sqrt(vmean_row_2) / sqrt_one_minus_beta2_pow_t + eps;
             store(vmean_row_at + i, vmean_row_2);
@@ -234,7 +236,9 @@ struct adam_mini_no_by_rows_kernel_2 {
             const F tensor_sum_for_vmean = load(tensor_sum_for_vmean_at + i);
             const F vmean = load(vmean_at + i);
             // 31  vmean = beta2 * vmean + (1 - beta2) * mean(g * g)
-            const F vmean_2 = fma(one_minus_beta2, grad_scale_times_grad_scale * tensor_sum_for_vmean / F(extent[2]), beta2 * vmean);
+            const F vmean_2 = fma(
+                one_minus_beta2, grad_scale_times_grad_scale * tensor_sum_for_vmean / F(extent[2]), beta2 * vmean
+            );
             // 33  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
             const F denom = sqrt(vmean_2) / sqrt_one_minus_beta2_pow_t + eps;
             store(vmean_at + i, vmean_2);

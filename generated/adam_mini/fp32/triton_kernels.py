@@ -73,7 +73,9 @@ def adam_mini_float32_2_values(
     row_sum_for_vmean_row = get(row_sum_for_vmean_row_ptr, at, live, True)
     vmean_row = get(vmean_row_ptr, at, live, True)
     # 29  vmean_row = beta2 * vmean_row + (1 - beta2) * row_mean(g * g)
-    vmean_row = tl.fma(one_minus_beta2, grad_scale_times_grad_scale * row_sum_for_vmean_row / extent_columns, beta2 * vmean_row)
+    vmean_row = tl.fma(
+        one_minus_beta2, grad_scale_times_grad_scale * row_sum_for_vmean_row / extent_columns, beta2 * vmean_row
+    )
     denom = tl.sqrt(vmean_row) / sqrt_one_minus_beta2_pow_t + eps  # 33  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     put(vmean_row_ptr, at, vmean_row, live, True)
     put(one_over_denom_ptr, at, 1.0 / denom, live, True)
@@ -221,7 +223,10 @@ def adam_mini_bfloat16_3_tile(
     # -- encode and store
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(
+        p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live,
+        MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -465,7 +470,10 @@ def adam_mini_bfloat16_no_by_rows_3_tile(
     # -- encode and store
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(
+        p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live,
+        MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -539,7 +547,8 @@ TILE = {
     "adam_mini_float16_no_by_rows_3": 256,
 }
 
-# What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
+# What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a
+#     time.
 OPTIONS = {
     "adam_mini_float32_no_by_rows_1": {"maxnreg": 80},
     "adam_mini_float32_no_by_rows_3": {"maxnreg": 64},

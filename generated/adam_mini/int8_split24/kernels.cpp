@@ -57,7 +57,10 @@ struct weight_float16 {
         const I subnormal = bits(2.3283064365386963e-10f * to_float(wide));
         const I normal = (wide << 5) + 0x38000000;
         const I finite = where(wide < 0x40000, subnormal, normal);
-        return as_float(bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000))) | (high & 0x8000) << 16);
+        return as_float(
+            bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000)))
+            | (high & 0x8000) << 16
+        );
     }
     template <class Noise> void encode(int i, F x, const Noise &noise) const {
         const I x_bitcast = bits(x);
@@ -204,7 +207,9 @@ struct adam_mini_kernel_2 {
             const F row_sum_for_vmean_row = load(row_sum_for_vmean_row_at + i);
             const F vmean_row = load(vmean_row_at + i);
             // 29  vmean_row = beta2 * vmean_row + (1 - beta2) * row_mean(g * g)
-            const F vmean_row_2 = fma(one_minus_beta2, grad_scale_times_grad_scale * row_sum_for_vmean_row / F(extent[1]), beta2 * vmean_row);
+            const F vmean_row_2 = fma(
+                one_minus_beta2, grad_scale_times_grad_scale * row_sum_for_vmean_row / F(extent[1]), beta2 * vmean_row
+            );
             // 33  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
             const F denom = sqrt(vmean_row_2) / sqrt_one_minus_beta2_pow_t + eps;
             store(vmean_row_at + i, vmean_row_2);
@@ -267,7 +272,9 @@ struct adam_mini_kernel_3 {
                 const F p = weight.decode(i);
                 const F p_2 = one_minus_lr_times_weight_decay * p;  // 26  p = decoupled(p, lr, weight_decay)
                 // 34  p = p - lr / (1 - beta1**t) * m / denom
-                const F p_3 = fma(m_scale_neg, m_code_2 / (254.0f - m_bend) * load(one_over_denom_at + (i & row_mask)), p_2);
+                const F p_3 = fma(
+                    m_scale_neg, m_code_2 / (254.0f - m_bend) * load(one_over_denom_at + (i & row_mask)), p_2
+                );
                 weight.encode(i, p_3, noise);
             }
         }
@@ -340,7 +347,9 @@ struct adam_mini_small_kernel_2 {
             const F row_sum_for_vmean_row = load(row_sum_for_vmean_row_at + i);
             const F vmean_row = load(vmean_row_at + i);
             // 29  vmean_row = beta2 * vmean_row + (1 - beta2) * row_mean(g * g)
-            const F vmean_row_2 = fma(one_minus_beta2, grad_scale_times_grad_scale * row_sum_for_vmean_row / F(extent[1]), beta2 * vmean_row);
+            const F vmean_row_2 = fma(
+                one_minus_beta2, grad_scale_times_grad_scale * row_sum_for_vmean_row / F(extent[1]), beta2 * vmean_row
+            );
             // 33  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
             const F denom = sqrt(vmean_row_2) / sqrt_one_minus_beta2_pow_t + eps;
             store(vmean_row_at + i, vmean_row_2);
@@ -515,7 +524,9 @@ struct adam_mini_no_by_rows_kernel_2 {
             const F tensor_sum_for_vmean = load(tensor_sum_for_vmean_at + i);
             const F vmean = load(vmean_at + i);
             // 31  vmean = beta2 * vmean + (1 - beta2) * mean(g * g)
-            const F vmean_2 = fma(one_minus_beta2, grad_scale_times_grad_scale * tensor_sum_for_vmean / F(extent[2]), beta2 * vmean);
+            const F vmean_2 = fma(
+                one_minus_beta2, grad_scale_times_grad_scale * tensor_sum_for_vmean / F(extent[2]), beta2 * vmean
+            );
             // 33  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
             const F denom = sqrt(vmean_2) / sqrt_one_minus_beta2_pow_t + eps;
             store(vmean_at + i, vmean_2);
@@ -651,7 +662,9 @@ struct adam_mini_no_by_rows_small_kernel_2 {
             const F tensor_sum_for_vmean = load(tensor_sum_for_vmean_at + i);
             const F vmean = load(vmean_at + i);
             // 31  vmean = beta2 * vmean + (1 - beta2) * mean(g * g)
-            const F vmean_2 = fma(one_minus_beta2, grad_scale_times_grad_scale * tensor_sum_for_vmean / F(extent[2]), beta2 * vmean);
+            const F vmean_2 = fma(
+                one_minus_beta2, grad_scale_times_grad_scale * tensor_sum_for_vmean / F(extent[2]), beta2 * vmean
+            );
             // 33  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
             const F denom = sqrt(vmean_2) / sqrt_one_minus_beta2_pow_t + eps;
             store(vmean_at + i, vmean_2);
@@ -788,7 +801,8 @@ template <class Grad> using adam_mini_float16_small = adam_mini_small_step<weigh
 template <class Grad> using adam_mini_float32_no_by_rows = adam_mini_no_by_rows_step<weight_float32, Grad>;
 template <class Grad> using adam_mini_float32_no_by_rows_small = adam_mini_no_by_rows_small_step<weight_float32, Grad>;
 template <class Grad> using adam_mini_bfloat16_no_by_rows = adam_mini_no_by_rows_step<weight_bfloat16, Grad>;
-template <class Grad> using adam_mini_bfloat16_no_by_rows_small = adam_mini_no_by_rows_small_step<weight_bfloat16, Grad>;
+template <class Grad> using adam_mini_bfloat16_no_by_rows_small = adam_mini_no_by_rows_small_step<weight_bfloat16,
+    Grad>;
 template <class Grad> using adam_mini_float16_no_by_rows = adam_mini_no_by_rows_step<weight_float16, Grad>;
 template <class Grad> using adam_mini_float16_no_by_rows_small = adam_mini_no_by_rows_small_step<weight_float16, Grad>;
 

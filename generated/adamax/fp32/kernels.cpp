@@ -89,7 +89,8 @@ struct adamax_kernel {
             const F exp_avg = load(exp_avg_at + i);
             const F exp_inf = load(exp_inf_at + i);
             const F g_3 = fma(weight_decay, p, g_2);                         // 20  g = l2(g, p, weight_decay)
-            const F exp_avg_2 = fma(one_minus_beta1, g_3, beta1 * exp_avg);  // 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            // 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1, g_3, beta1 * exp_avg);
             // 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
             const F exp_inf_2 = max(beta2 * exp_inf, abs(g_3) + eps);
             // 23  p = p - lr / (1 - beta1**t) * exp_avg / exp_inf

@@ -60,7 +60,10 @@ struct weight_float16 {
         const I subnormal = bits(2.3283064365386963e-10f * to_float(wide));
         const I normal = (wide << 5) + 0x38000000;
         const I finite = where(wide < 0x40000, subnormal, normal);
-        return as_float(bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000))) | (high & 0x8000) << 16);
+        return as_float(
+            bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000)))
+            | (high & 0x8000) << 16
+        );
     }
     template <class Noise> void encode(int i, F x, const Noise &noise) const {
         const I x_bitcast = bits(x);
@@ -87,7 +90,9 @@ struct adamax_kernel {
     static constexpr int DRAWN = NOISE.mask({P, 1, 0}), KEPT = NOISE.mask({1, 0});
     static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2 + count(KEPT)), SCALARS = 7;
     // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}});
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>(
+        {{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}}
+    );
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -130,7 +135,9 @@ struct adamax_kernel {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
+            const F exp_avg_scale_2 = as_float(
+                where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2)
+            );
             const I16 exp_inf_range = raw(exp_inf_range_at + b);
             const I exp_inf_header = to_int(exp_inf_range);
             const I exp_inf_cells = max(I(4), exp_inf_header & 255);
@@ -170,8 +177,11 @@ struct adamax_kernel {
                 const F exp_inf = exp_inf_value * exp_inf_value;
                 const F g_3 = fma(weight_decay, p, g_2);                   // 20  g = l2(g, p, weight_decay)
                 // 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1, g_3, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
-                const F exp_inf_2 = max(beta2 * exp_inf, abs(g_3) + eps);  // 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
+                const F exp_avg = fma(
+                    one_minus_beta1, g_3, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend))
+                );
+                // 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
+                const F exp_inf_2 = max(beta2 * exp_inf, abs(g_3) + eps);
                 // 23  p = p - lr / (1 - beta1**t) * exp_avg / exp_inf
                 const F p_2 = fma(-(lr_over_one_minus_beta1_pow_t * exp_avg), 1.0f / exp_inf_2, p);
                 const F exp_avg_abs = abs(exp_avg);
@@ -234,9 +244,12 @@ struct adamax_kernel {
                 const auto noise = words.kept(i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const I exp_inf_pattern = load(exp_inf_pattern_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
+                const I exp_avg_pattern = bits(
+                    fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f)
+                );
                 const I exp_inf_offset = fraction<1, 24>(noise) + exp_inf_half_add;
-                const I exp_inf_position = max(I(0), min(exp_inf_pattern - exp_inf_base, exp_inf_base_sub)) * exp_inf_scale + exp_inf_offset;
+                const I exp_inf_position = max(I(0), min(exp_inf_pattern - exp_inf_base, exp_inf_base_sub)) *
+                    exp_inf_scale + exp_inf_offset;
                 store(exp_avg_codes_at + i, exp_avg_pattern + integer<0>(noise) >> 12);
                 store_byte<3>(exp_inf_codes_at + i, exp_inf_position);
             }
@@ -279,7 +292,8 @@ struct adamax_small_kernel {
             const F exp_avg = load(exp_avg_at + i);
             const F exp_inf = load(exp_inf_at + i);
             const F g_3 = fma(weight_decay, p, g_2);                         // 20  g = l2(g, p, weight_decay)
-            const F exp_avg_2 = fma(one_minus_beta1, g_3, beta1 * exp_avg);  // 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            // 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1, g_3, beta1 * exp_avg);
             // 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
             const F exp_inf_2 = max(beta2 * exp_inf, abs(g_3) + eps);
             // 23  p = p - lr / (1 - beta1**t) * exp_avg / exp_inf

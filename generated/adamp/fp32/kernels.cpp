@@ -159,8 +159,16 @@ struct adamp_kernel_2 {
             const F row_sum_for_invariant_3 = load(row_sum_for_invariant_3_at + i);
             const F row_sum_of_p = load(row_sum_of_p_at + i);
             const F row_sum_for_invariant_2_add = sqrt(row_sum_for_invariant_2) + eps;
-            store(tensor_max_for_invariant_at + i, abs(grad_scale * row_sum_for_invariant) / (row_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)));
-            store(row_sum_of_p_over_row_mul_3_at + i, row_sum_of_p / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add));
+            store(
+                tensor_max_for_invariant_at + i,
+                abs(grad_scale * row_sum_for_invariant) / (
+                    row_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)
+                )
+            );
+            store(
+                row_sum_of_p_over_row_mul_3_at + i,
+                row_sum_of_p / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add)
+            );
             store(tensor_sum_for_invariant_at + i, row_sum_for_invariant);
             store(tensor_sum_for_invariant_2_at + i, row_sum_for_invariant_2);
             store(tensor_sum_for_invariant_3_at + i, row_sum_for_invariant_3);
@@ -242,9 +250,17 @@ struct adamp_kernel_4 {
             const F delta_over_sqrt_elements = load(delta_over_sqrt_elements_at + i);
             const F tensor_sum_of_p = load(tensor_sum_of_p_at + i);
             const F tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps;
-            const M delta_over_sqrt_elements_lt = abs(grad_scale * tensor_sum_for_invariant) / (tensor_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements;
+            const M delta_over_sqrt_elements_lt = abs(grad_scale * tensor_sum_for_invariant) /
+                (tensor_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) +
+                eps)) < delta_over_sqrt_elements;
             store(lt_tensor_div_delta_over_sqrt_elements_at + i, where(delta_over_sqrt_elements_lt, F(1.0f), F(0.0f)));
-            store(tensor_sum_of_p_over_tensor_mul_3_2_at + i, where(delta_over_sqrt_elements_lt, tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), F(0.0f)));
+            store(
+                tensor_sum_of_p_over_tensor_mul_3_2_at + i,
+                where(
+                    delta_over_sqrt_elements_lt,
+                    tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), F(0.0f)
+                )
+            );
         }
     }
 };
@@ -287,7 +303,9 @@ struct adamp_kernel_5 {
             const F lt_tensor_div_delta_over_sqrt_elements = load(lt_tensor_div_delta_over_sqrt_elements_at + i);
             const M tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns;
             // 29  update, invariant = without_radial(update, p, g, delta, eps)
-            const F invariant = where(tensor_max_for_invariant_lt | 0.0f < lt_tensor_div_delta_over_sqrt_elements, F(1.0f), F(0.0f));
+            const F invariant = where(
+                tensor_max_for_invariant_lt | 0.0f < lt_tensor_div_delta_over_sqrt_elements, F(1.0f), F(0.0f)
+            );
             // 30  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
             const F weight_decay_ = weight_decay * fma(minus_one_minus_wd_ratio, invariant, 1.0f);
             store(tensor_lt_at + i, where(tensor_max_for_invariant_lt, F(1.0f), F(0.0f)));
@@ -325,7 +343,10 @@ struct adamp_kernel_6 {
             const F tensor_lt = F(*tensor_lt_at);
             const F row_sum_of_p_over_row_mul_3 = load(row_sum_of_p_over_row_mul_3_at + i);
             const F tensor_sum_of_p_over_tensor_mul_3_2 = F(*tensor_sum_of_p_over_tensor_mul_3_2_at);
-            store(row_sum_of_p_over_row_mul_3_2_at + i, where(0.0f < tensor_lt, row_sum_of_p_over_row_mul_3, tensor_sum_of_p_over_tensor_mul_3_2));
+            store(
+                row_sum_of_p_over_row_mul_3_2_at + i,
+                where(0.0f < tensor_lt, row_sum_of_p_over_row_mul_3, tensor_sum_of_p_over_tensor_mul_3_2)
+            );
         }
     }
 };
@@ -375,8 +396,10 @@ struct adamp_kernel_7 {
             const F update = exp_avg / fma(sqrt(exp_avg_sq), scalar_2, scalar_3);
             // 29  update, invariant = without_radial(update, p, g, delta, eps)
             const F update_2 = fma(-load(row_sum_of_p_over_row_mul_3_2_at + (i & row_mask)), p, update);
-            const F p_2 = p * one_minus_lr_times_weight_decay_2;                    // 31  p = decoupled(p, lr, weight_decay)
-            const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update_2, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
+            // 31  p = decoupled(p, lr, weight_decay)
+            const F p_2 = p * one_minus_lr_times_weight_decay_2;
+            // 32  p = p - lr / (1 - beta1**t) * update
+            const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update_2, p_2);
             weight.encode(i, p_3, noise);
         }
     }
@@ -490,8 +513,16 @@ struct adamp_kernel_2_2 {
             const F row_sum_for_invariant_3 = load(row_sum_for_invariant_3_at + i);
             const F row_sum_of_update = load(row_sum_of_update_at + i);
             const F row_sum_for_invariant_2_add = sqrt(row_sum_for_invariant_2) + eps;
-            store(tensor_max_for_invariant_at + i, abs(grad_scale * row_sum_for_invariant) / (row_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)));
-            store(row_sum_of_update_over_row_mul_3_at + i, row_sum_of_update / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add));
+            store(
+                tensor_max_for_invariant_at + i,
+                abs(grad_scale * row_sum_for_invariant) / (
+                    row_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)
+                )
+            );
+            store(
+                row_sum_of_update_over_row_mul_3_at + i,
+                row_sum_of_update / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add)
+            );
             store(tensor_sum_for_invariant_at + i, row_sum_for_invariant);
             store(tensor_sum_for_invariant_2_at + i, row_sum_for_invariant_2);
             store(tensor_sum_for_invariant_3_at + i, row_sum_for_invariant_3);
@@ -545,9 +576,17 @@ struct adamp_kernel_4_2 {
             const F delta_over_sqrt_elements = load(delta_over_sqrt_elements_at + i);
             const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
             const F tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps;
-            const M delta_over_sqrt_elements_lt = abs(grad_scale * tensor_sum_for_invariant) / (tensor_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements;
+            const M delta_over_sqrt_elements_lt = abs(grad_scale * tensor_sum_for_invariant) /
+                (tensor_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) +
+                eps)) < delta_over_sqrt_elements;
             store(lt_tensor_div_delta_over_sqrt_elements_at + i, where(delta_over_sqrt_elements_lt, F(1.0f), F(0.0f)));
-            store(tensor_sum_of_update_over_tensor_mul_3_2_at + i, where(delta_over_sqrt_elements_lt, tensor_sum_of_update / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), F(0.0f)));
+            store(
+                tensor_sum_of_update_over_tensor_mul_3_2_at + i,
+                where(
+                    delta_over_sqrt_elements_lt,
+                    tensor_sum_of_update / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), F(0.0f)
+                )
+            );
         }
     }
 };
@@ -582,7 +621,10 @@ struct adamp_kernel_6_2 {
             const F tensor_lt = F(*tensor_lt_at);
             const F row_sum_of_update_over_row_mul_3 = load(row_sum_of_update_over_row_mul_3_at + i);
             const F tensor_sum_of_update_over_tensor_mul_3_2 = F(*tensor_sum_of_update_over_tensor_mul_3_2_at);
-            store(row_sum_of_update_over_row_mul_3_2_at + i, where(0.0f < tensor_lt, row_sum_of_update_over_row_mul_3, tensor_sum_of_update_over_tensor_mul_3_2));
+            store(
+                row_sum_of_update_over_row_mul_3_2_at + i,
+                where(0.0f < tensor_lt, row_sum_of_update_over_row_mul_3, tensor_sum_of_update_over_tensor_mul_3_2)
+            );
         }
     }
 };
@@ -627,8 +669,10 @@ struct adamp_kernel_7_2 {
             const F update = exp_avg / fma(sqrt(exp_avg_sq), scalar_2, scalar_3);
             // 29  update, invariant = without_radial(update, p, g, delta, eps)
             const F update_2 = fma(-load(row_sum_of_update_over_row_mul_3_2_at + (i & row_mask)), p, update);
-            const F p_2 = p * one_minus_lr_times_weight_decay_2;                    // 31  p = decoupled(p, lr, weight_decay)
-            const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update_2, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
+            // 31  p = decoupled(p, lr, weight_decay)
+            const F p_2 = p * one_minus_lr_times_weight_decay_2;
+            // 32  p = p - lr / (1 - beta1**t) * update
+            const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update_2, p_2);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
@@ -737,8 +781,10 @@ struct adamp_kernel_7_3 {
             const F update = exp_avg / fma(sqrt(exp_avg_sq), scalar_2, scalar_3);
             // 29  update, invariant = without_radial(update, p, g, delta, eps)
             const F update_2 = fma(-load(row_sum_of_update_over_row_mul_3_2_at + (i & row_mask)), p, update);
-            const F p_2 = p * one_minus_lr_times_weight_decay_2;                    // 31  p = decoupled(p, lr, weight_decay)
-            const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update_2, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
+            // 31  p = decoupled(p, lr, weight_decay)
+            const F p_2 = p * one_minus_lr_times_weight_decay_2;
+            // 32  p = p - lr / (1 - beta1**t) * update
+            const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update_2, p_2);
             store(p_at + i, narrow_half(p_3));
         }
     }
@@ -784,8 +830,10 @@ struct adamp_no_projected_kernel {
             const F exp_avg_sq_2 = fma(scalar_1 * g, g, beta2 * exp_avg_sq);
             // 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
             const F update = exp_avg_2 / fma(sqrt(exp_avg_sq_2), scalar_2, scalar_3);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                    // 31  p = decoupled(p, lr, weight_decay)
-            const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
+            // 31  p = decoupled(p, lr, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;
+            // 32  p = p - lr / (1 - beta1**t) * update
+            const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update, p_2);
             weight.encode(i, p_3, noise);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -839,7 +887,10 @@ struct adamp_nesterov_kernel_1 {
             // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_0 * g, g, beta2 * exp_avg_sq);
             // 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-            const F update = (fma(beta1_times_one_minus_beta1_times_grad_scale, g, beta1_times_beta1 * exp_avg) + one_minus_beta1_times_grad_scale * g) / fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5);
+            const F update = (
+                fma(beta1_times_one_minus_beta1_times_grad_scale, g, beta1_times_beta1 * exp_avg)
+                + one_minus_beta1_times_grad_scale * g
+            ) / fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5);
             store(row_sum_for_invariant_at + i, p * g);
             store(row_sum_for_invariant_2_at + i, p * p);
             store(row_sum_for_invariant_3_at + i, g * g);
@@ -895,8 +946,16 @@ struct adamp_nesterov_kernel_2 {
             const F row_sum_for_invariant_3 = load(row_sum_for_invariant_3_at + i);
             const F row_sum_of_p = load(row_sum_of_p_at + i);
             const F row_sum_for_invariant_2_add = sqrt(row_sum_for_invariant_2) + eps;
-            store(tensor_max_for_invariant_at + i, abs(grad_scale * row_sum_for_invariant) / (row_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)));
-            store(row_sum_of_p_over_row_mul_3_at + i, row_sum_of_p / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add));
+            store(
+                tensor_max_for_invariant_at + i,
+                abs(grad_scale * row_sum_for_invariant) / (
+                    row_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)
+                )
+            );
+            store(
+                row_sum_of_p_over_row_mul_3_at + i,
+                row_sum_of_p / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add)
+            );
             store(tensor_sum_for_invariant_at + i, row_sum_for_invariant);
             store(tensor_sum_for_invariant_2_at + i, row_sum_for_invariant_2);
             store(tensor_sum_for_invariant_3_at + i, row_sum_for_invariant_3);
@@ -978,9 +1037,17 @@ struct adamp_nesterov_kernel_4 {
             const F delta_over_sqrt_elements = load(delta_over_sqrt_elements_at + i);
             const F tensor_sum_of_p = load(tensor_sum_of_p_at + i);
             const F tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps;
-            const M delta_over_sqrt_elements_lt = abs(grad_scale * tensor_sum_for_invariant) / (tensor_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements;
+            const M delta_over_sqrt_elements_lt = abs(grad_scale * tensor_sum_for_invariant) /
+                (tensor_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) +
+                eps)) < delta_over_sqrt_elements;
             store(lt_tensor_div_delta_over_sqrt_elements_at + i, where(delta_over_sqrt_elements_lt, F(1.0f), F(0.0f)));
-            store(tensor_sum_of_p_over_tensor_mul_3_2_at + i, where(delta_over_sqrt_elements_lt, tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), F(0.0f)));
+            store(
+                tensor_sum_of_p_over_tensor_mul_3_2_at + i,
+                where(
+                    delta_over_sqrt_elements_lt,
+                    tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), F(0.0f)
+                )
+            );
         }
     }
 };
@@ -1023,7 +1090,9 @@ struct adamp_nesterov_kernel_5 {
             const F lt_tensor_div_delta_over_sqrt_elements = load(lt_tensor_div_delta_over_sqrt_elements_at + i);
             const M tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns;
             // 29  update, invariant = without_radial(update, p, g, delta, eps)
-            const F invariant = where(tensor_max_for_invariant_lt | 0.0f < lt_tensor_div_delta_over_sqrt_elements, F(1.0f), F(0.0f));
+            const F invariant = where(
+                tensor_max_for_invariant_lt | 0.0f < lt_tensor_div_delta_over_sqrt_elements, F(1.0f), F(0.0f)
+            );
             // 30  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
             const F weight_decay_ = weight_decay * fma(minus_one_minus_wd_ratio, invariant, 1.0f);
             store(tensor_lt_at + i, where(tensor_max_for_invariant_lt, F(1.0f), F(0.0f)));
@@ -1090,8 +1159,10 @@ struct adamp_nesterov_kernel_7 {
             const F update = fma(beta1, exp_avg_2, g_mul) / fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5);
             // 29  update, invariant = without_radial(update, p, g, delta, eps)
             const F update_2 = fma(-load(row_sum_of_p_over_row_mul_3_2_at + (i & row_mask)), p, update);
-            const F p_2 = p * one_minus_lr_times_weight_decay_2;                    // 31  p = decoupled(p, lr, weight_decay)
-            const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update_2, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
+            // 31  p = decoupled(p, lr, weight_decay)
+            const F p_2 = p * one_minus_lr_times_weight_decay_2;
+            // 32  p = p - lr / (1 - beta1**t) * update
+            const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update_2, p_2);
             weight.encode(i, p_3, noise);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -1148,7 +1219,10 @@ struct adamp_nesterov_kernel_1_2 {
             // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-            const F update = (fma(beta1_times_one_minus_beta1_times_grad_scale, g_cast, beta1_times_beta1 * exp_avg) + one_minus_beta1_times_grad_scale * g_cast) / fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5);
+            const F update = (
+                fma(beta1_times_one_minus_beta1_times_grad_scale, g_cast, beta1_times_beta1 * exp_avg)
+                + one_minus_beta1_times_grad_scale * g_cast
+            ) / fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5);
             store(row_sum_for_invariant_at + i, p * g_cast);
             store(row_sum_for_invariant_2_at + i, p * p);
             store(row_sum_for_invariant_3_at + i, g_cast * g_cast);
@@ -1204,8 +1278,16 @@ struct adamp_nesterov_kernel_2_2 {
             const F row_sum_for_invariant_3 = load(row_sum_for_invariant_3_at + i);
             const F row_sum_of_update = load(row_sum_of_update_at + i);
             const F row_sum_for_invariant_2_add = sqrt(row_sum_for_invariant_2) + eps;
-            store(tensor_max_for_invariant_at + i, abs(grad_scale * row_sum_for_invariant) / (row_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)));
-            store(row_sum_of_update_over_row_mul_3_at + i, row_sum_of_update / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add));
+            store(
+                tensor_max_for_invariant_at + i,
+                abs(grad_scale * row_sum_for_invariant) / (
+                    row_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)
+                )
+            );
+            store(
+                row_sum_of_update_over_row_mul_3_at + i,
+                row_sum_of_update / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add)
+            );
             store(tensor_sum_for_invariant_at + i, row_sum_for_invariant);
             store(tensor_sum_for_invariant_2_at + i, row_sum_for_invariant_2);
             store(tensor_sum_for_invariant_3_at + i, row_sum_for_invariant_3);
@@ -1259,9 +1341,17 @@ struct adamp_nesterov_kernel_4_2 {
             const F delta_over_sqrt_elements = load(delta_over_sqrt_elements_at + i);
             const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
             const F tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps;
-            const M delta_over_sqrt_elements_lt = abs(grad_scale * tensor_sum_for_invariant) / (tensor_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements;
+            const M delta_over_sqrt_elements_lt = abs(grad_scale * tensor_sum_for_invariant) /
+                (tensor_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) +
+                eps)) < delta_over_sqrt_elements;
             store(lt_tensor_div_delta_over_sqrt_elements_at + i, where(delta_over_sqrt_elements_lt, F(1.0f), F(0.0f)));
-            store(tensor_sum_of_update_over_tensor_mul_3_2_at + i, where(delta_over_sqrt_elements_lt, tensor_sum_of_update / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), F(0.0f)));
+            store(
+                tensor_sum_of_update_over_tensor_mul_3_2_at + i,
+                where(
+                    delta_over_sqrt_elements_lt,
+                    tensor_sum_of_update / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), F(0.0f)
+                )
+            );
         }
     }
 };
@@ -1320,8 +1410,10 @@ struct adamp_nesterov_kernel_7_2 {
             const F update = fma(beta1, exp_avg_2, g_mul) / fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5);
             // 29  update, invariant = without_radial(update, p, g, delta, eps)
             const F update_2 = fma(-load(row_sum_of_update_over_row_mul_3_2_at + (i & row_mask)), p, update);
-            const F p_2 = p * one_minus_lr_times_weight_decay_2;                    // 31  p = decoupled(p, lr, weight_decay)
-            const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update_2, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
+            // 31  p = decoupled(p, lr, weight_decay)
+            const F p_2 = p * one_minus_lr_times_weight_decay_2;
+            // 32  p = p - lr / (1 - beta1**t) * update
+            const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update_2, p_2);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
@@ -1380,7 +1472,10 @@ struct adamp_nesterov_kernel_1_3 {
             // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-            const F update = (fma(beta1_times_one_minus_beta1_times_grad_scale, g_cast, beta1_times_beta1 * exp_avg) + one_minus_beta1_times_grad_scale * g_cast) / fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5);
+            const F update = (
+                fma(beta1_times_one_minus_beta1_times_grad_scale, g_cast, beta1_times_beta1 * exp_avg)
+                + one_minus_beta1_times_grad_scale * g_cast
+            ) / fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5);
             store(row_sum_for_invariant_at + i, p * g_cast);
             store(row_sum_for_invariant_2_at + i, p * p);
             store(row_sum_for_invariant_3_at + i, g_cast * g_cast);
@@ -1443,8 +1538,10 @@ struct adamp_nesterov_kernel_7_3 {
             const F update = fma(beta1, exp_avg_2, g_mul) / fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5);
             // 29  update, invariant = without_radial(update, p, g, delta, eps)
             const F update_2 = fma(-load(row_sum_of_update_over_row_mul_3_2_at + (i & row_mask)), p, update);
-            const F p_2 = p * one_minus_lr_times_weight_decay_2;                    // 31  p = decoupled(p, lr, weight_decay)
-            const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update_2, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
+            // 31  p = decoupled(p, lr, weight_decay)
+            const F p_2 = p * one_minus_lr_times_weight_decay_2;
+            // 32  p = p - lr / (1 - beta1**t) * update
+            const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update_2, p_2);
             store(p_at + i, narrow_half(p_3));
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -1493,8 +1590,10 @@ struct adamp_nesterov_no_projected_kernel {
             const F exp_avg_sq_2 = fma(scalar_1 * g, g, beta2 * exp_avg_sq);
             // 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
             const F update = fma(beta1, exp_avg_2, g_mul) / fma(sqrt(exp_avg_sq_2), scalar_2, scalar_3);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                    // 31  p = decoupled(p, lr, weight_decay)
-            const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
+            // 31  p = decoupled(p, lr, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;
+            // 32  p = p - lr / (1 - beta1**t) * update
+            const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update, p_2);
             weight.encode(i, p_3, noise);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -1765,9 +1864,12 @@ template <class Grad> using adamp_float16_no_projected = adamp_no_projected_kern
 template <class Grad> using adamp_float32_nesterov = adamp_nesterov_step<weight_float32, Grad>;
 template <class Grad> using adamp_bfloat16_nesterov = adamp_nesterov_step_2<weight_float32, Grad>;
 template <class Grad> using adamp_float16_nesterov = adamp_nesterov_step_3<weight_float32, Grad>;
-template <class Grad> using adamp_float32_nesterov_no_projected = adamp_nesterov_no_projected_kernel<weight_float32, Grad>;
-template <class Grad> using adamp_bfloat16_nesterov_no_projected = adamp_nesterov_no_projected_kernel<weight_bfloat16, Grad>;
-template <class Grad> using adamp_float16_nesterov_no_projected = adamp_nesterov_no_projected_kernel<weight_float16, Grad>;
+template <class Grad> using adamp_float32_nesterov_no_projected = adamp_nesterov_no_projected_kernel<weight_float32,
+    Grad>;
+template <class Grad> using adamp_bfloat16_nesterov_no_projected = adamp_nesterov_no_projected_kernel<weight_bfloat16,
+    Grad>;
+template <class Grad> using adamp_float16_nesterov_no_projected = adamp_nesterov_no_projected_kernel<weight_float16,
+    Grad>;
 
 }  // namespace
 

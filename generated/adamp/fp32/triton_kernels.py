@@ -43,7 +43,10 @@ def adamp_float32_1_tile(
     # -- encode and store
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
-    return term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
+    return (
+        term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(g, at, live, MASKED),
+        term(p, at, live, MASKED), term(update, at, live, MASKED)
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -91,8 +94,20 @@ def adamp_float32_2_values(
     row_sum_for_invariant_3 = get(row_sum_for_invariant_3_ptr, at, live, True)
     row_sum_of_p = get(row_sum_of_p_ptr, at, live, True)
     row_sum_for_invariant_2_add = tl.sqrt(row_sum_for_invariant_2) + eps
-    put(row_sum_of_p_over_row_mul_3_ptr, at, row_sum_of_p / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add), live, True)
-    return term(tl.abs(grad_scale * row_sum_for_invariant) / (row_sum_for_invariant_2_add * (tl.sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)), at, live, True, True), term(row_sum_for_invariant, at, live, True), term(row_sum_for_invariant_2, at, live, True), term(row_sum_for_invariant_3, at, live, True), term(row_sum_of_p, at, live, True)
+    put(
+        row_sum_of_p_over_row_mul_3_ptr, at, row_sum_of_p / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add),
+        live, True
+    )
+    return (
+        term(
+            tl.abs(grad_scale * row_sum_for_invariant) / (
+                row_sum_for_invariant_2_add * (tl.sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)
+            ),
+            at, live, True, True
+        ),
+        term(row_sum_for_invariant, at, live, True), term(row_sum_for_invariant_2, at, live, True),
+        term(row_sum_for_invariant_3, at, live, True), term(row_sum_of_p, at, live, True)
+    )
 
 
 @triton.jit
@@ -112,7 +127,10 @@ def adamp_float32_2_round(
         lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
         at = lane
         live = lane < end * rows
-        tensor_max_term, row_sum_for_invariant_term, row_sum_for_invariant_2_term, row_sum_for_invariant_3_term, row_sum_of_p_term = adamp_float32_2_values(
+        (
+            tensor_max_term, row_sum_for_invariant_term, row_sum_for_invariant_2_term, row_sum_for_invariant_3_term,
+            row_sum_of_p_term
+        ) = adamp_float32_2_values(
             row_sum_of_p_over_row_mul_3_ptr, row_sum_for_invariant_ptr, row_sum_for_invariant_2_ptr,
             row_sum_for_invariant_3_ptr, row_sum_of_p_ptr, at, live, eps, grad_scale, grad_scale_times_grad_scale,
         )
@@ -122,9 +140,15 @@ def adamp_float32_2_round(
         row_sum_for_invariant_3_terms += tl.sum(row_sum_for_invariant_3_term, 0)
         row_sum_of_p_terms += tl.sum(row_sum_of_p_term, 0)
     tl.store(tensor_max_for_invariant_ptr + tl.arange(0, 1), fold(tl.reshape(tensor_max_terms, [1, 256]), True))
-    tl.store(tensor_sum_for_invariant_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_terms, [1, 256]), 1))
-    tl.store(tensor_sum_for_invariant_2_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_2_terms, [1, 256]), 1))
-    tl.store(tensor_sum_for_invariant_3_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_3_terms, [1, 256]), 1))
+    tl.store(
+        tensor_sum_for_invariant_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_terms, [1, 256]), 1)
+    )
+    tl.store(
+        tensor_sum_for_invariant_2_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_2_terms, [1, 256]), 1)
+    )
+    tl.store(
+        tensor_sum_for_invariant_3_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_3_terms, [1, 256]), 1)
+    )
     tl.store(tensor_sum_of_p_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_of_p_terms, [1, 256]), 1))
 
 
@@ -161,9 +185,17 @@ def adamp_float32_4_values(
     delta_over_sqrt_elements = tl.load(delta_over_sqrt_elements_ptr)
     tensor_sum_of_p = tl.load(tensor_sum_of_p_ptr)
     tensor_sum_for_invariant_2_add = tl.sqrt(tensor_sum_for_invariant_2) + eps
-    delta_over_sqrt_elements_lt = tl.abs(grad_scale * tensor_sum_for_invariant) / (tensor_sum_for_invariant_2_add * (tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
+    delta_over_sqrt_elements_lt = tl.abs(grad_scale * tensor_sum_for_invariant) / (
+        tensor_sum_for_invariant_2_add * (tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) + eps)
+    ) < delta_over_sqrt_elements
     tl.store(lt_tensor_div_delta_over_sqrt_elements_ptr, tl.where(delta_over_sqrt_elements_lt, 1.0, 0.0))
-    tl.store(tensor_sum_of_p_over_tensor_mul_3_2_ptr, tl.where(delta_over_sqrt_elements_lt, tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0))
+    tl.store(
+        tensor_sum_of_p_over_tensor_mul_3_2_ptr,
+        tl.where(
+            delta_over_sqrt_elements_lt,
+            tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0
+        )
+    )
 
 
 @triton.jit
@@ -223,7 +255,10 @@ def adamp_float32_6_values(
     tensor_lt = tl.load(tensor_lt_ptr)
     row_sum_of_p_over_row_mul_3 = get(row_sum_of_p_over_row_mul_3_ptr, at, live, True)
     tensor_sum_of_p_over_tensor_mul_3_2 = tl.load(tensor_sum_of_p_over_tensor_mul_3_2_ptr)
-    put(row_sum_of_p_over_row_mul_3_2_ptr, at, tl.where(0.0 < tensor_lt, row_sum_of_p_over_row_mul_3, tensor_sum_of_p_over_tensor_mul_3_2), live, True)
+    put(
+        row_sum_of_p_over_row_mul_3_2_ptr, at,
+        tl.where(0.0 < tensor_lt, row_sum_of_p_over_row_mul_3, tensor_sum_of_p_over_tensor_mul_3_2), live, True
+    )
 
 
 @triton.jit
@@ -389,7 +424,10 @@ def adamp_bfloat16_1_tile(
     # -- encode and store
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
-    return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
+    return (
+        term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED),
+        term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -438,8 +476,20 @@ def adamp_bfloat16_2_values(
     row_sum_for_invariant_3 = get(row_sum_for_invariant_3_ptr, at, live, True)
     row_sum_of_update = get(row_sum_of_update_ptr, at, live, True)
     row_sum_for_invariant_2_add = tl.sqrt(row_sum_for_invariant_2) + eps
-    put(row_sum_of_update_over_row_mul_3_ptr, at, row_sum_of_update / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add), live, True)
-    return term(tl.abs(grad_scale * row_sum_for_invariant) / (row_sum_for_invariant_2_add * (tl.sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)), at, live, True, True), term(row_sum_for_invariant, at, live, True), term(row_sum_for_invariant_2, at, live, True), term(row_sum_for_invariant_3, at, live, True), term(row_sum_of_update, at, live, True)
+    put(
+        row_sum_of_update_over_row_mul_3_ptr, at,
+        row_sum_of_update / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add), live, True
+    )
+    return (
+        term(
+            tl.abs(grad_scale * row_sum_for_invariant) / (
+                row_sum_for_invariant_2_add * (tl.sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)
+            ),
+            at, live, True, True
+        ),
+        term(row_sum_for_invariant, at, live, True), term(row_sum_for_invariant_2, at, live, True),
+        term(row_sum_for_invariant_3, at, live, True), term(row_sum_of_update, at, live, True)
+    )
 
 
 @triton.jit
@@ -460,7 +510,10 @@ def adamp_bfloat16_2_round(
         lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
         at = lane
         live = lane < end * rows
-        tensor_max_term, row_sum_for_invariant_term, row_sum_for_invariant_2_term, row_sum_for_invariant_3_term, row_sum_of_update_term = adamp_bfloat16_2_values(
+        (
+            tensor_max_term, row_sum_for_invariant_term, row_sum_for_invariant_2_term, row_sum_for_invariant_3_term,
+            row_sum_of_update_term
+        ) = adamp_bfloat16_2_values(
             row_sum_of_update_over_row_mul_3_ptr, row_sum_for_invariant_ptr, row_sum_for_invariant_2_ptr,
             row_sum_for_invariant_3_ptr, row_sum_of_update_ptr, at, live, eps, grad_scale,
             grad_scale_times_grad_scale,
@@ -471,9 +524,15 @@ def adamp_bfloat16_2_round(
         row_sum_for_invariant_3_terms += tl.sum(row_sum_for_invariant_3_term, 0)
         row_sum_of_update_terms += tl.sum(row_sum_of_update_term, 0)
     tl.store(tensor_max_for_invariant_ptr + tl.arange(0, 1), fold(tl.reshape(tensor_max_terms, [1, 256]), True))
-    tl.store(tensor_sum_for_invariant_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_terms, [1, 256]), 1))
-    tl.store(tensor_sum_for_invariant_2_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_2_terms, [1, 256]), 1))
-    tl.store(tensor_sum_for_invariant_3_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_3_terms, [1, 256]), 1))
+    tl.store(
+        tensor_sum_for_invariant_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_terms, [1, 256]), 1)
+    )
+    tl.store(
+        tensor_sum_for_invariant_2_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_2_terms, [1, 256]), 1)
+    )
+    tl.store(
+        tensor_sum_for_invariant_3_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_3_terms, [1, 256]), 1)
+    )
     tl.store(tensor_sum_of_update_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_of_update_terms, [1, 256]), 1))
 
 
@@ -490,9 +549,17 @@ def adamp_bfloat16_4_values(
     delta_over_sqrt_elements = tl.load(delta_over_sqrt_elements_ptr)
     tensor_sum_of_update = tl.load(tensor_sum_of_update_ptr)
     tensor_sum_for_invariant_2_add = tl.sqrt(tensor_sum_for_invariant_2) + eps
-    delta_over_sqrt_elements_lt = tl.abs(grad_scale * tensor_sum_for_invariant) / (tensor_sum_for_invariant_2_add * (tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
+    delta_over_sqrt_elements_lt = tl.abs(grad_scale * tensor_sum_for_invariant) / (
+        tensor_sum_for_invariant_2_add * (tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) + eps)
+    ) < delta_over_sqrt_elements
     tl.store(lt_tensor_div_delta_over_sqrt_elements_ptr, tl.where(delta_over_sqrt_elements_lt, 1.0, 0.0))
-    tl.store(tensor_sum_of_update_over_tensor_mul_3_2_ptr, tl.where(delta_over_sqrt_elements_lt, tensor_sum_of_update / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0))
+    tl.store(
+        tensor_sum_of_update_over_tensor_mul_3_2_ptr,
+        tl.where(
+            delta_over_sqrt_elements_lt,
+            tensor_sum_of_update / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0
+        )
+    )
 
 
 @triton.jit
@@ -519,7 +586,11 @@ def adamp_bfloat16_6_values(
     tensor_lt = tl.load(tensor_lt_ptr)
     row_sum_of_update_over_row_mul_3 = get(row_sum_of_update_over_row_mul_3_ptr, at, live, True)
     tensor_sum_of_update_over_tensor_mul_3_2 = tl.load(tensor_sum_of_update_over_tensor_mul_3_2_ptr)
-    put(row_sum_of_update_over_row_mul_3_2_ptr, at, tl.where(0.0 < tensor_lt, row_sum_of_update_over_row_mul_3, tensor_sum_of_update_over_tensor_mul_3_2), live, True)
+    put(
+        row_sum_of_update_over_row_mul_3_2_ptr, at,
+        tl.where(0.0 < tensor_lt, row_sum_of_update_over_row_mul_3, tensor_sum_of_update_over_tensor_mul_3_2), live,
+        True
+    )
 
 
 @triton.jit
@@ -630,7 +701,10 @@ def adamp_bfloat16_7_tile(
     # -- encode and store
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(
+        p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live,
+        MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -688,7 +762,10 @@ def adamp_float16_1_tile(
     # -- encode and store
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
-    return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
+    return (
+        term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED),
+        term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -798,9 +875,15 @@ def adamp_float32_nesterov_1_tile(
     # 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_0 * g, g, beta2 * exp_avg_sq)
     # 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-    update = (tl.fma(beta1_times_one_minus_beta1_times_grad_scale, g, beta1_times_beta1 * exp_avg) + one_minus_beta1_times_grad_scale * g) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5))
+    update = (
+        tl.fma(beta1_times_one_minus_beta1_times_grad_scale, g, beta1_times_beta1 * exp_avg)
+        + one_minus_beta1_times_grad_scale * g
+    ) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5))
     # -- encode and store
-    return term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
+    return (
+        term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(g, at, live, MASKED),
+        term(p, at, live, MASKED), term(update, at, live, MASKED)
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -926,9 +1009,15 @@ def adamp_bfloat16_nesterov_1_tile(
     # 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-    update = (tl.fma(beta1_times_one_minus_beta1_times_grad_scale, g_cast, beta1_times_beta1 * exp_avg) + one_minus_beta1_times_grad_scale * g_cast) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5))
+    update = (
+        tl.fma(beta1_times_one_minus_beta1_times_grad_scale, g_cast, beta1_times_beta1 * exp_avg)
+        + one_minus_beta1_times_grad_scale * g_cast
+    ) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5))
     # -- encode and store
-    return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
+    return (
+        term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED),
+        term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1002,7 +1091,10 @@ def adamp_bfloat16_nesterov_7_tile(
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(
+        p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live,
+        MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1059,9 +1151,15 @@ def adamp_float16_nesterov_1_tile(
     # 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-    update = (tl.fma(beta1_times_one_minus_beta1_times_grad_scale, g_cast, beta1_times_beta1 * exp_avg) + one_minus_beta1_times_grad_scale * g_cast) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5))
+    update = (
+        tl.fma(beta1_times_one_minus_beta1_times_grad_scale, g_cast, beta1_times_beta1 * exp_avg)
+        + one_minus_beta1_times_grad_scale * g_cast
+    ) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5))
     # -- encode and store
-    return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
+    return (
+        term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED),
+        term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1176,7 +1274,8 @@ def adamp_float16_nesterov_7_flat(
 TILE = {
 }
 
-# What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
+# What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a
+#     time.
 OPTIONS = {
 }
 
@@ -1198,16 +1297,28 @@ WARPS = {
 
 # What each of them reduces: the number of the dense operand that its kernel for tensors of any shape stores.
 DENSE = {
-    "adamp_float32_1": {'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2, 'row_sum_of_p': 3},
+    "adamp_float32_1": {
+        'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2, 'row_sum_of_p': 3
+    },
     "adamp_float32_7": {},
-    "adamp_bfloat16_1": {'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2, 'row_sum_of_update': 3},
+    "adamp_bfloat16_1": {
+        'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2, 'row_sum_of_update': 3
+    },
     "adamp_bfloat16_7": {},
-    "adamp_float16_1": {'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2, 'row_sum_of_update': 3},
+    "adamp_float16_1": {
+        'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2, 'row_sum_of_update': 3
+    },
     "adamp_float16_7": {},
-    "adamp_float32_nesterov_1": {'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2, 'row_sum_of_p': 3},
+    "adamp_float32_nesterov_1": {
+        'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2, 'row_sum_of_p': 3
+    },
     "adamp_float32_nesterov_7": {},
-    "adamp_bfloat16_nesterov_1": {'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2, 'row_sum_of_update': 3},
+    "adamp_bfloat16_nesterov_1": {
+        'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2, 'row_sum_of_update': 3
+    },
     "adamp_bfloat16_nesterov_7": {},
-    "adamp_float16_nesterov_1": {'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2, 'row_sum_of_update': 3},
+    "adamp_float16_nesterov_1": {
+        'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2, 'row_sum_of_update': 3
+    },
     "adamp_float16_nesterov_7": {},
 }

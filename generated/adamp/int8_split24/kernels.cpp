@@ -61,7 +61,10 @@ struct weight_float16 {
         const I subnormal = bits(2.3283064365386963e-10f * to_float(wide));
         const I normal = (wide << 5) + 0x38000000;
         const I finite = where(wide < 0x40000, subnormal, normal);
-        return as_float(bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000))) | (high & 0x8000) << 16);
+        return as_float(
+            bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000)))
+            | (high & 0x8000) << 16
+        );
     }
     template <class Noise> void encode(int i, F x, const Noise &noise) const {
         const I x_bitcast = bits(x);
@@ -148,11 +151,15 @@ struct adamp_kernel_1 {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
+            const F exp_avg_scale_2 = as_float(
+                where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2)
+            );
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
             const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_step = bits(
+                fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)
+            ) - 0x4b400000;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
@@ -184,7 +191,10 @@ struct adamp_kernel_1 {
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 const F p = weight.decode(i);
                 // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
+                const F exp_avg = fma(
+                    one_minus_beta1_times_grad_scale, g,
+                    exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value)
+                );
                 // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq_2 = fma(scalar_1 * g, g, beta2 * exp_avg_sq);
                 const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
@@ -216,7 +226,9 @@ struct adamp_kernel_1 {
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
-            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_step_2 = bits(
+                fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)
+            ) - 0x4b400000;
             const I exp_avg_sq_start_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
@@ -250,7 +262,8 @@ struct adamp_kernel_1 {
                 const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const I exp_avg_sq_offset = fraction<0, 24>(noise) + exp_avg_sq_half_add;
-                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base,
+                    exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
                 const F exp_avg_sq_value_2 = as_float(exp_avg_sq_start_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
@@ -282,7 +295,12 @@ struct adamp_kernel_1 {
                 const int i = b * BLOCK + k;
                 const auto noise = words.kept(i);
                 const F exp_avg_value = load(exp_avg_value_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul), 3200.0f));
+                const I exp_avg_pattern = bits(
+                    fma(
+                        exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul),
+                        3200.0f
+                    )
+                );
                 store(exp_avg_codes_at + i, exp_avg_pattern + integer<1>(noise) >> 12);
             }
         }
@@ -336,8 +354,16 @@ struct adamp_kernel_2 {
             const F row_sum_for_invariant_3 = load(row_sum_for_invariant_3_at + i);
             const F row_sum_of_p = load(row_sum_of_p_at + i);
             const F row_sum_for_invariant_2_add = sqrt(row_sum_for_invariant_2) + eps;
-            store(tensor_max_for_invariant_at + i, abs(grad_scale * row_sum_for_invariant) / (row_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)));
-            store(row_sum_of_p_over_row_mul_3_at + i, row_sum_of_p / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add));
+            store(
+                tensor_max_for_invariant_at + i,
+                abs(grad_scale * row_sum_for_invariant) / (
+                    row_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)
+                )
+            );
+            store(
+                row_sum_of_p_over_row_mul_3_at + i,
+                row_sum_of_p / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add)
+            );
             store(tensor_sum_for_invariant_at + i, row_sum_for_invariant);
             store(tensor_sum_for_invariant_2_at + i, row_sum_for_invariant_2);
             store(tensor_sum_for_invariant_3_at + i, row_sum_for_invariant_3);
@@ -419,9 +445,17 @@ struct adamp_kernel_4 {
             const F delta_over_sqrt_elements = load(delta_over_sqrt_elements_at + i);
             const F tensor_sum_of_p = load(tensor_sum_of_p_at + i);
             const F tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps;
-            const M delta_over_sqrt_elements_lt = abs(grad_scale * tensor_sum_for_invariant) / (tensor_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements;
+            const M delta_over_sqrt_elements_lt = abs(grad_scale * tensor_sum_for_invariant) /
+                (tensor_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) +
+                eps)) < delta_over_sqrt_elements;
             store(lt_tensor_div_delta_over_sqrt_elements_at + i, where(delta_over_sqrt_elements_lt, F(1.0f), F(0.0f)));
-            store(tensor_sum_of_p_over_tensor_mul_3_2_at + i, where(delta_over_sqrt_elements_lt, tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), F(0.0f)));
+            store(
+                tensor_sum_of_p_over_tensor_mul_3_2_at + i,
+                where(
+                    delta_over_sqrt_elements_lt,
+                    tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), F(0.0f)
+                )
+            );
         }
     }
 };
@@ -464,7 +498,9 @@ struct adamp_kernel_5 {
             const F lt_tensor_div_delta_over_sqrt_elements = load(lt_tensor_div_delta_over_sqrt_elements_at + i);
             const M tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns;
             // 29  update, invariant = without_radial(update, p, g, delta, eps)
-            const F invariant = where(tensor_max_for_invariant_lt | 0.0f < lt_tensor_div_delta_over_sqrt_elements, F(1.0f), F(0.0f));
+            const F invariant = where(
+                tensor_max_for_invariant_lt | 0.0f < lt_tensor_div_delta_over_sqrt_elements, F(1.0f), F(0.0f)
+            );
             // 30  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
             const F weight_decay_ = weight_decay * fma(minus_one_minus_wd_ratio, invariant, 1.0f);
             store(tensor_lt_at + i, where(tensor_max_for_invariant_lt, F(1.0f), F(0.0f)));
@@ -502,7 +538,10 @@ struct adamp_kernel_6 {
             const F tensor_lt = F(*tensor_lt_at);
             const F row_sum_of_p_over_row_mul_3 = load(row_sum_of_p_over_row_mul_3_at + i);
             const F tensor_sum_of_p_over_tensor_mul_3_2 = F(*tensor_sum_of_p_over_tensor_mul_3_2_at);
-            store(row_sum_of_p_over_row_mul_3_2_at + i, where(0.0f < tensor_lt, row_sum_of_p_over_row_mul_3, tensor_sum_of_p_over_tensor_mul_3_2));
+            store(
+                row_sum_of_p_over_row_mul_3_2_at + i,
+                where(0.0f < tensor_lt, row_sum_of_p_over_row_mul_3, tensor_sum_of_p_over_tensor_mul_3_2)
+            );
         }
     }
 };
@@ -554,11 +593,15 @@ struct adamp_kernel_7 {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
+            const F exp_avg_scale_2 = as_float(
+                where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2)
+            );
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
             const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_step = bits(
+                fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)
+            ) - 0x4b400000;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
@@ -592,8 +635,10 @@ struct adamp_kernel_7 {
                 const F update = exp_avg / fma(sqrt(exp_avg_sq), scalar_2, scalar_3);
                 // 29  update, invariant = without_radial(update, p, g, delta, eps)
                 const F update_2 = fma(-load(row_sum_of_p_over_row_mul_3_2_at + (i & row_mask)), p, update);
-                const F p_2 = p * one_minus_lr_times_weight_decay_2;                    // 31  p = decoupled(p, lr, weight_decay)
-                const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update_2, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
+                // 31  p = decoupled(p, lr, weight_decay)
+                const F p_2 = p * one_minus_lr_times_weight_decay_2;
+                // 32  p = p - lr / (1 - beta1**t) * update
+                const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update_2, p_2);
                 weight.encode(i, p_3, noise);
             }
         }
@@ -705,8 +750,16 @@ struct adamp_small_kernel_2 {
             const F row_sum_for_invariant_3 = load(row_sum_for_invariant_3_at + i);
             const F row_sum_of_p = load(row_sum_of_p_at + i);
             const F row_sum_for_invariant_2_add = sqrt(row_sum_for_invariant_2) + eps;
-            store(tensor_max_for_invariant_at + i, abs(grad_scale * row_sum_for_invariant) / (row_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)));
-            store(row_sum_of_p_over_row_mul_3_at + i, row_sum_of_p / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add));
+            store(
+                tensor_max_for_invariant_at + i,
+                abs(grad_scale * row_sum_for_invariant) / (
+                    row_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)
+                )
+            );
+            store(
+                row_sum_of_p_over_row_mul_3_at + i,
+                row_sum_of_p / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add)
+            );
             store(tensor_sum_for_invariant_at + i, row_sum_for_invariant);
             store(tensor_sum_for_invariant_2_at + i, row_sum_for_invariant_2);
             store(tensor_sum_for_invariant_3_at + i, row_sum_for_invariant_3);
@@ -788,9 +841,17 @@ struct adamp_small_kernel_4 {
             const F delta_over_sqrt_elements = load(delta_over_sqrt_elements_at + i);
             const F tensor_sum_of_p = load(tensor_sum_of_p_at + i);
             const F tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps;
-            const M delta_over_sqrt_elements_lt = abs(grad_scale * tensor_sum_for_invariant) / (tensor_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements;
+            const M delta_over_sqrt_elements_lt = abs(grad_scale * tensor_sum_for_invariant) /
+                (tensor_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) +
+                eps)) < delta_over_sqrt_elements;
             store(lt_tensor_div_delta_over_sqrt_elements_at + i, where(delta_over_sqrt_elements_lt, F(1.0f), F(0.0f)));
-            store(tensor_sum_of_p_over_tensor_mul_3_2_at + i, where(delta_over_sqrt_elements_lt, tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), F(0.0f)));
+            store(
+                tensor_sum_of_p_over_tensor_mul_3_2_at + i,
+                where(
+                    delta_over_sqrt_elements_lt,
+                    tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), F(0.0f)
+                )
+            );
         }
     }
 };
@@ -833,7 +894,9 @@ struct adamp_small_kernel_5 {
             const F lt_tensor_div_delta_over_sqrt_elements = load(lt_tensor_div_delta_over_sqrt_elements_at + i);
             const M tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns;
             // 29  update, invariant = without_radial(update, p, g, delta, eps)
-            const F invariant = where(tensor_max_for_invariant_lt | 0.0f < lt_tensor_div_delta_over_sqrt_elements, F(1.0f), F(0.0f));
+            const F invariant = where(
+                tensor_max_for_invariant_lt | 0.0f < lt_tensor_div_delta_over_sqrt_elements, F(1.0f), F(0.0f)
+            );
             // 30  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
             const F weight_decay_ = weight_decay * fma(minus_one_minus_wd_ratio, invariant, 1.0f);
             store(tensor_lt_at + i, where(tensor_max_for_invariant_lt, F(1.0f), F(0.0f)));
@@ -871,7 +934,10 @@ struct adamp_small_kernel_6 {
             const F tensor_lt = F(*tensor_lt_at);
             const F row_sum_of_p_over_row_mul_3 = load(row_sum_of_p_over_row_mul_3_at + i);
             const F tensor_sum_of_p_over_tensor_mul_3_2 = F(*tensor_sum_of_p_over_tensor_mul_3_2_at);
-            store(row_sum_of_p_over_row_mul_3_2_at + i, where(0.0f < tensor_lt, row_sum_of_p_over_row_mul_3, tensor_sum_of_p_over_tensor_mul_3_2));
+            store(
+                row_sum_of_p_over_row_mul_3_2_at + i,
+                where(0.0f < tensor_lt, row_sum_of_p_over_row_mul_3, tensor_sum_of_p_over_tensor_mul_3_2)
+            );
         }
     }
 };
@@ -921,8 +987,10 @@ struct adamp_small_kernel_7 {
             const F update = exp_avg / fma(sqrt(exp_avg_sq), scalar_2, scalar_3);
             // 29  update, invariant = without_radial(update, p, g, delta, eps)
             const F update_2 = fma(-load(row_sum_of_p_over_row_mul_3_2_at + (i & row_mask)), p, update);
-            const F p_2 = p * one_minus_lr_times_weight_decay_2;                    // 31  p = decoupled(p, lr, weight_decay)
-            const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update_2, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
+            // 31  p = decoupled(p, lr, weight_decay)
+            const F p_2 = p * one_minus_lr_times_weight_decay_2;
+            // 32  p = p - lr / (1 - beta1**t) * update
+            const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update_2, p_2);
             weight.encode(i, p_3, noise);
         }
     }
@@ -998,11 +1066,15 @@ struct adamp_kernel_1_2 {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
+            const F exp_avg_scale_2 = as_float(
+                where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2)
+            );
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
             const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_step = bits(
+                fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)
+            ) - 0x4b400000;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
@@ -1034,10 +1106,14 @@ struct adamp_kernel_1_2 {
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 const U16 p_stored = raw(p_at + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);      // bf16 and 8 more bits, stochastic
+                // bf16 and 8 more bits, stochastic
+                const F p = as_float(joined(p_stored, weight_low_code) - 32768);
                 const F g_cast = g_stored;
                 // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
+                const F exp_avg = fma(
+                    one_minus_beta1_times_grad_scale, g_cast,
+                    exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value)
+                );
                 // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq_2 = fma(scalar_1 * g_cast, g_cast, beta2 * exp_avg_sq);
                 const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
@@ -1069,7 +1145,9 @@ struct adamp_kernel_1_2 {
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
-            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_step_2 = bits(
+                fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)
+            ) - 0x4b400000;
             const I exp_avg_sq_start_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
@@ -1104,7 +1182,8 @@ struct adamp_kernel_1_2 {
                 const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const I exp_avg_sq_offset = fraction<0, 24>(noise) + exp_avg_sq_half_add;
-                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base,
+                    exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
                 const F exp_avg_sq_value_2 = as_float(exp_avg_sq_start_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
@@ -1136,7 +1215,12 @@ struct adamp_kernel_1_2 {
                 const int i = b * BLOCK + k;
                 const auto noise = words.kept(i);
                 const F exp_avg_value = load(exp_avg_value_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul), 3200.0f));
+                const I exp_avg_pattern = bits(
+                    fma(
+                        exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul),
+                        3200.0f
+                    )
+                );
                 store(exp_avg_codes_at + i, exp_avg_pattern + integer<1>(noise) >> 12);
             }
         }
@@ -1190,8 +1274,16 @@ struct adamp_kernel_2_2 {
             const F row_sum_for_invariant_3 = load(row_sum_for_invariant_3_at + i);
             const F row_sum_of_update = load(row_sum_of_update_at + i);
             const F row_sum_for_invariant_2_add = sqrt(row_sum_for_invariant_2) + eps;
-            store(tensor_max_for_invariant_at + i, abs(grad_scale * row_sum_for_invariant) / (row_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)));
-            store(row_sum_of_update_over_row_mul_3_at + i, row_sum_of_update / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add));
+            store(
+                tensor_max_for_invariant_at + i,
+                abs(grad_scale * row_sum_for_invariant) / (
+                    row_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)
+                )
+            );
+            store(
+                row_sum_of_update_over_row_mul_3_at + i,
+                row_sum_of_update / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add)
+            );
             store(tensor_sum_for_invariant_at + i, row_sum_for_invariant);
             store(tensor_sum_for_invariant_2_at + i, row_sum_for_invariant_2);
             store(tensor_sum_for_invariant_3_at + i, row_sum_for_invariant_3);
@@ -1273,9 +1365,17 @@ struct adamp_kernel_4_2 {
             const F delta_over_sqrt_elements = load(delta_over_sqrt_elements_at + i);
             const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
             const F tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps;
-            const M delta_over_sqrt_elements_lt = abs(grad_scale * tensor_sum_for_invariant) / (tensor_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements;
+            const M delta_over_sqrt_elements_lt = abs(grad_scale * tensor_sum_for_invariant) /
+                (tensor_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) +
+                eps)) < delta_over_sqrt_elements;
             store(lt_tensor_div_delta_over_sqrt_elements_at + i, where(delta_over_sqrt_elements_lt, F(1.0f), F(0.0f)));
-            store(tensor_sum_of_update_over_tensor_mul_3_2_at + i, where(delta_over_sqrt_elements_lt, tensor_sum_of_update / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), F(0.0f)));
+            store(
+                tensor_sum_of_update_over_tensor_mul_3_2_at + i,
+                where(
+                    delta_over_sqrt_elements_lt,
+                    tensor_sum_of_update / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), F(0.0f)
+                )
+            );
         }
     }
 };
@@ -1318,7 +1418,9 @@ struct adamp_kernel_5_2 {
             const F lt_tensor_div_delta_over_sqrt_elements = load(lt_tensor_div_delta_over_sqrt_elements_at + i);
             const M tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns;
             // 29  update, invariant = without_radial(update, p, g, delta, eps)
-            const F invariant = where(tensor_max_for_invariant_lt | 0.0f < lt_tensor_div_delta_over_sqrt_elements, F(1.0f), F(0.0f));
+            const F invariant = where(
+                tensor_max_for_invariant_lt | 0.0f < lt_tensor_div_delta_over_sqrt_elements, F(1.0f), F(0.0f)
+            );
             // 30  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
             const F weight_decay_ = weight_decay * fma(minus_one_minus_wd_ratio, invariant, 1.0f);
             store(tensor_lt_at + i, where(tensor_max_for_invariant_lt, F(1.0f), F(0.0f)));
@@ -1357,7 +1459,10 @@ struct adamp_kernel_6_2 {
             const F tensor_lt = F(*tensor_lt_at);
             const F row_sum_of_update_over_row_mul_3 = load(row_sum_of_update_over_row_mul_3_at + i);
             const F tensor_sum_of_update_over_tensor_mul_3_2 = F(*tensor_sum_of_update_over_tensor_mul_3_2_at);
-            store(row_sum_of_update_over_row_mul_3_2_at + i, where(0.0f < tensor_lt, row_sum_of_update_over_row_mul_3, tensor_sum_of_update_over_tensor_mul_3_2));
+            store(
+                row_sum_of_update_over_row_mul_3_2_at + i,
+                where(0.0f < tensor_lt, row_sum_of_update_over_row_mul_3, tensor_sum_of_update_over_tensor_mul_3_2)
+            );
         }
     }
 };
@@ -1412,11 +1517,15 @@ struct adamp_kernel_7_2 {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
+            const F exp_avg_scale_2 = as_float(
+                where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2)
+            );
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
             const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_step = bits(
+                fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)
+            ) - 0x4b400000;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
@@ -1438,7 +1547,8 @@ struct adamp_kernel_7_2 {
                 const auto noise = words.at(i);
                 const U16 p_stored = raw(p_at + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);        // bf16 and 8 more bits, stochastic
+                // bf16 and 8 more bits, stochastic
+                const F p = as_float(joined(p_stored, weight_low_code) - 32768);
                 const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
@@ -1453,8 +1563,10 @@ struct adamp_kernel_7_2 {
                 const F update = exp_avg / fma(sqrt(exp_avg_sq), scalar_2, scalar_3);
                 // 29  update, invariant = without_radial(update, p, g, delta, eps)
                 const F update_2 = fma(-load(row_sum_of_update_over_row_mul_3_2_at + (i & row_mask)), p, update);
-                const F p_2 = p * one_minus_lr_times_weight_decay_2;                    // 31  p = decoupled(p, lr, weight_decay)
-                const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update_2, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
+                // 31  p = decoupled(p, lr, weight_decay)
+                const F p_2 = p * one_minus_lr_times_weight_decay_2;
+                // 32  p = p - lr / (1 - beta1**t) * update
+                const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update_2, p_2);
                 const I p_word = bits_or_nan(p_3) + (integer<P>(noise) | 0x8000);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
@@ -1574,8 +1686,16 @@ struct adamp_small_kernel_2_2 {
             const F row_sum_for_invariant_3 = load(row_sum_for_invariant_3_at + i);
             const F row_sum_of_update = load(row_sum_of_update_at + i);
             const F row_sum_for_invariant_2_add = sqrt(row_sum_for_invariant_2) + eps;
-            store(tensor_max_for_invariant_at + i, abs(grad_scale * row_sum_for_invariant) / (row_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)));
-            store(row_sum_of_update_over_row_mul_3_at + i, row_sum_of_update / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add));
+            store(
+                tensor_max_for_invariant_at + i,
+                abs(grad_scale * row_sum_for_invariant) / (
+                    row_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)
+                )
+            );
+            store(
+                row_sum_of_update_over_row_mul_3_at + i,
+                row_sum_of_update / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add)
+            );
             store(tensor_sum_for_invariant_at + i, row_sum_for_invariant);
             store(tensor_sum_for_invariant_2_at + i, row_sum_for_invariant_2);
             store(tensor_sum_for_invariant_3_at + i, row_sum_for_invariant_3);
@@ -1657,9 +1777,17 @@ struct adamp_small_kernel_4_2 {
             const F delta_over_sqrt_elements = load(delta_over_sqrt_elements_at + i);
             const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
             const F tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps;
-            const M delta_over_sqrt_elements_lt = abs(grad_scale * tensor_sum_for_invariant) / (tensor_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements;
+            const M delta_over_sqrt_elements_lt = abs(grad_scale * tensor_sum_for_invariant) /
+                (tensor_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) +
+                eps)) < delta_over_sqrt_elements;
             store(lt_tensor_div_delta_over_sqrt_elements_at + i, where(delta_over_sqrt_elements_lt, F(1.0f), F(0.0f)));
-            store(tensor_sum_of_update_over_tensor_mul_3_2_at + i, where(delta_over_sqrt_elements_lt, tensor_sum_of_update / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), F(0.0f)));
+            store(
+                tensor_sum_of_update_over_tensor_mul_3_2_at + i,
+                where(
+                    delta_over_sqrt_elements_lt,
+                    tensor_sum_of_update / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), F(0.0f)
+                )
+            );
         }
     }
 };
@@ -1702,7 +1830,9 @@ struct adamp_small_kernel_5_2 {
             const F lt_tensor_div_delta_over_sqrt_elements = load(lt_tensor_div_delta_over_sqrt_elements_at + i);
             const M tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns;
             // 29  update, invariant = without_radial(update, p, g, delta, eps)
-            const F invariant = where(tensor_max_for_invariant_lt | 0.0f < lt_tensor_div_delta_over_sqrt_elements, F(1.0f), F(0.0f));
+            const F invariant = where(
+                tensor_max_for_invariant_lt | 0.0f < lt_tensor_div_delta_over_sqrt_elements, F(1.0f), F(0.0f)
+            );
             // 30  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
             const F weight_decay_ = weight_decay * fma(minus_one_minus_wd_ratio, invariant, 1.0f);
             store(tensor_lt_at + i, where(tensor_max_for_invariant_lt, F(1.0f), F(0.0f)));
@@ -1741,7 +1871,10 @@ struct adamp_small_kernel_6_2 {
             const F tensor_lt = F(*tensor_lt_at);
             const F row_sum_of_update_over_row_mul_3 = load(row_sum_of_update_over_row_mul_3_at + i);
             const F tensor_sum_of_update_over_tensor_mul_3_2 = F(*tensor_sum_of_update_over_tensor_mul_3_2_at);
-            store(row_sum_of_update_over_row_mul_3_2_at + i, where(0.0f < tensor_lt, row_sum_of_update_over_row_mul_3, tensor_sum_of_update_over_tensor_mul_3_2));
+            store(
+                row_sum_of_update_over_row_mul_3_2_at + i,
+                where(0.0f < tensor_lt, row_sum_of_update_over_row_mul_3, tensor_sum_of_update_over_tensor_mul_3_2)
+            );
         }
     }
 };
@@ -1796,8 +1929,10 @@ struct adamp_small_kernel_7_2 {
             const F update = exp_avg / fma(sqrt(exp_avg_sq), scalar_2, scalar_3);
             // 29  update, invariant = without_radial(update, p, g, delta, eps)
             const F update_2 = fma(-load(row_sum_of_update_over_row_mul_3_2_at + (i & row_mask)), p, update);
-            const F p_2 = p * one_minus_lr_times_weight_decay_2;                    // 31  p = decoupled(p, lr, weight_decay)
-            const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update_2, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
+            // 31  p = decoupled(p, lr, weight_decay)
+            const F p_2 = p * one_minus_lr_times_weight_decay_2;
+            // 32  p = p - lr / (1 - beta1**t) * update
+            const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update_2, p_2);
             const I p_word = bits_or_nan(p_3) + (integer<P>(noise) | 0x8000);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
@@ -1875,11 +2010,15 @@ struct adamp_kernel_1_3 {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
+            const F exp_avg_scale_2 = as_float(
+                where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2)
+            );
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
             const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_step = bits(
+                fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)
+            ) - 0x4b400000;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
@@ -1913,7 +2052,10 @@ struct adamp_kernel_1_3 {
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 const F g_cast = g_stored;
                 // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
+                const F exp_avg = fma(
+                    one_minus_beta1_times_grad_scale, g_cast,
+                    exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value)
+                );
                 // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq_2 = fma(scalar_1 * g_cast, g_cast, beta2 * exp_avg_sq);
                 const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
@@ -1940,7 +2082,9 @@ struct adamp_kernel_1_3 {
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
-            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_step_2 = bits(
+                fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)
+            ) - 0x4b400000;
             const I exp_avg_sq_start_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
@@ -1975,7 +2119,12 @@ struct adamp_kernel_1_3 {
                 const I p_normal = (p_wide << 5) + 0x38000000;
                 const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
                 // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
+                const F p = as_float(
+                    bits(
+                        as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))
+                    )
+                    | (p_high & 0x8000) << 16
+                );
                 const F g_cast = g_stored;
                 // 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
                 const F update = exp_avg / fma(exp_avg_sq_sqrt, scalar_2, scalar_3);
@@ -2002,7 +2151,8 @@ struct adamp_kernel_1_3 {
                 const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const I exp_avg_sq_offset = fraction<0, 24>(noise) + exp_avg_sq_half_add;
-                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base,
+                    exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
                 const F exp_avg_sq_value_2 = as_float(exp_avg_sq_start_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
@@ -2033,7 +2183,12 @@ struct adamp_kernel_1_3 {
                 const int i = b * BLOCK + k;
                 const auto noise = words.kept(i);
                 const F exp_avg_value = load(exp_avg_value_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul), 3200.0f));
+                const I exp_avg_pattern = bits(
+                    fma(
+                        exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul),
+                        3200.0f
+                    )
+                );
                 store(exp_avg_codes_at + i, exp_avg_pattern + integer<1>(noise) >> 12);
             }
         }
@@ -2090,11 +2245,15 @@ struct adamp_kernel_7_3 {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
+            const F exp_avg_scale_2 = as_float(
+                where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2)
+            );
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
             const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_step = bits(
+                fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)
+            ) - 0x4b400000;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
@@ -2124,7 +2283,12 @@ struct adamp_kernel_7_3 {
                 const I p_normal = (p_wide << 5) + 0x38000000;
                 const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
                 // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
+                const F p = as_float(
+                    bits(
+                        as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))
+                    )
+                    | (p_high & 0x8000) << 16
+                );
                 const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
@@ -2139,8 +2303,10 @@ struct adamp_kernel_7_3 {
                 const F update = exp_avg / fma(sqrt(exp_avg_sq), scalar_2, scalar_3);
                 // 29  update, invariant = without_radial(update, p, g, delta, eps)
                 const F update_2 = fma(-load(row_sum_of_update_over_row_mul_3_2_at + (i & row_mask)), p, update);
-                const F p_2 = p * one_minus_lr_times_weight_decay_2;                    // 31  p = decoupled(p, lr, weight_decay)
-                const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update_2, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
+                // 31  p = decoupled(p, lr, weight_decay)
+                const F p_2 = p * one_minus_lr_times_weight_decay_2;
+                // 32  p = p - lr / (1 - beta1**t) * update
+                const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update_2, p_2);
                 const I p_bitcast = bits(p_3);
                 const I p_sign = p_bitcast >> 16 & 0x8000;
                 const I p_magnitude = p_bitcast & 0x7fffffff;
@@ -2213,7 +2379,10 @@ struct adamp_small_kernel_1_3 {
             const I p_normal = (p_wide << 5) + 0x38000000;
             const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
+            const F p = as_float(
+                bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000)))
+                | (p_high & 0x8000) << 16
+            );
             const F g_cast = g_stored;
             // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
@@ -2282,15 +2451,20 @@ struct adamp_small_kernel_7_3 {
             const I p_normal = (p_wide << 5) + 0x38000000;
             const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
+            const F p = as_float(
+                bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000)))
+                | (p_high & 0x8000) << 16
+            );
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             // 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
             const F update = exp_avg / fma(sqrt(exp_avg_sq), scalar_2, scalar_3);
             // 29  update, invariant = without_radial(update, p, g, delta, eps)
             const F update_2 = fma(-load(row_sum_of_update_over_row_mul_3_2_at + (i & row_mask)), p, update);
-            const F p_2 = p * one_minus_lr_times_weight_decay_2;                    // 31  p = decoupled(p, lr, weight_decay)
-            const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update_2, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
+            // 31  p = decoupled(p, lr, weight_decay)
+            const F p_2 = p * one_minus_lr_times_weight_decay_2;
+            // 32  p = p - lr / (1 - beta1**t) * update
+            const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update_2, p_2);
             const I p_bitcast = bits(p_3);
             const I p_sign = p_bitcast >> 16 & 0x8000;
             const I p_magnitude = p_bitcast & 0x7fffffff;
@@ -2315,7 +2489,9 @@ struct adamp_no_projected_kernel {
     static constexpr int DRAWN = NOISE.mask({P, 0, 1}), KEPT = NOISE.mask({P, 0, 1});
     static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3 + count(KEPT)), SCALARS = 8;
     // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}});
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>(
+        {{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}}
+    );
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -2362,11 +2538,15 @@ struct adamp_no_projected_kernel {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
+            const F exp_avg_scale_2 = as_float(
+                where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2)
+            );
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
             const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_step = bits(
+                fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)
+            ) - 0x4b400000;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
@@ -2379,8 +2559,10 @@ struct adamp_no_projected_kernel {
             const F p = weight.decode(i);
             // 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
             const F update = exp_avg / fma(exp_avg_sq_sqrt, scalar_2, scalar_3);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                    // 31  p = decoupled(p, lr, weight_decay)
-            const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
+            // 31  p = decoupled(p, lr, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;
+            // 32  p = p - lr / (1 - beta1**t) * update
+            const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update, p_2);
             weight.encode(i, p_3, noise);
         };
         // -- elements: decode, update, encode  (specs/adamp.py)
@@ -2406,7 +2588,10 @@ struct adamp_no_projected_kernel {
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
+                const F exp_avg = fma(
+                    one_minus_beta1_times_grad_scale, g,
+                    exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value)
+                );
                 // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq_2 = fma(scalar_1 * g, g, beta2 * exp_avg_sq);
                 const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
@@ -2434,7 +2619,9 @@ struct adamp_no_projected_kernel {
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
-            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_step_2 = bits(
+                fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)
+            ) - 0x4b400000;
             const I exp_avg_sq_start_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
@@ -2480,7 +2667,8 @@ struct adamp_no_projected_kernel {
                 const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const I exp_avg_sq_offset = fraction<0, 24>(noise) + exp_avg_sq_half_add;
-                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base,
+                    exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
                 const F exp_avg_sq_value_2 = as_float(exp_avg_sq_start_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
@@ -2511,7 +2699,12 @@ struct adamp_no_projected_kernel {
                 const int i = b * BLOCK + k;
                 const auto noise = words.kept(i);
                 const F exp_avg_value = load(exp_avg_value_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul), 3200.0f));
+                const I exp_avg_pattern = bits(
+                    fma(
+                        exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul),
+                        3200.0f
+                    )
+                );
                 store(exp_avg_codes_at + i, exp_avg_pattern + integer<1>(noise) >> 12);
             }
         }
@@ -2558,8 +2751,10 @@ struct adamp_no_projected_small_kernel {
             const F exp_avg_sq_2 = fma(scalar_1 * g, g, beta2 * exp_avg_sq);
             // 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
             const F update = exp_avg_2 / fma(sqrt(exp_avg_sq_2), scalar_2, scalar_3);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                    // 31  p = decoupled(p, lr, weight_decay)
-            const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
+            // 31  p = decoupled(p, lr, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;
+            // 32  p = p - lr / (1 - beta1**t) * update
+            const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update, p_2);
             weight.encode(i, p_3, noise);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -2616,11 +2811,15 @@ struct adamp_nesterov_kernel_1 {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
+            const F exp_avg_scale_2 = as_float(
+                where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2)
+            );
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
             const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_step = bits(
+                fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)
+            ) - 0x4b400000;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             const F exp_avg_scale_mul = beta1_times_beta1 * exp_avg_scale_2;
@@ -2653,7 +2852,13 @@ struct adamp_nesterov_kernel_1 {
                 // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq_2 = fma(scalar_0 * g, g, beta2 * exp_avg_sq);
                 // 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-                const F update = (fma(beta1_times_one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value)) + one_minus_beta1_times_grad_scale * g) / fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5);
+                const F update = (
+                    fma(
+                        beta1_times_one_minus_beta1_times_grad_scale, g,
+                        exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value)
+                    )
+                    + one_minus_beta1_times_grad_scale * g
+                ) / fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5);
                 store(row_sum_for_invariant_at + i, p * g);
                 store(row_sum_for_invariant_2_at + i, p * p);
                 store(row_sum_for_invariant_3_at + i, g * g);
@@ -2710,8 +2915,16 @@ struct adamp_nesterov_kernel_2 {
             const F row_sum_for_invariant_3 = load(row_sum_for_invariant_3_at + i);
             const F row_sum_of_p = load(row_sum_of_p_at + i);
             const F row_sum_for_invariant_2_add = sqrt(row_sum_for_invariant_2) + eps;
-            store(tensor_max_for_invariant_at + i, abs(grad_scale * row_sum_for_invariant) / (row_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)));
-            store(row_sum_of_p_over_row_mul_3_at + i, row_sum_of_p / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add));
+            store(
+                tensor_max_for_invariant_at + i,
+                abs(grad_scale * row_sum_for_invariant) / (
+                    row_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)
+                )
+            );
+            store(
+                row_sum_of_p_over_row_mul_3_at + i,
+                row_sum_of_p / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add)
+            );
             store(tensor_sum_for_invariant_at + i, row_sum_for_invariant);
             store(tensor_sum_for_invariant_2_at + i, row_sum_for_invariant_2);
             store(tensor_sum_for_invariant_3_at + i, row_sum_for_invariant_3);
@@ -2793,9 +3006,17 @@ struct adamp_nesterov_kernel_4 {
             const F delta_over_sqrt_elements = load(delta_over_sqrt_elements_at + i);
             const F tensor_sum_of_p = load(tensor_sum_of_p_at + i);
             const F tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps;
-            const M delta_over_sqrt_elements_lt = abs(grad_scale * tensor_sum_for_invariant) / (tensor_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements;
+            const M delta_over_sqrt_elements_lt = abs(grad_scale * tensor_sum_for_invariant) /
+                (tensor_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) +
+                eps)) < delta_over_sqrt_elements;
             store(lt_tensor_div_delta_over_sqrt_elements_at + i, where(delta_over_sqrt_elements_lt, F(1.0f), F(0.0f)));
-            store(tensor_sum_of_p_over_tensor_mul_3_2_at + i, where(delta_over_sqrt_elements_lt, tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), F(0.0f)));
+            store(
+                tensor_sum_of_p_over_tensor_mul_3_2_at + i,
+                where(
+                    delta_over_sqrt_elements_lt,
+                    tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), F(0.0f)
+                )
+            );
         }
     }
 };
@@ -2838,7 +3059,9 @@ struct adamp_nesterov_kernel_5 {
             const F lt_tensor_div_delta_over_sqrt_elements = load(lt_tensor_div_delta_over_sqrt_elements_at + i);
             const M tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns;
             // 29  update, invariant = without_radial(update, p, g, delta, eps)
-            const F invariant = where(tensor_max_for_invariant_lt | 0.0f < lt_tensor_div_delta_over_sqrt_elements, F(1.0f), F(0.0f));
+            const F invariant = where(
+                tensor_max_for_invariant_lt | 0.0f < lt_tensor_div_delta_over_sqrt_elements, F(1.0f), F(0.0f)
+            );
             // 30  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
             const F weight_decay_ = weight_decay * fma(minus_one_minus_wd_ratio, invariant, 1.0f);
             store(tensor_lt_at + i, where(tensor_max_for_invariant_lt, F(1.0f), F(0.0f)));
@@ -2914,11 +3137,15 @@ struct adamp_nesterov_kernel_7 {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
+            const F exp_avg_scale_2 = as_float(
+                where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2)
+            );
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
             const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_step = bits(
+                fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)
+            ) - 0x4b400000;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
@@ -2951,7 +3178,9 @@ struct adamp_nesterov_kernel_7 {
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 const F g_mul = one_minus_beta1_times_grad_scale * g;
                 // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(exp_avg_scale_mul, exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value, g_mul);
+                const F exp_avg = fma(
+                    exp_avg_scale_mul, exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value, g_mul
+                );
                 // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq_2 = fma(scalar_0 * g, g, beta2 * exp_avg_sq);
                 const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
@@ -2977,7 +3206,9 @@ struct adamp_nesterov_kernel_7 {
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
-            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_step_2 = bits(
+                fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)
+            ) - 0x4b400000;
             const I exp_avg_sq_start_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
@@ -3009,8 +3240,10 @@ struct adamp_nesterov_kernel_7 {
                 const F update = fma(beta1, exp_avg, g_mul) / fma(exp_avg_sq_sqrt, scalar_4, scalar_5);
                 // 29  update, invariant = without_radial(update, p, g, delta, eps)
                 const F update_2 = fma(-load(row_sum_of_p_over_row_mul_3_2_at + (i & row_mask)), p, update);
-                const F p_2 = p * one_minus_lr_times_weight_decay_2;                    // 31  p = decoupled(p, lr, weight_decay)
-                const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update_2, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
+                // 31  p = decoupled(p, lr, weight_decay)
+                const F p_2 = p * one_minus_lr_times_weight_decay_2;
+                // 32  p = p - lr / (1 - beta1**t) * update
+                const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update_2, p_2);
                 weight.encode(i, p_3, noise);
             }
         }
@@ -3032,7 +3265,8 @@ struct adamp_nesterov_kernel_7 {
                 const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const I exp_avg_sq_offset = fraction<0, 24>(noise) + exp_avg_sq_half_add;
-                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base,
+                    exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
                 const F exp_avg_sq_value_2 = as_float(exp_avg_sq_start_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
@@ -3063,7 +3297,12 @@ struct adamp_nesterov_kernel_7 {
                 const int i = b * BLOCK + k;
                 const auto noise = words.kept(i);
                 const F exp_avg_value = load(exp_avg_value_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul), 3200.0f));
+                const I exp_avg_pattern = bits(
+                    fma(
+                        exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul),
+                        3200.0f
+                    )
+                );
                 store(exp_avg_codes_at + i, exp_avg_pattern + integer<1>(noise) >> 12);
             }
         }
@@ -3116,7 +3355,10 @@ struct adamp_nesterov_small_kernel_1 {
             // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_0 * g, g, beta2 * exp_avg_sq);
             // 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-            const F update = (fma(beta1_times_one_minus_beta1_times_grad_scale, g, beta1_times_beta1 * exp_avg) + one_minus_beta1_times_grad_scale * g) / fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5);
+            const F update = (
+                fma(beta1_times_one_minus_beta1_times_grad_scale, g, beta1_times_beta1 * exp_avg)
+                + one_minus_beta1_times_grad_scale * g
+            ) / fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5);
             store(row_sum_for_invariant_at + i, p * g);
             store(row_sum_for_invariant_2_at + i, p * p);
             store(row_sum_for_invariant_3_at + i, g * g);
@@ -3172,8 +3414,16 @@ struct adamp_nesterov_small_kernel_2 {
             const F row_sum_for_invariant_3 = load(row_sum_for_invariant_3_at + i);
             const F row_sum_of_p = load(row_sum_of_p_at + i);
             const F row_sum_for_invariant_2_add = sqrt(row_sum_for_invariant_2) + eps;
-            store(tensor_max_for_invariant_at + i, abs(grad_scale * row_sum_for_invariant) / (row_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)));
-            store(row_sum_of_p_over_row_mul_3_at + i, row_sum_of_p / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add));
+            store(
+                tensor_max_for_invariant_at + i,
+                abs(grad_scale * row_sum_for_invariant) / (
+                    row_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)
+                )
+            );
+            store(
+                row_sum_of_p_over_row_mul_3_at + i,
+                row_sum_of_p / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add)
+            );
             store(tensor_sum_for_invariant_at + i, row_sum_for_invariant);
             store(tensor_sum_for_invariant_2_at + i, row_sum_for_invariant_2);
             store(tensor_sum_for_invariant_3_at + i, row_sum_for_invariant_3);
@@ -3255,9 +3505,17 @@ struct adamp_nesterov_small_kernel_4 {
             const F delta_over_sqrt_elements = load(delta_over_sqrt_elements_at + i);
             const F tensor_sum_of_p = load(tensor_sum_of_p_at + i);
             const F tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps;
-            const M delta_over_sqrt_elements_lt = abs(grad_scale * tensor_sum_for_invariant) / (tensor_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements;
+            const M delta_over_sqrt_elements_lt = abs(grad_scale * tensor_sum_for_invariant) /
+                (tensor_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) +
+                eps)) < delta_over_sqrt_elements;
             store(lt_tensor_div_delta_over_sqrt_elements_at + i, where(delta_over_sqrt_elements_lt, F(1.0f), F(0.0f)));
-            store(tensor_sum_of_p_over_tensor_mul_3_2_at + i, where(delta_over_sqrt_elements_lt, tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), F(0.0f)));
+            store(
+                tensor_sum_of_p_over_tensor_mul_3_2_at + i,
+                where(
+                    delta_over_sqrt_elements_lt,
+                    tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), F(0.0f)
+                )
+            );
         }
     }
 };
@@ -3300,7 +3558,9 @@ struct adamp_nesterov_small_kernel_5 {
             const F lt_tensor_div_delta_over_sqrt_elements = load(lt_tensor_div_delta_over_sqrt_elements_at + i);
             const M tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns;
             // 29  update, invariant = without_radial(update, p, g, delta, eps)
-            const F invariant = where(tensor_max_for_invariant_lt | 0.0f < lt_tensor_div_delta_over_sqrt_elements, F(1.0f), F(0.0f));
+            const F invariant = where(
+                tensor_max_for_invariant_lt | 0.0f < lt_tensor_div_delta_over_sqrt_elements, F(1.0f), F(0.0f)
+            );
             // 30  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
             const F weight_decay_ = weight_decay * fma(minus_one_minus_wd_ratio, invariant, 1.0f);
             store(tensor_lt_at + i, where(tensor_max_for_invariant_lt, F(1.0f), F(0.0f)));
@@ -3367,8 +3627,10 @@ struct adamp_nesterov_small_kernel_7 {
             const F update = fma(beta1, exp_avg_2, g_mul) / fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5);
             // 29  update, invariant = without_radial(update, p, g, delta, eps)
             const F update_2 = fma(-load(row_sum_of_p_over_row_mul_3_2_at + (i & row_mask)), p, update);
-            const F p_2 = p * one_minus_lr_times_weight_decay_2;                    // 31  p = decoupled(p, lr, weight_decay)
-            const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update_2, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
+            // 31  p = decoupled(p, lr, weight_decay)
+            const F p_2 = p * one_minus_lr_times_weight_decay_2;
+            // 32  p = p - lr / (1 - beta1**t) * update
+            const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update_2, p_2);
             weight.encode(i, p_3, noise);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -3428,11 +3690,15 @@ struct adamp_nesterov_kernel_1_2 {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
+            const F exp_avg_scale_2 = as_float(
+                where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2)
+            );
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
             const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_step = bits(
+                fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)
+            ) - 0x4b400000;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             const F exp_avg_scale_mul = beta1_times_beta1 * exp_avg_scale_2;
@@ -3469,7 +3735,13 @@ struct adamp_nesterov_kernel_1_2 {
                 // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq_2 = fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq);
                 // 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-                const F update = (fma(beta1_times_one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value)) + one_minus_beta1_times_grad_scale * g_cast) / fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5);
+                const F update = (
+                    fma(
+                        beta1_times_one_minus_beta1_times_grad_scale, g_cast,
+                        exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value)
+                    )
+                    + one_minus_beta1_times_grad_scale * g_cast
+                ) / fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5);
                 store(row_sum_for_invariant_at + i, p * g_cast);
                 store(row_sum_for_invariant_2_at + i, p * p);
                 store(row_sum_for_invariant_3_at + i, g_cast * g_cast);
@@ -3526,8 +3798,16 @@ struct adamp_nesterov_kernel_2_2 {
             const F row_sum_for_invariant_3 = load(row_sum_for_invariant_3_at + i);
             const F row_sum_of_update = load(row_sum_of_update_at + i);
             const F row_sum_for_invariant_2_add = sqrt(row_sum_for_invariant_2) + eps;
-            store(tensor_max_for_invariant_at + i, abs(grad_scale * row_sum_for_invariant) / (row_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)));
-            store(row_sum_of_update_over_row_mul_3_at + i, row_sum_of_update / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add));
+            store(
+                tensor_max_for_invariant_at + i,
+                abs(grad_scale * row_sum_for_invariant) / (
+                    row_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)
+                )
+            );
+            store(
+                row_sum_of_update_over_row_mul_3_at + i,
+                row_sum_of_update / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add)
+            );
             store(tensor_sum_for_invariant_at + i, row_sum_for_invariant);
             store(tensor_sum_for_invariant_2_at + i, row_sum_for_invariant_2);
             store(tensor_sum_for_invariant_3_at + i, row_sum_for_invariant_3);
@@ -3609,9 +3889,17 @@ struct adamp_nesterov_kernel_4_2 {
             const F delta_over_sqrt_elements = load(delta_over_sqrt_elements_at + i);
             const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
             const F tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps;
-            const M delta_over_sqrt_elements_lt = abs(grad_scale * tensor_sum_for_invariant) / (tensor_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements;
+            const M delta_over_sqrt_elements_lt = abs(grad_scale * tensor_sum_for_invariant) /
+                (tensor_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) +
+                eps)) < delta_over_sqrt_elements;
             store(lt_tensor_div_delta_over_sqrt_elements_at + i, where(delta_over_sqrt_elements_lt, F(1.0f), F(0.0f)));
-            store(tensor_sum_of_update_over_tensor_mul_3_2_at + i, where(delta_over_sqrt_elements_lt, tensor_sum_of_update / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), F(0.0f)));
+            store(
+                tensor_sum_of_update_over_tensor_mul_3_2_at + i,
+                where(
+                    delta_over_sqrt_elements_lt,
+                    tensor_sum_of_update / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), F(0.0f)
+                )
+            );
         }
     }
 };
@@ -3654,7 +3942,9 @@ struct adamp_nesterov_kernel_5_2 {
             const F lt_tensor_div_delta_over_sqrt_elements = load(lt_tensor_div_delta_over_sqrt_elements_at + i);
             const M tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns;
             // 29  update, invariant = without_radial(update, p, g, delta, eps)
-            const F invariant = where(tensor_max_for_invariant_lt | 0.0f < lt_tensor_div_delta_over_sqrt_elements, F(1.0f), F(0.0f));
+            const F invariant = where(
+                tensor_max_for_invariant_lt | 0.0f < lt_tensor_div_delta_over_sqrt_elements, F(1.0f), F(0.0f)
+            );
             // 30  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
             const F weight_decay_ = weight_decay * fma(minus_one_minus_wd_ratio, invariant, 1.0f);
             store(tensor_lt_at + i, where(tensor_max_for_invariant_lt, F(1.0f), F(0.0f)));
@@ -3733,11 +4023,15 @@ struct adamp_nesterov_kernel_7_2 {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
+            const F exp_avg_scale_2 = as_float(
+                where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2)
+            );
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
             const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_step = bits(
+                fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)
+            ) - 0x4b400000;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
@@ -3772,7 +4066,9 @@ struct adamp_nesterov_kernel_7_2 {
                 const F g_cast = g_stored;
                 const F g_mul = one_minus_beta1_times_grad_scale * g_cast;
                 // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(exp_avg_scale_mul, exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value, g_mul);
+                const F exp_avg = fma(
+                    exp_avg_scale_mul, exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value, g_mul
+                );
                 // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq_2 = fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq);
                 const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
@@ -3798,7 +4094,9 @@ struct adamp_nesterov_kernel_7_2 {
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
-            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_step_2 = bits(
+                fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)
+            ) - 0x4b400000;
             const I exp_avg_sq_start_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
@@ -3825,7 +4123,8 @@ struct adamp_nesterov_kernel_7_2 {
                 const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
                 const U16 p_stored = raw(p_at + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);        // bf16 and 8 more bits, stochastic
+                // bf16 and 8 more bits, stochastic
+                const F p = as_float(joined(p_stored, weight_low_code) - 32768);
                 const F g_stored = Grad::load(g_at + i);
                 const F g_cast = g_stored;
                 const F g_mul = one_minus_beta1_times_grad_scale * g_cast;
@@ -3833,8 +4132,10 @@ struct adamp_nesterov_kernel_7_2 {
                 const F update = fma(beta1, exp_avg, g_mul) / fma(exp_avg_sq_sqrt, scalar_4, scalar_5);
                 // 29  update, invariant = without_radial(update, p, g, delta, eps)
                 const F update_2 = fma(-load(row_sum_of_update_over_row_mul_3_2_at + (i & row_mask)), p, update);
-                const F p_2 = p * one_minus_lr_times_weight_decay_2;                    // 31  p = decoupled(p, lr, weight_decay)
-                const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update_2, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
+                // 31  p = decoupled(p, lr, weight_decay)
+                const F p_2 = p * one_minus_lr_times_weight_decay_2;
+                // 32  p = p - lr / (1 - beta1**t) * update
+                const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update_2, p_2);
                 const I p_word = bits_or_nan(p_3) + (integer<P>(noise) | 0x8000);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
@@ -3858,7 +4159,8 @@ struct adamp_nesterov_kernel_7_2 {
                 const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const I exp_avg_sq_offset = fraction<0, 24>(noise) + exp_avg_sq_half_add;
-                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base,
+                    exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
                 const F exp_avg_sq_value_2 = as_float(exp_avg_sq_start_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
@@ -3889,7 +4191,12 @@ struct adamp_nesterov_kernel_7_2 {
                 const int i = b * BLOCK + k;
                 const auto noise = words.kept(i);
                 const F exp_avg_value = load(exp_avg_value_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul), 3200.0f));
+                const I exp_avg_pattern = bits(
+                    fma(
+                        exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul),
+                        3200.0f
+                    )
+                );
                 store(exp_avg_codes_at + i, exp_avg_pattern + integer<1>(noise) >> 12);
             }
         }
@@ -3948,7 +4255,10 @@ struct adamp_nesterov_small_kernel_1_2 {
             // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-            const F update = (fma(beta1_times_one_minus_beta1_times_grad_scale, g_cast, beta1_times_beta1 * exp_avg) + one_minus_beta1_times_grad_scale * g_cast) / fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5);
+            const F update = (
+                fma(beta1_times_one_minus_beta1_times_grad_scale, g_cast, beta1_times_beta1 * exp_avg)
+                + one_minus_beta1_times_grad_scale * g_cast
+            ) / fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5);
             store(row_sum_for_invariant_at + i, p * g_cast);
             store(row_sum_for_invariant_2_at + i, p * p);
             store(row_sum_for_invariant_3_at + i, g_cast * g_cast);
@@ -4004,8 +4314,16 @@ struct adamp_nesterov_small_kernel_2_2 {
             const F row_sum_for_invariant_3 = load(row_sum_for_invariant_3_at + i);
             const F row_sum_of_update = load(row_sum_of_update_at + i);
             const F row_sum_for_invariant_2_add = sqrt(row_sum_for_invariant_2) + eps;
-            store(tensor_max_for_invariant_at + i, abs(grad_scale * row_sum_for_invariant) / (row_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)));
-            store(row_sum_of_update_over_row_mul_3_at + i, row_sum_of_update / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add));
+            store(
+                tensor_max_for_invariant_at + i,
+                abs(grad_scale * row_sum_for_invariant) / (
+                    row_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)
+                )
+            );
+            store(
+                row_sum_of_update_over_row_mul_3_at + i,
+                row_sum_of_update / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add)
+            );
             store(tensor_sum_for_invariant_at + i, row_sum_for_invariant);
             store(tensor_sum_for_invariant_2_at + i, row_sum_for_invariant_2);
             store(tensor_sum_for_invariant_3_at + i, row_sum_for_invariant_3);
@@ -4087,9 +4405,17 @@ struct adamp_nesterov_small_kernel_4_2 {
             const F delta_over_sqrt_elements = load(delta_over_sqrt_elements_at + i);
             const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
             const F tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps;
-            const M delta_over_sqrt_elements_lt = abs(grad_scale * tensor_sum_for_invariant) / (tensor_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements;
+            const M delta_over_sqrt_elements_lt = abs(grad_scale * tensor_sum_for_invariant) /
+                (tensor_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) +
+                eps)) < delta_over_sqrt_elements;
             store(lt_tensor_div_delta_over_sqrt_elements_at + i, where(delta_over_sqrt_elements_lt, F(1.0f), F(0.0f)));
-            store(tensor_sum_of_update_over_tensor_mul_3_2_at + i, where(delta_over_sqrt_elements_lt, tensor_sum_of_update / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), F(0.0f)));
+            store(
+                tensor_sum_of_update_over_tensor_mul_3_2_at + i,
+                where(
+                    delta_over_sqrt_elements_lt,
+                    tensor_sum_of_update / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), F(0.0f)
+                )
+            );
         }
     }
 };
@@ -4132,7 +4458,9 @@ struct adamp_nesterov_small_kernel_5_2 {
             const F lt_tensor_div_delta_over_sqrt_elements = load(lt_tensor_div_delta_over_sqrt_elements_at + i);
             const M tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns;
             // 29  update, invariant = without_radial(update, p, g, delta, eps)
-            const F invariant = where(tensor_max_for_invariant_lt | 0.0f < lt_tensor_div_delta_over_sqrt_elements, F(1.0f), F(0.0f));
+            const F invariant = where(
+                tensor_max_for_invariant_lt | 0.0f < lt_tensor_div_delta_over_sqrt_elements, F(1.0f), F(0.0f)
+            );
             // 30  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
             const F weight_decay_ = weight_decay * fma(minus_one_minus_wd_ratio, invariant, 1.0f);
             store(tensor_lt_at + i, where(tensor_max_for_invariant_lt, F(1.0f), F(0.0f)));
@@ -4205,8 +4533,10 @@ struct adamp_nesterov_small_kernel_7_2 {
             const F update = fma(beta1, exp_avg_2, g_mul) / fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5);
             // 29  update, invariant = without_radial(update, p, g, delta, eps)
             const F update_2 = fma(-load(row_sum_of_update_over_row_mul_3_2_at + (i & row_mask)), p, update);
-            const F p_2 = p * one_minus_lr_times_weight_decay_2;                    // 31  p = decoupled(p, lr, weight_decay)
-            const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update_2, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
+            // 31  p = decoupled(p, lr, weight_decay)
+            const F p_2 = p * one_minus_lr_times_weight_decay_2;
+            // 32  p = p - lr / (1 - beta1**t) * update
+            const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update_2, p_2);
             const I p_word = bits_or_nan(p_3) + (integer<P>(noise) | 0x8000);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
@@ -4268,11 +4598,15 @@ struct adamp_nesterov_kernel_1_3 {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
+            const F exp_avg_scale_2 = as_float(
+                where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2)
+            );
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
             const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_step = bits(
+                fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)
+            ) - 0x4b400000;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             const F exp_avg_scale_mul = beta1_times_beta1 * exp_avg_scale_2;
@@ -4303,7 +4637,12 @@ struct adamp_nesterov_kernel_1_3 {
                 const I p_normal = (p_wide << 5) + 0x38000000;
                 const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
                 // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
+                const F p = as_float(
+                    bits(
+                        as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))
+                    )
+                    | (p_high & 0x8000) << 16
+                );
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
@@ -4317,7 +4656,13 @@ struct adamp_nesterov_kernel_1_3 {
                 // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq_2 = fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq);
                 // 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-                const F update = (fma(beta1_times_one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value)) + one_minus_beta1_times_grad_scale * g_cast) / fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5);
+                const F update = (
+                    fma(
+                        beta1_times_one_minus_beta1_times_grad_scale, g_cast,
+                        exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value)
+                    )
+                    + one_minus_beta1_times_grad_scale * g_cast
+                ) / fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5);
                 store(row_sum_for_invariant_at + i, p * g_cast);
                 store(row_sum_for_invariant_2_at + i, p * p);
                 store(row_sum_for_invariant_3_at + i, g_cast * g_cast);
@@ -4397,11 +4742,15 @@ struct adamp_nesterov_kernel_7_3 {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
+            const F exp_avg_scale_2 = as_float(
+                where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2)
+            );
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
             const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_step = bits(
+                fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)
+            ) - 0x4b400000;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
@@ -4436,7 +4785,9 @@ struct adamp_nesterov_kernel_7_3 {
                 const F g_cast = g_stored;
                 const F g_mul = one_minus_beta1_times_grad_scale * g_cast;
                 // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(exp_avg_scale_mul, exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value, g_mul);
+                const F exp_avg = fma(
+                    exp_avg_scale_mul, exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value, g_mul
+                );
                 // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq_2 = fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq);
                 const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
@@ -4462,7 +4813,9 @@ struct adamp_nesterov_kernel_7_3 {
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
-            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_step_2 = bits(
+                fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)
+            ) - 0x4b400000;
             const I exp_avg_sq_start_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
@@ -4497,7 +4850,12 @@ struct adamp_nesterov_kernel_7_3 {
                 const I p_normal = (p_wide << 5) + 0x38000000;
                 const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
                 // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
+                const F p = as_float(
+                    bits(
+                        as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))
+                    )
+                    | (p_high & 0x8000) << 16
+                );
                 const F g_stored = Grad::load(g_at + i);
                 const F g_cast = g_stored;
                 const F g_mul = one_minus_beta1_times_grad_scale * g_cast;
@@ -4505,8 +4863,10 @@ struct adamp_nesterov_kernel_7_3 {
                 const F update = fma(beta1, exp_avg, g_mul) / fma(exp_avg_sq_sqrt, scalar_4, scalar_5);
                 // 29  update, invariant = without_radial(update, p, g, delta, eps)
                 const F update_2 = fma(-load(row_sum_of_update_over_row_mul_3_2_at + (i & row_mask)), p, update);
-                const F p_2 = p * one_minus_lr_times_weight_decay_2;                    // 31  p = decoupled(p, lr, weight_decay)
-                const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update_2, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
+                // 31  p = decoupled(p, lr, weight_decay)
+                const F p_2 = p * one_minus_lr_times_weight_decay_2;
+                // 32  p = p - lr / (1 - beta1**t) * update
+                const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update_2, p_2);
                 const I p_bitcast = bits(p_3);
                 const I p_sign = p_bitcast >> 16 & 0x8000;
                 const I p_magnitude = p_bitcast & 0x7fffffff;
@@ -4540,7 +4900,8 @@ struct adamp_nesterov_kernel_7_3 {
                 const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const I exp_avg_sq_offset = fraction<0, 24>(noise) + exp_avg_sq_half_add;
-                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base,
+                    exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
                 const F exp_avg_sq_value_2 = as_float(exp_avg_sq_start_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
@@ -4571,7 +4932,12 @@ struct adamp_nesterov_kernel_7_3 {
                 const int i = b * BLOCK + k;
                 const auto noise = words.kept(i);
                 const F exp_avg_value = load(exp_avg_value_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul), 3200.0f));
+                const I exp_avg_pattern = bits(
+                    fma(
+                        exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul),
+                        3200.0f
+                    )
+                );
                 store(exp_avg_codes_at + i, exp_avg_pattern + integer<1>(noise) >> 12);
             }
         }
@@ -4630,7 +4996,10 @@ struct adamp_nesterov_small_kernel_1_3 {
             const I p_normal = (p_wide << 5) + 0x38000000;
             const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
+            const F p = as_float(
+                bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000)))
+                | (p_high & 0x8000) << 16
+            );
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
@@ -4638,7 +5007,10 @@ struct adamp_nesterov_small_kernel_1_3 {
             // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-            const F update = (fma(beta1_times_one_minus_beta1_times_grad_scale, g_cast, beta1_times_beta1 * exp_avg) + one_minus_beta1_times_grad_scale * g_cast) / fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5);
+            const F update = (
+                fma(beta1_times_one_minus_beta1_times_grad_scale, g_cast, beta1_times_beta1 * exp_avg)
+                + one_minus_beta1_times_grad_scale * g_cast
+            ) / fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5);
             store(row_sum_for_invariant_at + i, p * g_cast);
             store(row_sum_for_invariant_2_at + i, p * p);
             store(row_sum_for_invariant_3_at + i, g_cast * g_cast);
@@ -4705,7 +5077,10 @@ struct adamp_nesterov_small_kernel_7_3 {
             const I p_normal = (p_wide << 5) + 0x38000000;
             const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
+            const F p = as_float(
+                bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000)))
+                | (p_high & 0x8000) << 16
+            );
             const F exp_avg = load(exp_avg_at + i);
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
@@ -4719,8 +5094,10 @@ struct adamp_nesterov_small_kernel_7_3 {
             const F update = fma(beta1, exp_avg_2, g_mul) / fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5);
             // 29  update, invariant = without_radial(update, p, g, delta, eps)
             const F update_2 = fma(-load(row_sum_of_update_over_row_mul_3_2_at + (i & row_mask)), p, update);
-            const F p_2 = p * one_minus_lr_times_weight_decay_2;                    // 31  p = decoupled(p, lr, weight_decay)
-            const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update_2, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
+            // 31  p = decoupled(p, lr, weight_decay)
+            const F p_2 = p * one_minus_lr_times_weight_decay_2;
+            // 32  p = p - lr / (1 - beta1**t) * update
+            const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update_2, p_2);
             const I p_bitcast = bits(p_3);
             const I p_sign = p_bitcast >> 16 & 0x8000;
             const I p_magnitude = p_bitcast & 0x7fffffff;
@@ -4747,7 +5124,9 @@ struct adamp_nesterov_no_projected_kernel {
     static constexpr int DRAWN = NOISE.mask({P, 0, 1}), KEPT = NOISE.mask({P, 0, 1});
     static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3 + count(KEPT)), SCALARS = 8;
     // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}});
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>(
+        {{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}}
+    );
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -4794,11 +5173,15 @@ struct adamp_nesterov_no_projected_kernel {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
+            const F exp_avg_scale_2 = as_float(
+                where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2)
+            );
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
             const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_step = bits(
+                fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)
+            ) - 0x4b400000;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
@@ -4831,7 +5214,9 @@ struct adamp_nesterov_no_projected_kernel {
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 const F g_mul = one_minus_beta1_times_grad_scale * g;
                 // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(exp_avg_scale_mul, exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value, g_mul);
+                const F exp_avg = fma(
+                    exp_avg_scale_mul, exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value, g_mul
+                );
                 // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq_2 = fma(scalar_1 * g, g, beta2 * exp_avg_sq);
                 const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
@@ -4857,7 +5242,9 @@ struct adamp_nesterov_no_projected_kernel {
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
-            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_step_2 = bits(
+                fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)
+            ) - 0x4b400000;
             const I exp_avg_sq_start_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
@@ -4887,8 +5274,10 @@ struct adamp_nesterov_no_projected_kernel {
                 const F g_mul = one_minus_beta1_times_grad_scale * g;
                 // 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
                 const F update = fma(beta1, exp_avg, g_mul) / fma(exp_avg_sq_sqrt, scalar_2, scalar_3);
-                const F p_2 = one_minus_lr_times_weight_decay * p;                    // 31  p = decoupled(p, lr, weight_decay)
-                const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
+                // 31  p = decoupled(p, lr, weight_decay)
+                const F p_2 = one_minus_lr_times_weight_decay * p;
+                // 32  p = p - lr / (1 - beta1**t) * update
+                const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update, p_2);
                 weight.encode(i, p_3, noise);
             }
         }
@@ -4910,7 +5299,8 @@ struct adamp_nesterov_no_projected_kernel {
                 const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const I exp_avg_sq_offset = fraction<0, 24>(noise) + exp_avg_sq_half_add;
-                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base,
+                    exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
                 const F exp_avg_sq_value_2 = as_float(exp_avg_sq_start_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
@@ -4941,7 +5331,12 @@ struct adamp_nesterov_no_projected_kernel {
                 const int i = b * BLOCK + k;
                 const auto noise = words.kept(i);
                 const F exp_avg_value = load(exp_avg_value_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul), 3200.0f));
+                const I exp_avg_pattern = bits(
+                    fma(
+                        exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul),
+                        3200.0f
+                    )
+                );
                 store(exp_avg_codes_at + i, exp_avg_pattern + integer<1>(noise) >> 12);
             }
         }
@@ -4989,8 +5384,10 @@ struct adamp_nesterov_no_projected_small_kernel {
             const F exp_avg_sq_2 = fma(scalar_1 * g, g, beta2 * exp_avg_sq);
             // 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
             const F update = fma(beta1, exp_avg_2, g_mul) / fma(sqrt(exp_avg_sq_2), scalar_2, scalar_3);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                    // 31  p = decoupled(p, lr, weight_decay)
-            const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update, p_2);  // 32  p = p - lr / (1 - beta1**t) * update
+            // 31  p = decoupled(p, lr, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;
+            // 32  p = p - lr / (1 - beta1**t) * update
+            const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update, p_2);
             weight.encode(i, p_3, noise);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -5544,12 +5941,18 @@ template <class Grad> using adamp_bfloat16_nesterov = adamp_nesterov_step_2<weig
 template <class Grad> using adamp_bfloat16_nesterov_small = adamp_nesterov_small_step_2<weight_float32, Grad>;
 template <class Grad> using adamp_float16_nesterov = adamp_nesterov_step_3<weight_float32, Grad>;
 template <class Grad> using adamp_float16_nesterov_small = adamp_nesterov_small_step_3<weight_float32, Grad>;
-template <class Grad> using adamp_float32_nesterov_no_projected = adamp_nesterov_no_projected_kernel<weight_float32, Grad>;
-template <class Grad> using adamp_float32_nesterov_no_projected_small = adamp_nesterov_no_projected_small_kernel<weight_float32, Grad>;
-template <class Grad> using adamp_bfloat16_nesterov_no_projected = adamp_nesterov_no_projected_kernel<weight_bfloat16, Grad>;
-template <class Grad> using adamp_bfloat16_nesterov_no_projected_small = adamp_nesterov_no_projected_small_kernel<weight_bfloat16, Grad>;
-template <class Grad> using adamp_float16_nesterov_no_projected = adamp_nesterov_no_projected_kernel<weight_float16, Grad>;
-template <class Grad> using adamp_float16_nesterov_no_projected_small = adamp_nesterov_no_projected_small_kernel<weight_float16, Grad>;
+template <class Grad> using adamp_float32_nesterov_no_projected = adamp_nesterov_no_projected_kernel<weight_float32,
+    Grad>;
+template <class Grad> using adamp_float32_nesterov_no_projected_small =
+    adamp_nesterov_no_projected_small_kernel<weight_float32, Grad>;
+template <class Grad> using adamp_bfloat16_nesterov_no_projected = adamp_nesterov_no_projected_kernel<weight_bfloat16,
+    Grad>;
+template <class Grad> using adamp_bfloat16_nesterov_no_projected_small =
+    adamp_nesterov_no_projected_small_kernel<weight_bfloat16, Grad>;
+template <class Grad> using adamp_float16_nesterov_no_projected = adamp_nesterov_no_projected_kernel<weight_float16,
+    Grad>;
+template <class Grad> using adamp_float16_nesterov_no_projected_small =
+    adamp_nesterov_no_projected_small_kernel<weight_float16, Grad>;
 
 }  // namespace
 

@@ -41,7 +41,9 @@ def adamp_float32_1_tile(
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(
+        exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits
+    ).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     index = within(index, exp_avg_code)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
@@ -49,7 +51,9 @@ def adamp_float32_1_tile(
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_step = (
+        tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    )
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
@@ -61,7 +65,10 @@ def adamp_float32_1_tile(
     # -- update  (specs/adamp.py)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
+    exp_avg = tl.fma(
+        one_minus_beta1_times_grad_scale, g,
+        exp_avg_scale_mul * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value)
+    )
     # 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_1 * g, g, beta2 * exp_avg_sq)
     exp_avg_sq_sqrt = tl.sqrt(exp_avg_sq)
@@ -69,30 +76,41 @@ def adamp_float32_1_tile(
     update = exp_avg * reciprocal(tl.fma(exp_avg_sq_sqrt, scalar_2, scalar_3))
     # -- encode and store
     exp_avg_sq_pattern = exp_avg_sq_sqrt.to(tl.int32, bitcast=True)
-    exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED, True), 0x20000000), 0x5f700000)
+    exp_avg_sq_largest = tl.minimum(
+        tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED, True), 0x20000000), 0x5f700000
+    )
     exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED, True) - 0x80000 >> 22
     exp_avg_sq_units = tl.minimum(tl.maximum(exp_avg_sq_above - tl.maximum(exp_avg_sq_below, 128), 1), 64)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_step = (
+        tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    )
     exp_avg_sq_start_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
     exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000010 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1000010 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub), 0) * exp_avg_sq_scale + exp_avg_sq_offset
+    exp_avg_sq_position = tl.maximum(
+        tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub), 0
+    ) * exp_avg_sq_scale + exp_avg_sq_offset
     put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_value = (exp_avg_sq_start_add + exp_avg_sq_code * exp_avg_sq_step).to(tl.float32, bitcast=True)
@@ -104,11 +122,16 @@ def adamp_float32_1_tile(
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_value_abs, exp_avg_divisor_mul)), 3200.0).to(tl.int32, bitcast=True)
+    exp_avg_pattern = tl.fma(
+        exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_value_abs, exp_avg_divisor_mul)), 3200.0
+    ).to(tl.int32, bitcast=True)
     put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 0), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
-    return term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
+    return (
+        term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(g, at, live, MASKED),
+        term(p, at, live, MASKED), term(update, at, live, MASKED)
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -158,8 +181,20 @@ def adamp_float32_2_values(
     row_sum_for_invariant_3 = get(row_sum_for_invariant_3_ptr, at, live, True)
     row_sum_of_p = get(row_sum_of_p_ptr, at, live, True)
     row_sum_for_invariant_2_add = tl.sqrt(row_sum_for_invariant_2) + eps
-    put(row_sum_of_p_over_row_mul_3_ptr, at, row_sum_of_p / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add), live, True)
-    return term(tl.abs(grad_scale * row_sum_for_invariant) / (row_sum_for_invariant_2_add * (tl.sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)), at, live, True, True), term(row_sum_for_invariant, at, live, True), term(row_sum_for_invariant_2, at, live, True), term(row_sum_for_invariant_3, at, live, True), term(row_sum_of_p, at, live, True)
+    put(
+        row_sum_of_p_over_row_mul_3_ptr, at, row_sum_of_p / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add),
+        live, True
+    )
+    return (
+        term(
+            tl.abs(grad_scale * row_sum_for_invariant) / (
+                row_sum_for_invariant_2_add * (tl.sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)
+            ),
+            at, live, True, True
+        ),
+        term(row_sum_for_invariant, at, live, True), term(row_sum_for_invariant_2, at, live, True),
+        term(row_sum_for_invariant_3, at, live, True), term(row_sum_of_p, at, live, True)
+    )
 
 
 @triton.jit
@@ -179,7 +214,10 @@ def adamp_float32_2_round(
         lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
         at = lane
         live = lane < end * rows
-        tensor_max_term, row_sum_for_invariant_term, row_sum_for_invariant_2_term, row_sum_for_invariant_3_term, row_sum_of_p_term = adamp_float32_2_values(
+        (
+            tensor_max_term, row_sum_for_invariant_term, row_sum_for_invariant_2_term, row_sum_for_invariant_3_term,
+            row_sum_of_p_term
+        ) = adamp_float32_2_values(
             row_sum_of_p_over_row_mul_3_ptr, row_sum_for_invariant_ptr, row_sum_for_invariant_2_ptr,
             row_sum_for_invariant_3_ptr, row_sum_of_p_ptr, at, live, eps, grad_scale, grad_scale_times_grad_scale,
         )
@@ -189,9 +227,15 @@ def adamp_float32_2_round(
         row_sum_for_invariant_3_terms += tl.sum(row_sum_for_invariant_3_term, 0)
         row_sum_of_p_terms += tl.sum(row_sum_of_p_term, 0)
     tl.store(tensor_max_for_invariant_ptr + tl.arange(0, 1), fold(tl.reshape(tensor_max_terms, [1, 256]), True))
-    tl.store(tensor_sum_for_invariant_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_terms, [1, 256]), 1))
-    tl.store(tensor_sum_for_invariant_2_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_2_terms, [1, 256]), 1))
-    tl.store(tensor_sum_for_invariant_3_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_3_terms, [1, 256]), 1))
+    tl.store(
+        tensor_sum_for_invariant_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_terms, [1, 256]), 1)
+    )
+    tl.store(
+        tensor_sum_for_invariant_2_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_2_terms, [1, 256]), 1)
+    )
+    tl.store(
+        tensor_sum_for_invariant_3_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_3_terms, [1, 256]), 1)
+    )
     tl.store(tensor_sum_of_p_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_of_p_terms, [1, 256]), 1))
 
 
@@ -228,9 +272,17 @@ def adamp_float32_4_values(
     delta_over_sqrt_elements = tl.load(delta_over_sqrt_elements_ptr)
     tensor_sum_of_p = tl.load(tensor_sum_of_p_ptr)
     tensor_sum_for_invariant_2_add = tl.sqrt(tensor_sum_for_invariant_2) + eps
-    delta_over_sqrt_elements_lt = tl.abs(grad_scale * tensor_sum_for_invariant) / (tensor_sum_for_invariant_2_add * (tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
+    delta_over_sqrt_elements_lt = tl.abs(grad_scale * tensor_sum_for_invariant) / (
+        tensor_sum_for_invariant_2_add * (tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) + eps)
+    ) < delta_over_sqrt_elements
     tl.store(lt_tensor_div_delta_over_sqrt_elements_ptr, tl.where(delta_over_sqrt_elements_lt, 1.0, 0.0))
-    tl.store(tensor_sum_of_p_over_tensor_mul_3_2_ptr, tl.where(delta_over_sqrt_elements_lt, tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0))
+    tl.store(
+        tensor_sum_of_p_over_tensor_mul_3_2_ptr,
+        tl.where(
+            delta_over_sqrt_elements_lt,
+            tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0
+        )
+    )
 
 
 @triton.jit
@@ -290,7 +342,10 @@ def adamp_float32_6_values(
     tensor_lt = tl.load(tensor_lt_ptr)
     row_sum_of_p_over_row_mul_3 = get(row_sum_of_p_over_row_mul_3_ptr, at, live, True)
     tensor_sum_of_p_over_tensor_mul_3_2 = tl.load(tensor_sum_of_p_over_tensor_mul_3_2_ptr)
-    put(row_sum_of_p_over_row_mul_3_2_ptr, at, tl.where(0.0 < tensor_lt, row_sum_of_p_over_row_mul_3, tensor_sum_of_p_over_tensor_mul_3_2), live, True)
+    put(
+        row_sum_of_p_over_row_mul_3_2_ptr, at,
+        tl.where(0.0 < tensor_lt, row_sum_of_p_over_row_mul_3, tensor_sum_of_p_over_tensor_mul_3_2), live, True
+    )
 
 
 @triton.jit
@@ -390,14 +445,18 @@ def adamp_float32_7_tile(
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(
+        exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits
+    ).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_step = (
+        tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    )
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
@@ -472,7 +531,10 @@ def adamp_float32_small_1_tile(
     # -- encode and store
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
-    return term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
+    return (
+        term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(g, at, live, MASKED),
+        term(p, at, live, MASKED), term(update, at, live, MASKED)
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -648,14 +710,18 @@ def adamp_bfloat16_1_tile(
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(
+        exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits
+    ).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_step = (
+        tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    )
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
@@ -671,7 +737,10 @@ def adamp_bfloat16_1_tile(
     g_cast = widened(g_stored)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
+    exp_avg = tl.fma(
+        one_minus_beta1_times_grad_scale, g_cast,
+        exp_avg_scale_mul * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value)
+    )
     # 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_1 * g_cast, g_cast, beta2 * exp_avg_sq)
     exp_avg_sq_sqrt = tl.sqrt(exp_avg_sq)
@@ -679,30 +748,41 @@ def adamp_bfloat16_1_tile(
     update = exp_avg * reciprocal(tl.fma(exp_avg_sq_sqrt, scalar_2, scalar_3))
     # -- encode and store
     exp_avg_sq_pattern = exp_avg_sq_sqrt.to(tl.int32, bitcast=True)
-    exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED, True), 0x20000000), 0x5f700000)
+    exp_avg_sq_largest = tl.minimum(
+        tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED, True), 0x20000000), 0x5f700000
+    )
     exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED, True) - 0x80000 >> 22
     exp_avg_sq_units = tl.minimum(tl.maximum(exp_avg_sq_above - tl.maximum(exp_avg_sq_below, 128), 1), 64)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_step = (
+        tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    )
     exp_avg_sq_start_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
     exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1001001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1001001 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub), 0) * exp_avg_sq_scale + exp_avg_sq_offset
+    exp_avg_sq_position = tl.maximum(
+        tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub), 0
+    ) * exp_avg_sq_scale + exp_avg_sq_offset
     put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_value = (exp_avg_sq_start_add + exp_avg_sq_code * exp_avg_sq_step).to(tl.float32, bitcast=True)
@@ -714,11 +794,16 @@ def adamp_bfloat16_1_tile(
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_value_abs, exp_avg_divisor_mul)), 3200.0).to(tl.int32, bitcast=True)
+    exp_avg_pattern = tl.fma(
+        exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_value_abs, exp_avg_divisor_mul)), 3200.0
+    ).to(tl.int32, bitcast=True)
     put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 8), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
-    return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
+    return (
+        term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED),
+        term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -769,8 +854,20 @@ def adamp_bfloat16_2_values(
     row_sum_for_invariant_3 = get(row_sum_for_invariant_3_ptr, at, live, True)
     row_sum_of_update = get(row_sum_of_update_ptr, at, live, True)
     row_sum_for_invariant_2_add = tl.sqrt(row_sum_for_invariant_2) + eps
-    put(row_sum_of_update_over_row_mul_3_ptr, at, row_sum_of_update / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add), live, True)
-    return term(tl.abs(grad_scale * row_sum_for_invariant) / (row_sum_for_invariant_2_add * (tl.sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)), at, live, True, True), term(row_sum_for_invariant, at, live, True), term(row_sum_for_invariant_2, at, live, True), term(row_sum_for_invariant_3, at, live, True), term(row_sum_of_update, at, live, True)
+    put(
+        row_sum_of_update_over_row_mul_3_ptr, at,
+        row_sum_of_update / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add), live, True
+    )
+    return (
+        term(
+            tl.abs(grad_scale * row_sum_for_invariant) / (
+                row_sum_for_invariant_2_add * (tl.sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)
+            ),
+            at, live, True, True
+        ),
+        term(row_sum_for_invariant, at, live, True), term(row_sum_for_invariant_2, at, live, True),
+        term(row_sum_for_invariant_3, at, live, True), term(row_sum_of_update, at, live, True)
+    )
 
 
 @triton.jit
@@ -791,7 +888,10 @@ def adamp_bfloat16_2_round(
         lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
         at = lane
         live = lane < end * rows
-        tensor_max_term, row_sum_for_invariant_term, row_sum_for_invariant_2_term, row_sum_for_invariant_3_term, row_sum_of_update_term = adamp_bfloat16_2_values(
+        (
+            tensor_max_term, row_sum_for_invariant_term, row_sum_for_invariant_2_term, row_sum_for_invariant_3_term,
+            row_sum_of_update_term
+        ) = adamp_bfloat16_2_values(
             row_sum_of_update_over_row_mul_3_ptr, row_sum_for_invariant_ptr, row_sum_for_invariant_2_ptr,
             row_sum_for_invariant_3_ptr, row_sum_of_update_ptr, at, live, eps, grad_scale,
             grad_scale_times_grad_scale,
@@ -802,9 +902,15 @@ def adamp_bfloat16_2_round(
         row_sum_for_invariant_3_terms += tl.sum(row_sum_for_invariant_3_term, 0)
         row_sum_of_update_terms += tl.sum(row_sum_of_update_term, 0)
     tl.store(tensor_max_for_invariant_ptr + tl.arange(0, 1), fold(tl.reshape(tensor_max_terms, [1, 256]), True))
-    tl.store(tensor_sum_for_invariant_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_terms, [1, 256]), 1))
-    tl.store(tensor_sum_for_invariant_2_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_2_terms, [1, 256]), 1))
-    tl.store(tensor_sum_for_invariant_3_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_3_terms, [1, 256]), 1))
+    tl.store(
+        tensor_sum_for_invariant_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_terms, [1, 256]), 1)
+    )
+    tl.store(
+        tensor_sum_for_invariant_2_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_2_terms, [1, 256]), 1)
+    )
+    tl.store(
+        tensor_sum_for_invariant_3_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_3_terms, [1, 256]), 1)
+    )
     tl.store(tensor_sum_of_update_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_of_update_terms, [1, 256]), 1))
 
 
@@ -821,9 +927,17 @@ def adamp_bfloat16_4_values(
     delta_over_sqrt_elements = tl.load(delta_over_sqrt_elements_ptr)
     tensor_sum_of_update = tl.load(tensor_sum_of_update_ptr)
     tensor_sum_for_invariant_2_add = tl.sqrt(tensor_sum_for_invariant_2) + eps
-    delta_over_sqrt_elements_lt = tl.abs(grad_scale * tensor_sum_for_invariant) / (tensor_sum_for_invariant_2_add * (tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
+    delta_over_sqrt_elements_lt = tl.abs(grad_scale * tensor_sum_for_invariant) / (
+        tensor_sum_for_invariant_2_add * (tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) + eps)
+    ) < delta_over_sqrt_elements
     tl.store(lt_tensor_div_delta_over_sqrt_elements_ptr, tl.where(delta_over_sqrt_elements_lt, 1.0, 0.0))
-    tl.store(tensor_sum_of_update_over_tensor_mul_3_2_ptr, tl.where(delta_over_sqrt_elements_lt, tensor_sum_of_update / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0))
+    tl.store(
+        tensor_sum_of_update_over_tensor_mul_3_2_ptr,
+        tl.where(
+            delta_over_sqrt_elements_lt,
+            tensor_sum_of_update / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0
+        )
+    )
 
 
 @triton.jit
@@ -850,7 +964,11 @@ def adamp_bfloat16_6_values(
     tensor_lt = tl.load(tensor_lt_ptr)
     row_sum_of_update_over_row_mul_3 = get(row_sum_of_update_over_row_mul_3_ptr, at, live, True)
     tensor_sum_of_update_over_tensor_mul_3_2 = tl.load(tensor_sum_of_update_over_tensor_mul_3_2_ptr)
-    put(row_sum_of_update_over_row_mul_3_2_ptr, at, tl.where(0.0 < tensor_lt, row_sum_of_update_over_row_mul_3, tensor_sum_of_update_over_tensor_mul_3_2), live, True)
+    put(
+        row_sum_of_update_over_row_mul_3_2_ptr, at,
+        tl.where(0.0 < tensor_lt, row_sum_of_update_over_row_mul_3, tensor_sum_of_update_over_tensor_mul_3_2), live,
+        True
+    )
 
 
 @triton.jit
@@ -955,14 +1073,18 @@ def adamp_bfloat16_7_tile(
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(
+        exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits
+    ).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_step = (
+        tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    )
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
@@ -981,14 +1103,19 @@ def adamp_bfloat16_7_tile(
     p = p * one_minus_lr_times_weight_decay_2                              # 31  p = decoupled(p, lr, weight_decay)
     p = tl.fma(minus_lr_over_one_minus_beta1_pow_t, update, p)             # 32  p = p - lr / (1 - beta1**t) * update
     # -- encode and store
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1001001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1001001 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise & 255) + 0x8000)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
@@ -1054,7 +1181,10 @@ def adamp_bfloat16_small_1_tile(
     # -- encode and store
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
-    return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
+    return (
+        term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED),
+        term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1185,15 +1315,22 @@ def adamp_bfloat16_small_7_tile(
     p = p * one_minus_lr_times_weight_decay_2                              # 31  p = decoupled(p, lr, weight_decay)
     p = tl.fma(minus_lr_over_one_minus_beta1_pow_t, update, p)             # 32  p = p - lr / (1 - beta1**t) * update
     # -- encode and store
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 0x8000)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + (
+        (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 0x8000
+    )
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
@@ -1245,14 +1382,18 @@ def adamp_float16_1_tile(
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(
+        exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits
+    ).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_step = (
+        tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    )
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
@@ -1270,12 +1411,20 @@ def adamp_float16_1_tile(
     p_normal = (p_wide << 5) + 0x38000000
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
+    p = (
+        tl.where(
+            p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000
+        ).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True)
+        | (p_high & 0x8000) << 16
+    ).to(tl.float32, bitcast=True)
     # -- update  (specs/adamp.py)
     g_cast = g_stored.to(tl.float32)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
+    exp_avg = tl.fma(
+        one_minus_beta1_times_grad_scale, g_cast,
+        exp_avg_scale_mul * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value)
+    )
     # 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_1 * g_cast, g_cast, beta2 * exp_avg_sq)
     exp_avg_sq_sqrt = tl.sqrt(exp_avg_sq)
@@ -1283,30 +1432,41 @@ def adamp_float16_1_tile(
     update = exp_avg * reciprocal(tl.fma(exp_avg_sq_sqrt, scalar_2, scalar_3))
     # -- encode and store
     exp_avg_sq_pattern = exp_avg_sq_sqrt.to(tl.int32, bitcast=True)
-    exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED, True), 0x20000000), 0x5f700000)
+    exp_avg_sq_largest = tl.minimum(
+        tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED, True), 0x20000000), 0x5f700000
+    )
     exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED, True) - 0x80000 >> 22
     exp_avg_sq_units = tl.minimum(tl.maximum(exp_avg_sq_above - tl.maximum(exp_avg_sq_below, 128), 1), 64)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_step = (
+        tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    )
     exp_avg_sq_start_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
     exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1001001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1001001 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub), 0) * exp_avg_sq_scale + exp_avg_sq_offset
+    exp_avg_sq_position = tl.maximum(
+        tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub), 0
+    ) * exp_avg_sq_scale + exp_avg_sq_offset
     put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_value = (exp_avg_sq_start_add + exp_avg_sq_code * exp_avg_sq_step).to(tl.float32, bitcast=True)
@@ -1318,11 +1478,16 @@ def adamp_float16_1_tile(
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_value_abs, exp_avg_divisor_mul)), 3200.0).to(tl.int32, bitcast=True)
+    exp_avg_pattern = tl.fma(
+        exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_value_abs, exp_avg_divisor_mul)), 3200.0
+    ).to(tl.int32, bitcast=True)
     put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 8), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
-    return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
+    return (
+        term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED),
+        term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1382,18 +1547,27 @@ def adamp_float16_7_tile(
     p_normal = (p_wide << 5) + 0x38000000
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
+    p = (
+        tl.where(
+            p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000
+        ).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True)
+        | (p_high & 0x8000) << 16
+    ).to(tl.float32, bitcast=True)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(
+        exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits
+    ).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_step = (
+        tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    )
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
@@ -1420,14 +1594,19 @@ def adamp_float16_7_tile(
     p_subnormal = (2199023255552.0 * p_magnitude_bitcast).to(tl.int32)
     p_rebiased = tl.minimum(p_magnitude - 0x38000000, 0xf800000)
     p_fixed = tl.where(p_is_subnormal, p_subnormal, p_rebiased << 4)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1001001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1001001 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     p_wide = ((p_fixed + ((noise & 255) << 1 | 1)).to(tl.uint32, bitcast=True) >> 9).to(tl.int32, bitcast=True)
     p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
@@ -1489,7 +1668,12 @@ def adamp_float16_small_1_tile(
     p_normal = (p_wide << 5) + 0x38000000
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
+    p = (
+        tl.where(
+            p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000
+        ).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True)
+        | (p_high & 0x8000) << 16
+    ).to(tl.float32, bitcast=True)
     # -- update  (specs/adamp.py)
     g_cast = g_stored.to(tl.float32)
     # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -1501,7 +1685,10 @@ def adamp_float16_small_1_tile(
     # -- encode and store
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
-    return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
+    return (
+        term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED),
+        term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1558,7 +1745,12 @@ def adamp_float16_small_7_tile(
     p_normal = (p_wide << 5) + 0x38000000
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
+    p = (
+        tl.where(
+            p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000
+        ).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True)
+        | (p_high & 0x8000) << 16
+    ).to(tl.float32, bitcast=True)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     one_minus_lr_times_weight_decay_2 = tl.load(one_minus_lr_times_weight_decay_2_ptr)
@@ -1578,15 +1770,25 @@ def adamp_float16_small_7_tile(
     p_subnormal = (2199023255552.0 * p_magnitude_bitcast).to(tl.int32)
     p_rebiased = tl.minimum(p_magnitude - 0x38000000, 0xf800000)
     p_fixed = tl.where(p_is_subnormal, p_subnormal, p_rebiased << 4)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_wide = ((p_fixed + ((noise.to(tl.uint32, bitcast=True) >> 23).to(tl.int32, bitcast=True) | 1)).to(tl.uint32, bitcast=True) >> 9).to(tl.int32, bitcast=True)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
+    p_wide = (
+        (
+            p_fixed + ((noise.to(tl.uint32, bitcast=True) >> 23).to(tl.int32, bitcast=True) | 1)
+        ).to(tl.uint32, bitcast=True)
+        >> 9
+    ).to(tl.int32, bitcast=True)
     p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
@@ -1639,14 +1841,18 @@ def adamp_float32_nesterov_1_tile(
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(
+        exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits
+    ).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_step = (
+        tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    )
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
@@ -1659,9 +1865,18 @@ def adamp_float32_nesterov_1_tile(
     # 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_0 * g, g, beta2 * exp_avg_sq)
     # 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-    update = (tl.fma(beta1_times_one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value)) + one_minus_beta1_times_grad_scale * g) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5))
+    update = (
+        tl.fma(
+            beta1_times_one_minus_beta1_times_grad_scale, g,
+            exp_avg_scale_mul * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value)
+        )
+        + one_minus_beta1_times_grad_scale * g
+    ) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5))
     # -- encode and store
-    return term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
+    return (
+        term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(g, at, live, MASKED),
+        term(p, at, live, MASKED), term(update, at, live, MASKED)
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1717,7 +1932,9 @@ def adamp_float32_nesterov_7_tile(
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(
+        exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits
+    ).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     index = within(index, exp_avg_code)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
@@ -1725,7 +1942,9 @@ def adamp_float32_nesterov_7_tile(
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_step = (
+        tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    )
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
@@ -1752,30 +1971,41 @@ def adamp_float32_nesterov_7_tile(
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
     exp_avg_sq_pattern = exp_avg_sq_sqrt.to(tl.int32, bitcast=True)
-    exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED, True), 0x20000000), 0x5f700000)
+    exp_avg_sq_largest = tl.minimum(
+        tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED, True), 0x20000000), 0x5f700000
+    )
     exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED, True) - 0x80000 >> 22
     exp_avg_sq_units = tl.minimum(tl.maximum(exp_avg_sq_above - tl.maximum(exp_avg_sq_below, 128), 1), 64)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_step = (
+        tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    )
     exp_avg_sq_start_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
     exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000010 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1000010 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub), 0) * exp_avg_sq_scale + exp_avg_sq_offset
+    exp_avg_sq_position = tl.maximum(
+        tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub), 0
+    ) * exp_avg_sq_scale + exp_avg_sq_offset
     put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_value = (exp_avg_sq_start_add + exp_avg_sq_code * exp_avg_sq_step).to(tl.float32, bitcast=True)
@@ -1787,7 +2017,9 @@ def adamp_float32_nesterov_7_tile(
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_value_abs, exp_avg_divisor_mul)), 3200.0).to(tl.int32, bitcast=True)
+    exp_avg_pattern = tl.fma(
+        exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_value_abs, exp_avg_divisor_mul)), 3200.0
+    ).to(tl.int32, bitcast=True)
     put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 0), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
@@ -1847,9 +2079,15 @@ def adamp_float32_nesterov_small_1_tile(
     # 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_0 * g, g, beta2 * exp_avg_sq)
     # 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-    update = (tl.fma(beta1_times_one_minus_beta1_times_grad_scale, g, beta1_times_beta1 * exp_avg) + one_minus_beta1_times_grad_scale * g) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5))
+    update = (
+        tl.fma(beta1_times_one_minus_beta1_times_grad_scale, g, beta1_times_beta1 * exp_avg)
+        + one_minus_beta1_times_grad_scale * g
+    ) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5))
     # -- encode and store
-    return term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
+    return (
+        term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(g, at, live, MASKED),
+        term(p, at, live, MASKED), term(update, at, live, MASKED)
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1974,14 +2212,18 @@ def adamp_bfloat16_nesterov_1_tile(
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(
+        exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits
+    ).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_step = (
+        tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    )
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
@@ -1995,9 +2237,18 @@ def adamp_bfloat16_nesterov_1_tile(
     # 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-    update = (tl.fma(beta1_times_one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value)) + one_minus_beta1_times_grad_scale * g_cast) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5))
+    update = (
+        tl.fma(
+            beta1_times_one_minus_beta1_times_grad_scale, g_cast,
+            exp_avg_scale_mul * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value)
+        )
+        + one_minus_beta1_times_grad_scale * g_cast
+    ) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5))
     # -- encode and store
-    return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
+    return (
+        term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED),
+        term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -2058,14 +2309,18 @@ def adamp_bfloat16_nesterov_7_tile(
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(
+        exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits
+    ).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_step = (
+        tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    )
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
@@ -2091,27 +2346,36 @@ def adamp_bfloat16_nesterov_7_tile(
     p = p * one_minus_lr_times_weight_decay_2                              # 31  p = decoupled(p, lr, weight_decay)
     p = tl.fma(minus_lr_over_one_minus_beta1_pow_t, update, p)             # 32  p = p - lr / (1 - beta1**t) * update
     # -- encode and store
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1001001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1001001 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise & 255) + 0x8000)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
     exp_avg_sq_pattern = exp_avg_sq_sqrt.to(tl.int32, bitcast=True)
-    exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED, True), 0x20000000), 0x5f700000)
+    exp_avg_sq_largest = tl.minimum(
+        tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED, True), 0x20000000), 0x5f700000
+    )
     exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED, True) - 0x80000 >> 22
     exp_avg_sq_units = tl.minimum(tl.maximum(exp_avg_sq_above - tl.maximum(exp_avg_sq_below, 128), 1), 64)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_step = (
+        tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    )
     exp_avg_sq_start_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
@@ -2119,7 +2383,9 @@ def adamp_bfloat16_nesterov_7_tile(
     exp_avg_sq_scale = exp_avg_sq_cells << 2
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub), 0) * exp_avg_sq_scale + exp_avg_sq_offset
+    exp_avg_sq_position = tl.maximum(
+        tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub), 0
+    ) * exp_avg_sq_scale + exp_avg_sq_offset
     put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_value = (exp_avg_sq_start_add + exp_avg_sq_code * exp_avg_sq_step).to(tl.float32, bitcast=True)
@@ -2131,7 +2397,9 @@ def adamp_bfloat16_nesterov_7_tile(
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_value_abs, exp_avg_divisor_mul)), 3200.0).to(tl.int32, bitcast=True)
+    exp_avg_pattern = tl.fma(
+        exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_value_abs, exp_avg_divisor_mul)), 3200.0
+    ).to(tl.int32, bitcast=True)
     put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 8), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
@@ -2195,9 +2463,15 @@ def adamp_bfloat16_nesterov_small_1_tile(
     # 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-    update = (tl.fma(beta1_times_one_minus_beta1_times_grad_scale, g_cast, beta1_times_beta1 * exp_avg) + one_minus_beta1_times_grad_scale * g_cast) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5))
+    update = (
+        tl.fma(beta1_times_one_minus_beta1_times_grad_scale, g_cast, beta1_times_beta1 * exp_avg)
+        + one_minus_beta1_times_grad_scale * g_cast
+    ) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5))
     # -- encode and store
-    return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
+    return (
+        term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED),
+        term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -2272,15 +2546,22 @@ def adamp_bfloat16_nesterov_small_7_tile(
     # -- encode and store
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 0x8000)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + (
+        (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 0x8000
+    )
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
@@ -2343,19 +2624,28 @@ def adamp_float16_nesterov_1_tile(
     p_normal = (p_wide << 5) + 0x38000000
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
+    p = (
+        tl.where(
+            p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000
+        ).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True)
+        | (p_high & 0x8000) << 16
+    ).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(
+        exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits
+    ).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_step = (
+        tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    )
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
@@ -2369,9 +2659,18 @@ def adamp_float16_nesterov_1_tile(
     # 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-    update = (tl.fma(beta1_times_one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value)) + one_minus_beta1_times_grad_scale * g_cast) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5))
+    update = (
+        tl.fma(
+            beta1_times_one_minus_beta1_times_grad_scale, g_cast,
+            exp_avg_scale_mul * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value)
+        )
+        + one_minus_beta1_times_grad_scale * g_cast
+    ) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5))
     # -- encode and store
-    return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
+    return (
+        term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED),
+        term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -2435,18 +2734,27 @@ def adamp_float16_nesterov_7_tile(
     p_normal = (p_wide << 5) + 0x38000000
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
+    p = (
+        tl.where(
+            p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000
+        ).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True)
+        | (p_high & 0x8000) << 16
+    ).to(tl.float32, bitcast=True)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(
+        exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits
+    ).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_step = (
+        tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    )
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
@@ -2480,28 +2788,37 @@ def adamp_float16_nesterov_7_tile(
     p_subnormal = (2199023255552.0 * p_magnitude_bitcast).to(tl.int32)
     p_rebiased = tl.minimum(p_magnitude - 0x38000000, 0xf800000)
     p_fixed = tl.where(p_is_subnormal, p_subnormal, p_rebiased << 4)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1001001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1001001 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     p_wide = ((p_fixed + ((noise & 255) << 1 | 1)).to(tl.uint32, bitcast=True) >> 9).to(tl.int32, bitcast=True)
     p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)
     exp_avg_sq_pattern = exp_avg_sq_sqrt.to(tl.int32, bitcast=True)
-    exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED, True), 0x20000000), 0x5f700000)
+    exp_avg_sq_largest = tl.minimum(
+        tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED, True), 0x20000000), 0x5f700000
+    )
     exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED, True) - 0x80000 >> 22
     exp_avg_sq_units = tl.minimum(tl.maximum(exp_avg_sq_above - tl.maximum(exp_avg_sq_below, 128), 1), 64)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_step = (
+        tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    )
     exp_avg_sq_start_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
@@ -2509,7 +2826,9 @@ def adamp_float16_nesterov_7_tile(
     exp_avg_sq_scale = exp_avg_sq_cells << 2
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub), 0) * exp_avg_sq_scale + exp_avg_sq_offset
+    exp_avg_sq_position = tl.maximum(
+        tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub), 0
+    ) * exp_avg_sq_scale + exp_avg_sq_offset
     put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_value = (exp_avg_sq_start_add + exp_avg_sq_code * exp_avg_sq_step).to(tl.float32, bitcast=True)
@@ -2521,7 +2840,9 @@ def adamp_float16_nesterov_7_tile(
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_value_abs, exp_avg_divisor_mul)), 3200.0).to(tl.int32, bitcast=True)
+    exp_avg_pattern = tl.fma(
+        exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_value_abs, exp_avg_divisor_mul)), 3200.0
+    ).to(tl.int32, bitcast=True)
     put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 8), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
@@ -2583,7 +2904,12 @@ def adamp_float16_nesterov_small_1_tile(
     p_normal = (p_wide << 5) + 0x38000000
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
+    p = (
+        tl.where(
+            p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000
+        ).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True)
+        | (p_high & 0x8000) << 16
+    ).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
@@ -2592,9 +2918,15 @@ def adamp_float16_nesterov_small_1_tile(
     # 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-    update = (tl.fma(beta1_times_one_minus_beta1_times_grad_scale, g_cast, beta1_times_beta1 * exp_avg) + one_minus_beta1_times_grad_scale * g_cast) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5))
+    update = (
+        tl.fma(beta1_times_one_minus_beta1_times_grad_scale, g_cast, beta1_times_beta1 * exp_avg)
+        + one_minus_beta1_times_grad_scale * g_cast
+    ) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5))
     # -- encode and store
-    return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
+    return (
+        term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED),
+        term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -2655,7 +2987,12 @@ def adamp_float16_nesterov_small_7_tile(
     p_normal = (p_wide << 5) + 0x38000000
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
+    p = (
+        tl.where(
+            p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000
+        ).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True)
+        | (p_high & 0x8000) << 16
+    ).to(tl.float32, bitcast=True)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
@@ -2684,15 +3021,25 @@ def adamp_float16_nesterov_small_7_tile(
     p_subnormal = (2199023255552.0 * p_magnitude_bitcast).to(tl.int32)
     p_rebiased = tl.minimum(p_magnitude - 0x38000000, 0xf800000)
     p_fixed = tl.where(p_is_subnormal, p_subnormal, p_rebiased << 4)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_wide = ((p_fixed + ((noise.to(tl.uint32, bitcast=True) >> 23).to(tl.int32, bitcast=True) | 1)).to(tl.uint32, bitcast=True) >> 9).to(tl.int32, bitcast=True)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
+    p_wide = (
+        (
+            p_fixed + ((noise.to(tl.uint32, bitcast=True) >> 23).to(tl.int32, bitcast=True) | 1)
+        ).to(tl.uint32, bitcast=True)
+        >> 9
+    ).to(tl.int32, bitcast=True)
     p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
@@ -2739,7 +3086,8 @@ def adamp_float16_nesterov_small_7_flat(
 TILE = {
 }
 
-# What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
+# What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a
+#     time.
 OPTIONS = {
 }
 
@@ -2773,28 +3121,52 @@ WARPS = {
 
 # What each of them reduces: the number of the dense operand that its kernel for tensors of any shape stores.
 DENSE = {
-    "adamp_float32_1": {'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2, 'row_sum_of_p': 3},
+    "adamp_float32_1": {
+        'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2, 'row_sum_of_p': 3
+    },
     "adamp_float32_7": {},
-    "adamp_float32_small_1": {'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2, 'row_sum_of_p': 3},
+    "adamp_float32_small_1": {
+        'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2, 'row_sum_of_p': 3
+    },
     "adamp_float32_small_7": {},
-    "adamp_bfloat16_1": {'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2, 'row_sum_of_update': 3},
+    "adamp_bfloat16_1": {
+        'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2, 'row_sum_of_update': 3
+    },
     "adamp_bfloat16_7": {},
-    "adamp_bfloat16_small_1": {'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2, 'row_sum_of_update': 3},
+    "adamp_bfloat16_small_1": {
+        'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2, 'row_sum_of_update': 3
+    },
     "adamp_bfloat16_small_7": {},
-    "adamp_float16_1": {'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2, 'row_sum_of_update': 3},
+    "adamp_float16_1": {
+        'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2, 'row_sum_of_update': 3
+    },
     "adamp_float16_7": {},
-    "adamp_float16_small_1": {'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2, 'row_sum_of_update': 3},
+    "adamp_float16_small_1": {
+        'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2, 'row_sum_of_update': 3
+    },
     "adamp_float16_small_7": {},
-    "adamp_float32_nesterov_1": {'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2, 'row_sum_of_p': 3},
+    "adamp_float32_nesterov_1": {
+        'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2, 'row_sum_of_p': 3
+    },
     "adamp_float32_nesterov_7": {},
-    "adamp_float32_nesterov_small_1": {'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2, 'row_sum_of_p': 3},
+    "adamp_float32_nesterov_small_1": {
+        'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2, 'row_sum_of_p': 3
+    },
     "adamp_float32_nesterov_small_7": {},
-    "adamp_bfloat16_nesterov_1": {'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2, 'row_sum_of_update': 3},
+    "adamp_bfloat16_nesterov_1": {
+        'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2, 'row_sum_of_update': 3
+    },
     "adamp_bfloat16_nesterov_7": {},
-    "adamp_bfloat16_nesterov_small_1": {'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2, 'row_sum_of_update': 3},
+    "adamp_bfloat16_nesterov_small_1": {
+        'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2, 'row_sum_of_update': 3
+    },
     "adamp_bfloat16_nesterov_small_7": {},
-    "adamp_float16_nesterov_1": {'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2, 'row_sum_of_update': 3},
+    "adamp_float16_nesterov_1": {
+        'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2, 'row_sum_of_update': 3
+    },
     "adamp_float16_nesterov_7": {},
-    "adamp_float16_nesterov_small_1": {'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2, 'row_sum_of_update': 3},
+    "adamp_float16_nesterov_small_1": {
+        'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2, 'row_sum_of_update': 3
+    },
     "adamp_float16_nesterov_small_7": {},
 }

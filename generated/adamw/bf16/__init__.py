@@ -17,7 +17,11 @@
 from optgen.runtime.records.scalars import choose, divide, larger, root
 
 DISCOURAGED = {  # state -> what the lint finds wrong with how it is kept; constructing an optimizer warns
-    "exp_avg_sq": 'the average freezes, and the step sizes made of it with it: a step under decay 0.999 changes it by 0.001 of itself at most, and rounding to nearest undoes that in cells of up to 0.0078 (kept / true in [0.204, inf] (geometric sum of relative errors)); round it stochastically, or keep it in fp32',
+    "exp_avg_sq": (
+        'the average freezes, and the step sizes made of it with it: a step under decay 0.999 changes it by 0.001 of '
+        'itself at most, and rounding to nearest undoes that in cells of up to 0.0078 (kept / true in [0.204, inf] '
+        '(geometric sum of relative errors)); round it stochastically, or keep it in fp32'
+    ),
 }
 
 

@@ -108,7 +108,8 @@ struct adamw_kernel {
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
+            // 30  p = decoupled(p, rate, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
             const I exp_avg_x_bits = bits(exp_avg_2);
@@ -127,7 +128,8 @@ struct adamw_amsgrad_kernel {
     static constexpr int DRAWN = NOISE.mask({1, 0, P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{2, ELEMENT, true}, {2, ELEMENT, true}, {2, ELEMENT, true}});
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{2, ELEMENT, true}, {2, ELEMENT, true}, {2, ELEMENT,
+        true}});
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -166,7 +168,8 @@ struct adamw_amsgrad_kernel {
             const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
+            // 30  p = decoupled(p, rate, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
             const I exp_avg_x_bits = bits(exp_avg_2);
@@ -176,7 +179,10 @@ struct adamw_amsgrad_kernel {
             weight.encode(i, p_3, noise);
             store_half<2>(exp_avg_at + i, bits_or_nan(as_float(exp_avg_x_bits)) + integer<0>(noise));
             store_half<2>(exp_avg_sq_at + i, bits_or_nan(as_float(exp_avg_sq_x_bits)) + integer<1>(noise));
-            store_half<2>(max_exp_avg_sq_at + i, where(max_exp_avg_sq_2 == max_exp_avg_sq_2, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, I(0x7fc00000)));
+            store_half<2>(
+                max_exp_avg_sq_at + i,
+                where(max_exp_avg_sq_2 == max_exp_avg_sq_2, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, I(0x7fc00000))
+            );
         }
     }
 };

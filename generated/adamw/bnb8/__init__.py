@@ -17,9 +17,20 @@
 from optgen.runtime.records.scalars import choose, divide, larger, root
 
 DISCOURAGED = {  # state -> what the lint finds wrong with how it is kept; constructing an optimizer warns
-    "exp_avg": 'to nearest, 28 codes up to 0.0024 of the scale keep themselves under a decay of 0.9: a state without gradients never returns to 0',
-    "exp_avg_sq": 'the average freezes, and the step sizes made of it with it: a step under decay 0.999 changes it by 0.001 of itself at most, and rounding to nearest undoes that in cells of up to 1.7; round it stochastically, or keep it in fp32',
-    "max_exp_avg_sq": "to nearest, a code keeps itself while the scale of its block moves slowly, and what it reads as moves with the scale: a running maximum needs numbers that stay, as those of LogMinMax, LogMax and floats do, and those of a format of one's own that says so by `still`",
+    "exp_avg": (
+        'to nearest, 28 codes up to 0.0024 of the scale keep themselves under a decay of 0.9: a state without '
+        'gradients never returns to 0'
+    ),
+    "exp_avg_sq": (
+        'the average freezes, and the step sizes made of it with it: a step under decay 0.999 changes it by 0.001 of '
+        'itself at most, and rounding to nearest undoes that in cells of up to 1.7; round it stochastically, or keep '
+        'it in fp32'
+    ),
+    "max_exp_avg_sq": (
+        'to nearest, a code keeps itself while the scale of its block moves slowly, and what it reads as moves with '
+        'the scale: a running maximum needs numbers that stay, as those of LogMinMax, LogMax and floats do, and those'
+        " of a format of one's own that says so by `still`"
+    ),
 }
 
 

@@ -61,7 +61,9 @@ struct adamw_kernel {
     static constexpr int DRAWN = NOISE.mask({P}), KEPT = NOISE.mask({P});
     static constexpr int BLOCK = 256, TILE = elements_of_tile(256, 2 + count(KEPT)), SCALARS = 7;
     // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{1, ELEMENT, true}, {4, BLOCK_OF, true}, {1, ELEMENT, true}, {4, BLOCK_OF, true}});
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>(
+        {{1, ELEMENT, true}, {4, BLOCK_OF, true}, {1, ELEMENT, true}, {4, BLOCK_OF, true}}
+    );
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -71,7 +73,8 @@ struct adamw_kernel {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         // uint8 [n]  read and written
         uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[parts<Weight>() + 1];
-        float *__restrict exp_avg_scale_at = (float *)at[parts<Weight>() + 2];  // float32 [blocks of 256]  read and written
+        // float32 [blocks of 256]  read and written
+        float *__restrict exp_avg_scale_at = (float *)at[parts<Weight>() + 2];
         // uint8 [n]  read and written
         uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[parts<Weight>() + 3];
         // float32 [blocks of 256]  read and written
@@ -120,12 +123,66 @@ struct adamw_kernel {
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const F exp_avg_piece_cast = to_float(exp_avg_piece - 127);
                 const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
-                const F exp_avg_piece_min = min(F(1.0f), max(F(0.0f), max(max(max(fma(0.01406249962747097f, exp_avg_piece_abs, -0.79296875f), fma(0.0028124998789280653f, exp_avg_piece_abs, -0.07859374582767487f)), max(fma(0.0005624999757856131f, exp_avg_piece_abs, -0.007718749810010195f), fma(0.00011250001261942089f, exp_avg_piece_abs, -0.0007437500753439963f))), max(max(fma(2.2500000341096893e-05f, exp_avg_piece_abs, -6.874999962747097e-05f), fma(4.499999704421498e-06f, exp_avg_piece_abs, -5.749999218096491e-06f)), fma(2.7000000955013093e-06f, exp_avg_piece_abs, -2.1500000002561137e-06f)))));
+                const F exp_avg_piece_min = min(
+                    F(1.0f),
+                    max(
+                        F(0.0f),
+                        max(
+                            max(
+                                max(
+                                    fma(0.01406249962747097f, exp_avg_piece_abs, -0.79296875f),
+                                    fma(0.0028124998789280653f, exp_avg_piece_abs, -0.07859374582767487f)
+                                ),
+                                max(
+                                    fma(0.0005624999757856131f, exp_avg_piece_abs, -0.007718749810010195f),
+                                    fma(0.00011250001261942089f, exp_avg_piece_abs, -0.0007437500753439963f)
+                                )
+                            ),
+                            max(
+                                max(
+                                    fma(2.2500000341096893e-05f, exp_avg_piece_abs, -6.874999962747097e-05f),
+                                    fma(4.499999704421498e-06f, exp_avg_piece_abs, -5.749999218096491e-06f)
+                                ),
+                                fma(2.7000000955013093e-06f, exp_avg_piece_abs, -2.1500000002561137e-06f)
+                            )
+                        )
+                    )
+                );
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
+                const F exp_avg = fma(
+                    one_minus_beta1_times_grad_scale, g,
+                    exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min)
+                );
                 const F exp_avg_sq_piece_sub = counter(exp_avg_sq_code) - 8388608.0f;
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_2 * g, g, exp_avg_sq_scale_mul * min(F(1.0f), max(F(0.0f), max(max(max(fma(0.007031250279396772f, exp_avg_sq_piece_sub, -0.7894531488418579f), fma(0.0014062499394640326f, exp_avg_sq_piece_sub, -0.07789061963558197f)), max(fma(0.00028124998789280653f, exp_avg_sq_piece_sub, -0.007578124757856131f), fma(5.6250002671731636e-05f, exp_avg_sq_piece_sub, -0.0007156250649131835f))), max(max(fma(1.1250000170548446e-05f, exp_avg_sq_piece_sub, -6.312500045169145e-05f), fma(2.249999852210749e-06f, exp_avg_sq_piece_sub, -4.624999746738467e-06f)), fma(4.49999959073466e-07f, exp_avg_sq_piece_sub, -1.2499992863013176e-07f))))));
+                const F exp_avg_sq = fma(
+                    scalar_2 * g, g,
+                    exp_avg_sq_scale_mul * min(
+                        F(1.0f),
+                        max(
+                            F(0.0f),
+                            max(
+                                max(
+                                    max(
+                                        fma(0.007031250279396772f, exp_avg_sq_piece_sub, -0.7894531488418579f),
+                                        fma(0.0014062499394640326f, exp_avg_sq_piece_sub, -0.07789061963558197f)
+                                    ),
+                                    max(
+                                        fma(0.00028124998789280653f, exp_avg_sq_piece_sub, -0.007578124757856131f),
+                                        fma(5.6250002671731636e-05f, exp_avg_sq_piece_sub, -0.0007156250649131835f)
+                                    )
+                                ),
+                                max(
+                                    max(
+                                        fma(1.1250000170548446e-05f, exp_avg_sq_piece_sub, -6.312500045169145e-05f),
+                                        fma(2.249999852210749e-06f, exp_avg_sq_piece_sub, -4.624999746738467e-06f)
+                                    ),
+                                    fma(4.49999959073466e-07f, exp_avg_sq_piece_sub, -1.2499992863013176e-07f)
+                                )
+                            )
+                        )
+                    )
+                );
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
                 exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(abs(exp_avg_sq)), i, end);
                 words.keep(noise, i);
@@ -140,9 +197,13 @@ struct adamw_kernel {
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
-            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
+            const F exp_avg_scale_2 = as_float(
+                where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000))
+            );
             const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
-            const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_top < 0x7f800000, max(I(0x4800000), exp_avg_sq_top), I(0x7fc00000)));
+            const F exp_avg_sq_scale_2 = as_float(
+                where(exp_avg_sq_top < 0x7f800000, max(I(0x4800000), exp_avg_sq_top), I(0x7fc00000))
+            );
             const F exp_avg_sq_scale_rcp = 1.0f / exp_avg_sq_scale_2;
             store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
             store(exp_avg_sq_scale_rcp_kept + b, exp_avg_sq_scale_rcp);
@@ -178,11 +239,100 @@ struct adamw_kernel {
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
                 const F exp_avg_number = exp_avg_scale_rcp * exp_avg;
                 const F exp_avg_number_abs = abs(exp_avg_number);
-                const F exp_avg_number_rint = rint(min(F(127.0f), min(min(min(min(fma(615384.5625f, exp_avg_number_abs, 0.33076921105384827f), fma(111111.125f, exp_avg_number_abs, 1.8888887166976929f)), min(fma(44444.4375f, exp_avg_number_abs, 3.055555820465088f), fma(22222.21875f, exp_avg_number_abs, 4.777777671813965f))), min(min(fma(8888.888671875f, exp_avg_number_abs, 6.611110687255859f), fma(4444.44384765625f, exp_avg_number_abs, 10.55555534362793f)), min(fma(1777.7777099609375f, exp_avg_number_abs, 13.722222328186035f), fma(888.8885498046875f, exp_avg_number_abs, 22.111114501953125f)))), min(min(fma(355.5555114746094f, exp_avg_number_abs, 27.94444465637207f), fma(177.7779541015625f, exp_avg_number_abs, 45.22220230102539f)), fma(71.1111068725586f, exp_avg_number_abs, 56.38888931274414f)))));
-                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9964843988418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(128.0f)) + 127.0f);
+                const F exp_avg_number_rint = rint(
+                    min(
+                        F(127.0f),
+                        min(
+                            min(
+                                min(
+                                    min(
+                                        fma(615384.5625f, exp_avg_number_abs, 0.33076921105384827f),
+                                        fma(111111.125f, exp_avg_number_abs, 1.8888887166976929f)
+                                    ),
+                                    min(
+                                        fma(44444.4375f, exp_avg_number_abs, 3.055555820465088f),
+                                        fma(22222.21875f, exp_avg_number_abs, 4.777777671813965f)
+                                    )
+                                ),
+                                min(
+                                    min(
+                                        fma(8888.888671875f, exp_avg_number_abs, 6.611110687255859f),
+                                        fma(4444.44384765625f, exp_avg_number_abs, 10.55555534362793f)
+                                    ),
+                                    min(
+                                        fma(1777.7777099609375f, exp_avg_number_abs, 13.722222328186035f),
+                                        fma(888.8885498046875f, exp_avg_number_abs, 22.111114501953125f)
+                                    )
+                                )
+                            ),
+                            min(
+                                min(
+                                    fma(355.5555114746094f, exp_avg_number_abs, 27.94444465637207f),
+                                    fma(177.7779541015625f, exp_avg_number_abs, 45.22220230102539f)
+                                ),
+                                fma(71.1111068725586f, exp_avg_number_abs, 56.38888931274414f)
+                            )
+                        )
+                    )
+                );
+                const I exp_avg_code_2 = to_int(
+                    where(
+                        exp_avg_number < 0.9964843988418579f,
+                        where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(128.0f)
+                    )
+                    + 127.0f
+                );
                 const F exp_avg_sq_number = exp_avg_sq_scale_rcp * exp_avg_sq;
                 const F exp_avg_sq_number_max = max(F(0.0f), exp_avg_sq_number);
-                const I exp_avg_sq_code_2 = to_int(where(exp_avg_sq_number < 0.9982422590255737f, rint(min(F(254.0f), min(min(min(min(fma(2580645.0f, exp_avg_sq_number_max, 0.0806451141834259f), fma(1111111.125f, exp_avg_sq_number_max, 0.8888888359069824f)), min(fma(444444.4375f, exp_avg_sq_number_max, 2.055555582046509f), fma(222222.234375f, exp_avg_sq_number_max, 3.777777671813965f))), min(min(fma(88888.890625f, exp_avg_sq_number_max, 5.611110687255859f), fma(44444.4375f, exp_avg_sq_number_max, 9.555556297302246f)), min(fma(17777.775390625f, exp_avg_sq_number_max, 12.722222328186035f), fma(8888.890625f, exp_avg_sq_number_max, 21.111108779907227f)))), min(min(min(fma(3555.555419921875f, exp_avg_sq_number_max, 26.94444465637207f), fma(1777.777099609375f, exp_avg_sq_number_max, 44.22222900390625f)), min(fma(711.111083984375f, exp_avg_sq_number_max, 55.38888931274414f), fma(355.555908203125f, exp_avg_sq_number_max, 90.44440460205078f))), fma(142.2222137451172f, exp_avg_sq_number_max, 112.27777862548828f))))), F(255.0f)) + 0.0f);
+                const I exp_avg_sq_code_2 = to_int(
+                    where(
+                        exp_avg_sq_number < 0.9982422590255737f,
+                        rint(
+                            min(
+                                F(254.0f),
+                                min(
+                                    min(
+                                        min(
+                                            min(
+                                                fma(2580645.0f, exp_avg_sq_number_max, 0.0806451141834259f),
+                                                fma(1111111.125f, exp_avg_sq_number_max, 0.8888888359069824f)
+                                            ),
+                                            min(
+                                                fma(444444.4375f, exp_avg_sq_number_max, 2.055555582046509f),
+                                                fma(222222.234375f, exp_avg_sq_number_max, 3.777777671813965f)
+                                            )
+                                        ),
+                                        min(
+                                            min(
+                                                fma(88888.890625f, exp_avg_sq_number_max, 5.611110687255859f),
+                                                fma(44444.4375f, exp_avg_sq_number_max, 9.555556297302246f)
+                                            ),
+                                            min(
+                                                fma(17777.775390625f, exp_avg_sq_number_max, 12.722222328186035f),
+                                                fma(8888.890625f, exp_avg_sq_number_max, 21.111108779907227f)
+                                            )
+                                        )
+                                    ),
+                                    min(
+                                        min(
+                                            min(
+                                                fma(3555.555419921875f, exp_avg_sq_number_max, 26.94444465637207f),
+                                                fma(1777.777099609375f, exp_avg_sq_number_max, 44.22222900390625f)
+                                            ),
+                                            min(
+                                                fma(711.111083984375f, exp_avg_sq_number_max, 55.38888931274414f),
+                                                fma(355.555908203125f, exp_avg_sq_number_max, 90.44440460205078f)
+                                            )
+                                        ),
+                                        fma(142.2222137451172f, exp_avg_sq_number_max, 112.27777862548828f)
+                                    )
+                                )
+                            )
+                        ),
+                        F(255.0f)
+                    )
+                    + 0.0f
+                );
                 store(exp_avg_codes_at + i, exp_avg_code_2);
                 store(exp_avg_sq_codes_at + i, exp_avg_sq_code_2);
             }
@@ -227,7 +377,8 @@ struct adamw_small_kernel {
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
+            // 30  p = decoupled(p, rate, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
             weight.encode(i, p_3, noise);
@@ -244,7 +395,12 @@ struct adamw_amsgrad_kernel {
     static constexpr int DRAWN = NOISE.mask({P}), KEPT = NOISE.mask({P});
     static constexpr int BLOCK = 256, TILE = elements_of_tile(256, 3 + count(KEPT)), SCALARS = 7;
     // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{1, ELEMENT, true}, {4, BLOCK_OF, true}, {1, ELEMENT, true}, {4, BLOCK_OF, true}, {1, ELEMENT, true}, {4, BLOCK_OF, true}});
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>(
+        {
+            {1, ELEMENT, true}, {4, BLOCK_OF, true}, {1, ELEMENT, true}, {4, BLOCK_OF, true}, {1, ELEMENT, true},
+            {4, BLOCK_OF, true}
+        }
+    );
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -254,7 +410,8 @@ struct adamw_amsgrad_kernel {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         // uint8 [n]  read and written
         uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[parts<Weight>() + 1];
-        float *__restrict exp_avg_scale_at = (float *)at[parts<Weight>() + 2];  // float32 [blocks of 256]  read and written
+        // float32 [blocks of 256]  read and written
+        float *__restrict exp_avg_scale_at = (float *)at[parts<Weight>() + 2];
         // uint8 [n]  read and written
         uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[parts<Weight>() + 3];
         // float32 [blocks of 256]  read and written
@@ -314,16 +471,94 @@ struct adamw_amsgrad_kernel {
                 const I exp_avg_piece = to_int(exp_avg_code);
                 const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_codes_at + i);
                 const F max_exp_avg_sq_piece_sub = counter(max_exp_avg_sq_code) - 8388608.0f;
-                const F max_exp_avg_sq_value = max_exp_avg_sq_scale * min(F(1.0f), max(F(0.0f), max(max(max(fma(0.007031250279396772f, max_exp_avg_sq_piece_sub, -0.7894531488418579f), fma(0.0014062499394640326f, max_exp_avg_sq_piece_sub, -0.07789061963558197f)), max(fma(0.00028124998789280653f, max_exp_avg_sq_piece_sub, -0.007578124757856131f), fma(5.6250002671731636e-05f, max_exp_avg_sq_piece_sub, -0.0007156250649131835f))), max(max(fma(1.1250000170548446e-05f, max_exp_avg_sq_piece_sub, -6.312500045169145e-05f), fma(2.249999852210749e-06f, max_exp_avg_sq_piece_sub, -4.624999746738467e-06f)), fma(4.49999959073466e-07f, max_exp_avg_sq_piece_sub, -1.2499992863013176e-07f)))));
+                const F max_exp_avg_sq_value = max_exp_avg_sq_scale * min(
+                    F(1.0f),
+                    max(
+                        F(0.0f),
+                        max(
+                            max(
+                                max(
+                                    fma(0.007031250279396772f, max_exp_avg_sq_piece_sub, -0.7894531488418579f),
+                                    fma(0.0014062499394640326f, max_exp_avg_sq_piece_sub, -0.07789061963558197f)
+                                ),
+                                max(
+                                    fma(0.00028124998789280653f, max_exp_avg_sq_piece_sub, -0.007578124757856131f),
+                                    fma(5.6250002671731636e-05f, max_exp_avg_sq_piece_sub, -0.0007156250649131835f)
+                                )
+                            ),
+                            max(
+                                max(
+                                    fma(1.1250000170548446e-05f, max_exp_avg_sq_piece_sub, -6.312500045169145e-05f),
+                                    fma(2.249999852210749e-06f, max_exp_avg_sq_piece_sub, -4.624999746738467e-06f)
+                                ),
+                                fma(4.49999959073466e-07f, max_exp_avg_sq_piece_sub, -1.2499992863013176e-07f)
+                            )
+                        )
+                    )
+                );
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const F exp_avg_piece_cast = to_float(exp_avg_piece - 127);
                 const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
-                const F exp_avg_piece_min = min(F(1.0f), max(F(0.0f), max(max(max(fma(0.01406249962747097f, exp_avg_piece_abs, -0.79296875f), fma(0.0028124998789280653f, exp_avg_piece_abs, -0.07859374582767487f)), max(fma(0.0005624999757856131f, exp_avg_piece_abs, -0.007718749810010195f), fma(0.00011250001261942089f, exp_avg_piece_abs, -0.0007437500753439963f))), max(max(fma(2.2500000341096893e-05f, exp_avg_piece_abs, -6.874999962747097e-05f), fma(4.499999704421498e-06f, exp_avg_piece_abs, -5.749999218096491e-06f)), fma(2.7000000955013093e-06f, exp_avg_piece_abs, -2.1500000002561137e-06f)))));
+                const F exp_avg_piece_min = min(
+                    F(1.0f),
+                    max(
+                        F(0.0f),
+                        max(
+                            max(
+                                max(
+                                    fma(0.01406249962747097f, exp_avg_piece_abs, -0.79296875f),
+                                    fma(0.0028124998789280653f, exp_avg_piece_abs, -0.07859374582767487f)
+                                ),
+                                max(
+                                    fma(0.0005624999757856131f, exp_avg_piece_abs, -0.007718749810010195f),
+                                    fma(0.00011250001261942089f, exp_avg_piece_abs, -0.0007437500753439963f)
+                                )
+                            ),
+                            max(
+                                max(
+                                    fma(2.2500000341096893e-05f, exp_avg_piece_abs, -6.874999962747097e-05f),
+                                    fma(4.499999704421498e-06f, exp_avg_piece_abs, -5.749999218096491e-06f)
+                                ),
+                                fma(2.7000000955013093e-06f, exp_avg_piece_abs, -2.1500000002561137e-06f)
+                            )
+                        )
+                    )
+                );
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
+                const F exp_avg = fma(
+                    one_minus_beta1_times_grad_scale, g,
+                    exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min)
+                );
                 const F exp_avg_sq_piece_sub = counter(exp_avg_sq_code) - 8388608.0f;
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_2 * g, g, exp_avg_sq_scale_mul * min(F(1.0f), max(F(0.0f), max(max(max(fma(0.007031250279396772f, exp_avg_sq_piece_sub, -0.7894531488418579f), fma(0.0014062499394640326f, exp_avg_sq_piece_sub, -0.07789061963558197f)), max(fma(0.00028124998789280653f, exp_avg_sq_piece_sub, -0.007578124757856131f), fma(5.6250002671731636e-05f, exp_avg_sq_piece_sub, -0.0007156250649131835f))), max(max(fma(1.1250000170548446e-05f, exp_avg_sq_piece_sub, -6.312500045169145e-05f), fma(2.249999852210749e-06f, exp_avg_sq_piece_sub, -4.624999746738467e-06f)), fma(4.49999959073466e-07f, exp_avg_sq_piece_sub, -1.2499992863013176e-07f))))));
+                const F exp_avg_sq = fma(
+                    scalar_2 * g, g,
+                    exp_avg_sq_scale_mul * min(
+                        F(1.0f),
+                        max(
+                            F(0.0f),
+                            max(
+                                max(
+                                    max(
+                                        fma(0.007031250279396772f, exp_avg_sq_piece_sub, -0.7894531488418579f),
+                                        fma(0.0014062499394640326f, exp_avg_sq_piece_sub, -0.07789061963558197f)
+                                    ),
+                                    max(
+                                        fma(0.00028124998789280653f, exp_avg_sq_piece_sub, -0.007578124757856131f),
+                                        fma(5.6250002671731636e-05f, exp_avg_sq_piece_sub, -0.0007156250649131835f)
+                                    )
+                                ),
+                                max(
+                                    max(
+                                        fma(1.1250000170548446e-05f, exp_avg_sq_piece_sub, -6.312500045169145e-05f),
+                                        fma(2.249999852210749e-06f, exp_avg_sq_piece_sub, -4.624999746738467e-06f)
+                                    ),
+                                    fma(4.49999959073466e-07f, exp_avg_sq_piece_sub, -1.2499992863013176e-07f)
+                                )
+                            )
+                        )
+                    )
+                );
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq = max(max_exp_avg_sq_value, exp_avg_sq);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
@@ -344,11 +579,17 @@ struct adamw_amsgrad_kernel {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
             const I max_exp_avg_sq_top = largest(max_exp_avg_sq_top_kept + b);
-            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
+            const F exp_avg_scale_2 = as_float(
+                where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000))
+            );
             const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
-            const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_top < 0x7f800000, max(I(0x4800000), exp_avg_sq_top), I(0x7fc00000)));
+            const F exp_avg_sq_scale_2 = as_float(
+                where(exp_avg_sq_top < 0x7f800000, max(I(0x4800000), exp_avg_sq_top), I(0x7fc00000))
+            );
             const F exp_avg_sq_scale_rcp = 1.0f / exp_avg_sq_scale_2;
-            const F max_exp_avg_sq_scale_2 = as_float(where(max_exp_avg_sq_top < 0x7f800000, max(I(0x4800000), max_exp_avg_sq_top), I(0x7fc00000)));
+            const F max_exp_avg_sq_scale_2 = as_float(
+                where(max_exp_avg_sq_top < 0x7f800000, max(I(0x4800000), max_exp_avg_sq_top), I(0x7fc00000))
+            );
             const F max_exp_avg_sq_scale_rcp = 1.0f / max_exp_avg_sq_scale_2;
             store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
             store(exp_avg_sq_scale_rcp_kept + b, exp_avg_sq_scale_rcp);
@@ -389,14 +630,151 @@ struct adamw_amsgrad_kernel {
                 const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
                 const F exp_avg_number = exp_avg_scale_rcp * exp_avg;
                 const F exp_avg_number_abs = abs(exp_avg_number);
-                const F exp_avg_number_rint = rint(min(F(127.0f), min(min(min(min(fma(615384.5625f, exp_avg_number_abs, 0.33076921105384827f), fma(111111.125f, exp_avg_number_abs, 1.8888887166976929f)), min(fma(44444.4375f, exp_avg_number_abs, 3.055555820465088f), fma(22222.21875f, exp_avg_number_abs, 4.777777671813965f))), min(min(fma(8888.888671875f, exp_avg_number_abs, 6.611110687255859f), fma(4444.44384765625f, exp_avg_number_abs, 10.55555534362793f)), min(fma(1777.7777099609375f, exp_avg_number_abs, 13.722222328186035f), fma(888.8885498046875f, exp_avg_number_abs, 22.111114501953125f)))), min(min(fma(355.5555114746094f, exp_avg_number_abs, 27.94444465637207f), fma(177.7779541015625f, exp_avg_number_abs, 45.22220230102539f)), fma(71.1111068725586f, exp_avg_number_abs, 56.38888931274414f)))));
-                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9964843988418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(128.0f)) + 127.0f);
+                const F exp_avg_number_rint = rint(
+                    min(
+                        F(127.0f),
+                        min(
+                            min(
+                                min(
+                                    min(
+                                        fma(615384.5625f, exp_avg_number_abs, 0.33076921105384827f),
+                                        fma(111111.125f, exp_avg_number_abs, 1.8888887166976929f)
+                                    ),
+                                    min(
+                                        fma(44444.4375f, exp_avg_number_abs, 3.055555820465088f),
+                                        fma(22222.21875f, exp_avg_number_abs, 4.777777671813965f)
+                                    )
+                                ),
+                                min(
+                                    min(
+                                        fma(8888.888671875f, exp_avg_number_abs, 6.611110687255859f),
+                                        fma(4444.44384765625f, exp_avg_number_abs, 10.55555534362793f)
+                                    ),
+                                    min(
+                                        fma(1777.7777099609375f, exp_avg_number_abs, 13.722222328186035f),
+                                        fma(888.8885498046875f, exp_avg_number_abs, 22.111114501953125f)
+                                    )
+                                )
+                            ),
+                            min(
+                                min(
+                                    fma(355.5555114746094f, exp_avg_number_abs, 27.94444465637207f),
+                                    fma(177.7779541015625f, exp_avg_number_abs, 45.22220230102539f)
+                                ),
+                                fma(71.1111068725586f, exp_avg_number_abs, 56.38888931274414f)
+                            )
+                        )
+                    )
+                );
+                const I exp_avg_code_2 = to_int(
+                    where(
+                        exp_avg_number < 0.9964843988418579f,
+                        where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(128.0f)
+                    )
+                    + 127.0f
+                );
                 const F exp_avg_sq_number = exp_avg_sq_scale_rcp * exp_avg_sq;
                 const F exp_avg_sq_number_max = max(F(0.0f), exp_avg_sq_number);
-                const I exp_avg_sq_code_2 = to_int(where(exp_avg_sq_number < 0.9982422590255737f, rint(min(F(254.0f), min(min(min(min(fma(2580645.0f, exp_avg_sq_number_max, 0.0806451141834259f), fma(1111111.125f, exp_avg_sq_number_max, 0.8888888359069824f)), min(fma(444444.4375f, exp_avg_sq_number_max, 2.055555582046509f), fma(222222.234375f, exp_avg_sq_number_max, 3.777777671813965f))), min(min(fma(88888.890625f, exp_avg_sq_number_max, 5.611110687255859f), fma(44444.4375f, exp_avg_sq_number_max, 9.555556297302246f)), min(fma(17777.775390625f, exp_avg_sq_number_max, 12.722222328186035f), fma(8888.890625f, exp_avg_sq_number_max, 21.111108779907227f)))), min(min(min(fma(3555.555419921875f, exp_avg_sq_number_max, 26.94444465637207f), fma(1777.777099609375f, exp_avg_sq_number_max, 44.22222900390625f)), min(fma(711.111083984375f, exp_avg_sq_number_max, 55.38888931274414f), fma(355.555908203125f, exp_avg_sq_number_max, 90.44440460205078f))), fma(142.2222137451172f, exp_avg_sq_number_max, 112.27777862548828f))))), F(255.0f)) + 0.0f);
+                const I exp_avg_sq_code_2 = to_int(
+                    where(
+                        exp_avg_sq_number < 0.9982422590255737f,
+                        rint(
+                            min(
+                                F(254.0f),
+                                min(
+                                    min(
+                                        min(
+                                            min(
+                                                fma(2580645.0f, exp_avg_sq_number_max, 0.0806451141834259f),
+                                                fma(1111111.125f, exp_avg_sq_number_max, 0.8888888359069824f)
+                                            ),
+                                            min(
+                                                fma(444444.4375f, exp_avg_sq_number_max, 2.055555582046509f),
+                                                fma(222222.234375f, exp_avg_sq_number_max, 3.777777671813965f)
+                                            )
+                                        ),
+                                        min(
+                                            min(
+                                                fma(88888.890625f, exp_avg_sq_number_max, 5.611110687255859f),
+                                                fma(44444.4375f, exp_avg_sq_number_max, 9.555556297302246f)
+                                            ),
+                                            min(
+                                                fma(17777.775390625f, exp_avg_sq_number_max, 12.722222328186035f),
+                                                fma(8888.890625f, exp_avg_sq_number_max, 21.111108779907227f)
+                                            )
+                                        )
+                                    ),
+                                    min(
+                                        min(
+                                            min(
+                                                fma(3555.555419921875f, exp_avg_sq_number_max, 26.94444465637207f),
+                                                fma(1777.777099609375f, exp_avg_sq_number_max, 44.22222900390625f)
+                                            ),
+                                            min(
+                                                fma(711.111083984375f, exp_avg_sq_number_max, 55.38888931274414f),
+                                                fma(355.555908203125f, exp_avg_sq_number_max, 90.44440460205078f)
+                                            )
+                                        ),
+                                        fma(142.2222137451172f, exp_avg_sq_number_max, 112.27777862548828f)
+                                    )
+                                )
+                            )
+                        ),
+                        F(255.0f)
+                    )
+                    + 0.0f
+                );
                 const F max_exp_avg_sq_number = max_exp_avg_sq_scale_rcp * max_exp_avg_sq;
                 const F max_exp_avg_sq_number_max = max(F(0.0f), max_exp_avg_sq_number);
-                const I max_exp_avg_sq_code_2 = to_int(where(max_exp_avg_sq_number < 0.9982422590255737f, rint(min(F(254.0f), min(min(min(min(fma(2580645.0f, max_exp_avg_sq_number_max, 0.0806451141834259f), fma(1111111.125f, max_exp_avg_sq_number_max, 0.8888888359069824f)), min(fma(444444.4375f, max_exp_avg_sq_number_max, 2.055555582046509f), fma(222222.234375f, max_exp_avg_sq_number_max, 3.777777671813965f))), min(min(fma(88888.890625f, max_exp_avg_sq_number_max, 5.611110687255859f), fma(44444.4375f, max_exp_avg_sq_number_max, 9.555556297302246f)), min(fma(17777.775390625f, max_exp_avg_sq_number_max, 12.722222328186035f), fma(8888.890625f, max_exp_avg_sq_number_max, 21.111108779907227f)))), min(min(min(fma(3555.555419921875f, max_exp_avg_sq_number_max, 26.94444465637207f), fma(1777.777099609375f, max_exp_avg_sq_number_max, 44.22222900390625f)), min(fma(711.111083984375f, max_exp_avg_sq_number_max, 55.38888931274414f), fma(355.555908203125f, max_exp_avg_sq_number_max, 90.44440460205078f))), fma(142.2222137451172f, max_exp_avg_sq_number_max, 112.27777862548828f))))), F(255.0f)) + 0.0f);
+                const I max_exp_avg_sq_code_2 = to_int(
+                    where(
+                        max_exp_avg_sq_number < 0.9982422590255737f,
+                        rint(
+                            min(
+                                F(254.0f),
+                                min(
+                                    min(
+                                        min(
+                                            min(
+                                                fma(2580645.0f, max_exp_avg_sq_number_max, 0.0806451141834259f),
+                                                fma(1111111.125f, max_exp_avg_sq_number_max, 0.8888888359069824f)
+                                            ),
+                                            min(
+                                                fma(444444.4375f, max_exp_avg_sq_number_max, 2.055555582046509f),
+                                                fma(222222.234375f, max_exp_avg_sq_number_max, 3.777777671813965f)
+                                            )
+                                        ),
+                                        min(
+                                            min(
+                                                fma(88888.890625f, max_exp_avg_sq_number_max, 5.611110687255859f),
+                                                fma(44444.4375f, max_exp_avg_sq_number_max, 9.555556297302246f)
+                                            ),
+                                            min(
+                                                fma(17777.775390625f, max_exp_avg_sq_number_max, 12.722222328186035f),
+                                                fma(8888.890625f, max_exp_avg_sq_number_max, 21.111108779907227f)
+                                            )
+                                        )
+                                    ),
+                                    min(
+                                        min(
+                                            min(
+                                                fma(3555.555419921875f, max_exp_avg_sq_number_max, 26.94444465637207f),
+                                                fma(1777.777099609375f, max_exp_avg_sq_number_max, 44.22222900390625f)
+                                            ),
+                                            min(
+                                                fma(711.111083984375f, max_exp_avg_sq_number_max, 55.38888931274414f),
+                                                fma(355.555908203125f, max_exp_avg_sq_number_max, 90.44440460205078f)
+                                            )
+                                        ),
+                                        fma(142.2222137451172f, max_exp_avg_sq_number_max, 112.27777862548828f)
+                                    )
+                                )
+                            )
+                        ),
+                        F(255.0f)
+                    )
+                    + 0.0f
+                );
                 store(exp_avg_codes_at + i, exp_avg_code_2);
                 store(exp_avg_sq_codes_at + i, exp_avg_sq_code_2);
                 store(max_exp_avg_sq_codes_at + i, max_exp_avg_sq_code_2);
@@ -412,7 +790,8 @@ struct adamw_amsgrad_small_kernel {
     static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}});
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT,
+        true}});
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -446,7 +825,8 @@ struct adamw_amsgrad_small_kernel {
             const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
+            // 30  p = decoupled(p, rate, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
             weight.encode(i, p_3, noise);

@@ -48,7 +48,9 @@ struct weight_bfloat16 {
         const I biased = max(I(1), bits(weight_) >> 23 & 255);
         const I biased_sub = 0 - (biased - 135);
         const I part = biased_sub >> 1;
-        const F units = 127.0f * min(F(1.0f), max(F(-1.0f), error_2 * as_float(part + 127 << 23) * as_float(biased_sub - part + 127 << 23)));
+        const F units = 127.0f * min(
+            F(1.0f), max(F(-1.0f), error_2 * as_float(part + 127 << 23) * as_float(biased_sub - part + 127 << 23))
+        );
         const F size = floor(abs(units) + 0.5f);
         const I code = to_int(where(units < 0.0f, -1.0f * size, size));
         store_half<2>(code_at + i, bits_or_nan(as_float(x_bits)) + carry);
@@ -84,7 +86,9 @@ struct weight_float16 {
         const I biased = max(I(113), bits(weight_) >> 23 & 255);
         const I biased_sub = 0 - (biased - 138);
         const I part = biased_sub >> 1;
-        const F units = 127.0f * min(F(1.0f), max(F(-1.0f), error_2 * as_float(part + 127 << 23) * as_float(biased_sub - part + 127 << 23)));
+        const F units = 127.0f * min(
+            F(1.0f), max(F(-1.0f), error_2 * as_float(part + 127 << 23) * as_float(biased_sub - part + 127 << 23))
+        );
         const F size = floor(abs(units) + 0.5f);
         const I code = to_int(where(units < 0.0f, -1.0f * size, size));
         store(code_at + i, kept_);
@@ -100,7 +104,9 @@ struct adamw_kernel {
     static constexpr int DRAWN = NOISE.mask({P}), KEPT = NOISE.mask({P});
     static constexpr int BLOCK = 32, TILE = elements_of_tile(32, 2 + count(KEPT)), SCALARS = 8;
     // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}});
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>(
+        {{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}}
+    );
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -172,7 +178,10 @@ struct adamw_kernel {
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const F exp_avg_sq_code_2 = counter(exp_avg_sq_code) - 8388608.0f;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 / (2.0f - abs(one_over_127 * exp_avg_code_2))));
+                const F exp_avg = fma(
+                    one_minus_beta1_times_grad_scale, g,
+                    exp_avg_scale_mul * (exp_avg_code_2 / (2.0f - abs(one_over_127 * exp_avg_code_2)))
+                );
                 const F exp_avg_sq_code_mul = exp_avg_sq_scale_mul * exp_avg_sq_code_2;
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq = fma(scalar_4 * g, g, exp_avg_sq_code_mul * exp_avg_sq_code_mul);
@@ -228,7 +237,12 @@ struct adamw_kernel {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
-                store(exp_avg_codes_at + i, to_int(floor(fma(exp_avg_scale_mul_2, exp_avg / (1.0f + abs(exp_avg_scale_rcp * exp_avg)), 0.5f))) + 128);
+                store(
+                    exp_avg_codes_at + i,
+                    to_int(
+                        floor(fma(exp_avg_scale_mul_2, exp_avg / (1.0f + abs(exp_avg_scale_rcp * exp_avg)), 0.5f))
+                    ) + 128
+                );
                 store(exp_avg_sq_codes_at + i, to_int(fma(exp_avg_sq_scale_mul_2, exp_avg_sq_value, 0.5f)));
             }
         }
@@ -242,7 +256,9 @@ struct adamw_kernel_2 {
     static constexpr int DRAWN = NOISE.mask({P}), KEPT = NOISE.mask({P});
     static constexpr int BLOCK = 32, TILE = elements_of_tile(32, 2 + count(KEPT)), SCALARS = 8;
     // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}});
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>(
+        {{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}}
+    );
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -314,7 +330,10 @@ struct adamw_kernel_2 {
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const F exp_avg_sq_code_2 = counter(exp_avg_sq_code) - 8388608.0f;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 / (2.0f - abs(one_over_127 * exp_avg_code_2))));
+                const F exp_avg = fma(
+                    one_minus_beta1_times_grad_scale, g,
+                    exp_avg_scale_mul * (exp_avg_code_2 / (2.0f - abs(one_over_127 * exp_avg_code_2)))
+                );
                 const F exp_avg_sq_code_mul = exp_avg_sq_scale_mul * exp_avg_sq_code_2;
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq = fma(scalar_4 * g, g, exp_avg_sq_code_mul * exp_avg_sq_code_mul);
@@ -370,7 +389,12 @@ struct adamw_kernel_2 {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
-                store(exp_avg_codes_at + i, to_int(floor(fma(exp_avg_scale_mul_2, exp_avg / (1.0f + abs(exp_avg_scale_rcp * exp_avg)), 0.5f))) + 128);
+                store(
+                    exp_avg_codes_at + i,
+                    to_int(
+                        floor(fma(exp_avg_scale_mul_2, exp_avg / (1.0f + abs(exp_avg_scale_rcp * exp_avg)), 0.5f))
+                    ) + 128
+                );
                 store(exp_avg_sq_codes_at + i, to_int(fma(exp_avg_sq_scale_mul_2, exp_avg_sq_value, 0.5f)));
             }
         }
@@ -384,7 +408,12 @@ struct adamw_amsgrad_kernel {
     static constexpr int DRAWN = NOISE.mask({P}), KEPT = NOISE.mask({P});
     static constexpr int BLOCK = 32, TILE = elements_of_tile(32, 3 + count(KEPT)), SCALARS = 9;
     // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}});
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>(
+        {
+            {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true},
+            {2, BLOCK_OF, true}
+        }
+    );
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -455,7 +484,9 @@ struct adamw_amsgrad_kernel {
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             fetch_weight<BLOCK>(weight, b);
-            if constexpr (!apart<Weight>()) { fetch<BLOCK>(g_at, b + TILE / BLOCK); fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK); }
+            if constexpr (!apart<Weight>()) {
+                fetch<BLOCK>(g_at, b + TILE / BLOCK); fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
+            }
             const F max_exp_avg_sq_scale_mul(max_exp_avg_sq_scale_mul_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
@@ -476,7 +507,10 @@ struct adamw_amsgrad_kernel {
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const F exp_avg_sq_code_2 = counter(exp_avg_sq_code) - 8388608.0f;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 / (2.0f - abs(one_over_127 * exp_avg_code_2))));
+                const F exp_avg = fma(
+                    one_minus_beta1_times_grad_scale, g,
+                    exp_avg_scale_mul * (exp_avg_code_2 / (2.0f - abs(one_over_127 * exp_avg_code_2)))
+                );
                 const F exp_avg_sq_code_mul = exp_avg_sq_scale_mul * exp_avg_sq_code_2;
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq = fma(scalar_5 * g, g, exp_avg_sq_code_mul * exp_avg_sq_code_mul);
@@ -546,7 +580,12 @@ struct adamw_amsgrad_kernel {
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
                 const F max_exp_avg_sq_value = load(max_exp_avg_sq_value_kept + i);
-                store(exp_avg_codes_at + i, to_int(floor(fma(exp_avg_scale_mul_2, exp_avg / (1.0f + abs(exp_avg_scale_rcp * exp_avg)), 0.5f))) + 128);
+                store(
+                    exp_avg_codes_at + i,
+                    to_int(
+                        floor(fma(exp_avg_scale_mul_2, exp_avg / (1.0f + abs(exp_avg_scale_rcp * exp_avg)), 0.5f))
+                    ) + 128
+                );
                 store(exp_avg_sq_codes_at + i, to_int(fma(exp_avg_sq_scale_mul_2, exp_avg_sq_value, 0.5f)));
                 store(max_exp_avg_sq_codes_at + i, to_int(fma(max_exp_avg_sq_scale_mul_2, max_exp_avg_sq_value, 0.5f)));
             }
@@ -561,7 +600,12 @@ struct adamw_amsgrad_kernel_2 {
     static constexpr int DRAWN = NOISE.mask({P}), KEPT = NOISE.mask({P});
     static constexpr int BLOCK = 32, TILE = elements_of_tile(32, 3 + count(KEPT)), SCALARS = 9;
     // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}});
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>(
+        {
+            {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true},
+            {2, BLOCK_OF, true}
+        }
+    );
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -632,7 +676,9 @@ struct adamw_amsgrad_kernel_2 {
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             fetch_weight<BLOCK>(weight, b);
-            if constexpr (!apart<Weight>()) { fetch<BLOCK>(g_at, b + TILE / BLOCK); fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK); }
+            if constexpr (!apart<Weight>()) {
+                fetch<BLOCK>(g_at, b + TILE / BLOCK); fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
+            }
             const F max_exp_avg_sq_scale_mul(max_exp_avg_sq_scale_mul_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
@@ -653,7 +699,10 @@ struct adamw_amsgrad_kernel_2 {
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const F exp_avg_sq_code_2 = counter(exp_avg_sq_code) - 8388608.0f;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 / (2.0f - abs(one_over_127 * exp_avg_code_2))));
+                const F exp_avg = fma(
+                    one_minus_beta1_times_grad_scale, g,
+                    exp_avg_scale_mul * (exp_avg_code_2 / (2.0f - abs(one_over_127 * exp_avg_code_2)))
+                );
                 const F exp_avg_sq_code_mul = exp_avg_sq_scale_mul * exp_avg_sq_code_2;
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq = fma(scalar_5 * g, g, exp_avg_sq_code_mul * exp_avg_sq_code_mul);
@@ -723,7 +772,12 @@ struct adamw_amsgrad_kernel_2 {
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
                 const F max_exp_avg_sq_value = load(max_exp_avg_sq_value_kept + i);
-                store(exp_avg_codes_at + i, to_int(floor(fma(exp_avg_scale_mul_2, exp_avg / (1.0f + abs(exp_avg_scale_rcp * exp_avg)), 0.5f))) + 128);
+                store(
+                    exp_avg_codes_at + i,
+                    to_int(
+                        floor(fma(exp_avg_scale_mul_2, exp_avg / (1.0f + abs(exp_avg_scale_rcp * exp_avg)), 0.5f))
+                    ) + 128
+                );
                 store(exp_avg_sq_codes_at + i, to_int(fma(exp_avg_sq_scale_mul_2, exp_avg_sq_value, 0.5f)));
                 store(max_exp_avg_sq_codes_at + i, to_int(fma(max_exp_avg_sq_scale_mul_2, max_exp_avg_sq_value, 0.5f)));
             }

@@ -133,7 +133,10 @@ def adamw_float32_3_round(
                     exp_avg_sq_row_means_ptr, row_sum_for_exp_avg_sq_row_means_ptr, extent_columns, at, live,
                 )
                 exp_avg_sq_row_means_terms += tl.sum(exp_avg_sq_row_means_term, 0)
-            tl.store(mat_sum_for_exp_avg_sq_row_factor_ptr + number + tl.arange(0, 1), tl.sum(tl.reshape(exp_avg_sq_row_means_terms, [1, 256]), 1))
+            tl.store(
+                mat_sum_for_exp_avg_sq_row_factor_ptr + number + tl.arange(0, 1),
+                tl.sum(tl.reshape(exp_avg_sq_row_means_terms, [1, 256]), 1)
+            )
     else:
         for group in range(first, end, 2048 // LANES):
             number = group + tl.arange(0, 2048 // LANES)
@@ -143,14 +146,18 @@ def adamw_float32_3_round(
             exp_avg_sq_row_means_term = adamw_float32_3_values(
                 exp_avg_sq_row_means_ptr, row_sum_for_exp_avg_sq_row_means_ptr, extent_columns, at, live,
             )
-            tl.store(mat_sum_for_exp_avg_sq_row_factor_ptr + number, tl.sum(exp_avg_sq_row_means_term, 1), mask=number < end)
+            tl.store(
+                mat_sum_for_exp_avg_sq_row_factor_ptr + number, tl.sum(exp_avg_sq_row_means_term, 1), mask=number < end
+            )
 
 
 @triton.jit
 def adamw_float32_4_values(exp_avg_sq_parts_ptr, col_sum_for_exp_avg_sq_parts_ptr, extent_rows, at, live):
     """Values of columns."""
     col_sum_for_exp_avg_sq_parts = get(col_sum_for_exp_avg_sq_parts_ptr, at, live, True)
-    exp_avg_sq_parts = tl.maximum(col_sum_for_exp_avg_sq_parts / extent_rows, 7.888609052210118e-31, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_sq_parts = tl.maximum(
+        col_sum_for_exp_avg_sq_parts / extent_rows, 7.888609052210118e-31, propagate_nan=tl.PropagateNan.ALL
+    )
     put(exp_avg_sq_parts_ptr, at, exp_avg_sq_parts, live, True)
 
 
@@ -170,7 +177,13 @@ def adamw_float32_4_round(
 def adamw_float32_5_values(mat_max_ptr, mat_sum_for_exp_avg_sq_row_factor_ptr, extent_rows, at, live):
     """Values of matrices."""
     mat_sum_for_exp_avg_sq_row_factor = get(mat_sum_for_exp_avg_sq_row_factor_ptr, at, live, True)
-    put(mat_max_ptr, at, tl.maximum(mat_sum_for_exp_avg_sq_row_factor / extent_rows, 1.1754943508222875e-38, propagate_nan=tl.PropagateNan.ALL), live, True)
+    put(
+        mat_max_ptr, at,
+        tl.maximum(
+            mat_sum_for_exp_avg_sq_row_factor / extent_rows, 1.1754943508222875e-38, propagate_nan=tl.PropagateNan.ALL
+        ),
+        live, True
+    )
 
 
 @triton.jit
@@ -193,7 +206,9 @@ def adamw_float32_6_values(
     """Values of rows."""
     exp_avg_sq_row_means = get(exp_avg_sq_row_means_ptr, at, live, True)
     mat_max = get(mat_max_ptr, at_mat, live, True)
-    exp_avg_sq_row_factor = tl.maximum(exp_avg_sq_row_means / mat_max, 7.888609052210118e-31, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_sq_row_factor = tl.maximum(
+        exp_avg_sq_row_means / mat_max, 7.888609052210118e-31, propagate_nan=tl.PropagateNan.ALL
+    )
     exp_avg_sq_least = tl.minimum(exp_avg_sq_row_factor, 1.1754943508222875e-38, propagate_nan=tl.PropagateNan.ALL)
     put(exp_avg_sq_row_factor_ptr, at, exp_avg_sq_row_factor, live, True)
     put(exp_avg_sq_least_2_ptr, at, exp_avg_sq_least, live, True)
@@ -272,7 +287,9 @@ def adamw_float32_7_tile(
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(
+        exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits
+    ).to(tl.float32, bitcast=True)
     exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_piece = exp_avg_code.to(tl.int32)
     exp_avg_code = (exp_avg_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388616.0
@@ -288,7 +305,10 @@ def adamw_float32_7_tile(
     # -- update  (specs/adamw.py)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code * reciprocal(tl.fma(-0.5, tl.abs(exp_avg_code), 10.5)) * tl.sqrt(exp_avg_sq)))
+    exp_avg = tl.fma(
+        one_minus_beta1_times_grad_scale, g,
+        exp_avg_scale_mul * (exp_avg_code * reciprocal(tl.fma(-0.5, tl.abs(exp_avg_code), 10.5)) * tl.sqrt(exp_avg_sq))
+    )
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_0 * g, g, beta2 * exp_avg_sq)
     p = one_minus_lr_times_weight_decay * p                   # 30  p = decoupled(p, rate, weight_decay)
@@ -296,7 +316,11 @@ def adamw_float32_7_tile(
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_3, scalar_4)), p)
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
-    exp_avg_value = exp_avg * reciprocal(tl.sqrt(tl.maximum(exp_avg_sq_row_factor * exp_avg_sq_parts, exp_avg_sq_least_2, propagate_nan=tl.PropagateNan.ALL)))
+    exp_avg_value = exp_avg * reciprocal(
+        tl.sqrt(
+            tl.maximum(exp_avg_sq_row_factor * exp_avg_sq_parts, exp_avg_sq_least_2, propagate_nan=tl.PropagateNan.ALL)
+        )
+    )
     exp_avg_value_abs = tl.abs(exp_avg_value)
     exp_avg_top = block_magnitude(exp_avg_value, live, MASKED, True)
     exp_avg_up = tl.maximum(exp_avg_top, 0x4800000) + 32767
@@ -304,16 +328,30 @@ def adamw_float32_7_tile(
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.09523809523809523
-    exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.047619047619047616, exp_avg_value_abs, exp_avg_divisor_mul)), 3080.0).to(tl.int32, bitcast=True)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    exp_avg_pattern = tl.fma(
+        exp_avg_value, reciprocal(tl.fma(0.047619047619047616, exp_avg_value_abs, exp_avg_divisor_mul)), 3080.0
+    ).to(tl.int32, bitcast=True)
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(exp_avg_codes_ptr, at_eight, packed((exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
+    put(
+        exp_avg_codes_ptr, at_eight,
+        packed(
+            (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8),
+            live, MASKED, 4
+        ),
+        live_eight, MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -530,7 +568,9 @@ def adamw_bfloat16_7_tile(
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(
+        exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits
+    ).to(tl.float32, bitcast=True)
     exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_piece = exp_avg_code.to(tl.int32)
     exp_avg_code = (exp_avg_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388616.0
@@ -550,26 +590,38 @@ def adamw_bfloat16_7_tile(
     g_cast = widened(g_stored)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code * reciprocal(tl.fma(-0.5, tl.abs(exp_avg_code), 10.5)) * tl.sqrt(exp_avg_sq)))
+    exp_avg = tl.fma(
+        one_minus_beta1_times_grad_scale, g_cast,
+        exp_avg_scale_mul * (exp_avg_code * reciprocal(tl.fma(-0.5, tl.abs(exp_avg_code), 10.5)) * tl.sqrt(exp_avg_sq))
+    )
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq)
     p = one_minus_lr_times_weight_decay * p                             # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_3, scalar_4)), p)
     # -- encode and store
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise & 255) + 0x8000)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
-    exp_avg_value = exp_avg * reciprocal(tl.sqrt(tl.maximum(exp_avg_sq_row_factor * exp_avg_sq_parts, exp_avg_sq_least_2, propagate_nan=tl.PropagateNan.ALL)))
+    exp_avg_value = exp_avg * reciprocal(
+        tl.sqrt(
+            tl.maximum(exp_avg_sq_row_factor * exp_avg_sq_parts, exp_avg_sq_least_2, propagate_nan=tl.PropagateNan.ALL)
+        )
+    )
     exp_avg_value_abs = tl.abs(exp_avg_value)
     exp_avg_top = block_magnitude(exp_avg_value, live, MASKED, True)
     exp_avg_up = tl.maximum(exp_avg_top, 0x4800000) + 32767
@@ -577,8 +629,17 @@ def adamw_bfloat16_7_tile(
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.09523809523809523
-    exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.047619047619047616, exp_avg_value_abs, exp_avg_divisor_mul)), 3080.0).to(tl.int32, bitcast=True)
-    put(exp_avg_codes_ptr, at_eight, packed((exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    exp_avg_pattern = tl.fma(
+        exp_avg_value, reciprocal(tl.fma(0.047619047619047616, exp_avg_value_abs, exp_avg_divisor_mul)), 3080.0
+    ).to(tl.int32, bitcast=True)
+    put(
+        exp_avg_codes_ptr, at_eight,
+        packed(
+            (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8),
+            live, MASKED, 4
+        ),
+        live_eight, MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -702,7 +763,9 @@ def adamw_float16_7_tile(
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(
+        exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits
+    ).to(tl.float32, bitcast=True)
     exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_piece = exp_avg_code.to(tl.int32)
     exp_avg_code = (exp_avg_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388616.0
@@ -721,7 +784,12 @@ def adamw_float16_7_tile(
     p_normal = (p_wide << 5) + 0x38000000
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
+    p = (
+        tl.where(
+            p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000
+        ).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True)
+        | (p_high & 0x8000) << 16
+    ).to(tl.float32, bitcast=True)
     exp_avg_sq_row_factor = get(exp_avg_sq_row_factor_ptr, at_row, live_row, MASKED)
     exp_avg_sq_parts = get(exp_avg_sq_parts_ptr, at_col, live_col, MASKED)
     exp_avg_sq_least_2 = get(exp_avg_sq_least_2_ptr, at_row, live_row, MASKED)
@@ -729,7 +797,10 @@ def adamw_float16_7_tile(
     g_cast = g_stored.to(tl.float32)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code * reciprocal(tl.fma(-0.5, tl.abs(exp_avg_code), 10.5)) * tl.sqrt(exp_avg_sq)))
+    exp_avg = tl.fma(
+        one_minus_beta1_times_grad_scale, g_cast,
+        exp_avg_scale_mul * (exp_avg_code * reciprocal(tl.fma(-0.5, tl.abs(exp_avg_code), 10.5)) * tl.sqrt(exp_avg_sq))
+    )
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq)
     p = one_minus_lr_times_weight_decay * p                             # 30  p = decoupled(p, rate, weight_decay)
@@ -744,20 +815,29 @@ def adamw_float16_7_tile(
     p_subnormal = (2199023255552.0 * p_magnitude_bitcast).to(tl.int32)
     p_rebiased = tl.minimum(p_magnitude - 0x38000000, 0xf800000)
     p_fixed = tl.where(p_is_subnormal, p_subnormal, p_rebiased << 4)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     p_wide = ((p_fixed + ((noise & 255) << 1 | 1)).to(tl.uint32, bitcast=True) >> 9).to(tl.int32, bitcast=True)
     p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)
-    exp_avg_value = exp_avg * reciprocal(tl.sqrt(tl.maximum(exp_avg_sq_row_factor * exp_avg_sq_parts, exp_avg_sq_least_2, propagate_nan=tl.PropagateNan.ALL)))
+    exp_avg_value = exp_avg * reciprocal(
+        tl.sqrt(
+            tl.maximum(exp_avg_sq_row_factor * exp_avg_sq_parts, exp_avg_sq_least_2, propagate_nan=tl.PropagateNan.ALL)
+        )
+    )
     exp_avg_value_abs = tl.abs(exp_avg_value)
     exp_avg_top = block_magnitude(exp_avg_value, live, MASKED, True)
     exp_avg_up = tl.maximum(exp_avg_top, 0x4800000) + 32767
@@ -765,8 +845,17 @@ def adamw_float16_7_tile(
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.09523809523809523
-    exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.047619047619047616, exp_avg_value_abs, exp_avg_divisor_mul)), 3080.0).to(tl.int32, bitcast=True)
-    put(exp_avg_codes_ptr, at_eight, packed((exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    exp_avg_pattern = tl.fma(
+        exp_avg_value, reciprocal(tl.fma(0.047619047619047616, exp_avg_value_abs, exp_avg_divisor_mul)), 3080.0
+    ).to(tl.int32, bitcast=True)
+    put(
+        exp_avg_codes_ptr, at_eight,
+        packed(
+            (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8),
+            live, MASKED, 4
+        ),
+        live_eight, MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -871,7 +960,9 @@ def adamw_float32_amsgrad_2_tile(
     max_exp_avg_sq_col = get(max_exp_avg_sq_col_ptr, at_col, live_col, MASKED)
     max_exp_avg_sq_least = get(max_exp_avg_sq_least_ptr, at_row, live_row, MASKED)
     # means of rows and columns, f32
-    max_exp_avg_sq = tl.maximum(max_exp_avg_sq_row * max_exp_avg_sq_col, max_exp_avg_sq_least, propagate_nan=tl.PropagateNan.ALL)
+    max_exp_avg_sq = tl.maximum(
+        max_exp_avg_sq_row * max_exp_avg_sq_col, max_exp_avg_sq_least, propagate_nan=tl.PropagateNan.ALL
+    )
     # -- update  (specs/adamw.py)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_0 * g, g, beta2 * exp_avg_sq)
@@ -947,8 +1038,14 @@ def adamw_float32_amsgrad_3_round(
                 )
                 max_exp_avg_sq_row_means_terms += tl.sum(max_exp_avg_sq_row_means_term, 0)
                 exp_avg_sq_row_means_terms += tl.sum(exp_avg_sq_row_means_term, 0)
-            tl.store(mat_sum_for_max_exp_avg_sq_row_factor_ptr + number + tl.arange(0, 1), tl.sum(tl.reshape(max_exp_avg_sq_row_means_terms, [1, 256]), 1))
-            tl.store(mat_sum_for_exp_avg_sq_row_factor_ptr + number + tl.arange(0, 1), tl.sum(tl.reshape(exp_avg_sq_row_means_terms, [1, 256]), 1))
+            tl.store(
+                mat_sum_for_max_exp_avg_sq_row_factor_ptr + number + tl.arange(0, 1),
+                tl.sum(tl.reshape(max_exp_avg_sq_row_means_terms, [1, 256]), 1)
+            )
+            tl.store(
+                mat_sum_for_exp_avg_sq_row_factor_ptr + number + tl.arange(0, 1),
+                tl.sum(tl.reshape(exp_avg_sq_row_means_terms, [1, 256]), 1)
+            )
     else:
         for group in range(first, end, 2048 // LANES):
             number = group + tl.arange(0, 2048 // LANES)
@@ -959,8 +1056,13 @@ def adamw_float32_amsgrad_3_round(
                 max_exp_avg_sq_row_means_ptr, exp_avg_sq_row_means_ptr, row_sum_for_max_exp_avg_sq_row_means_ptr,
                 row_sum_for_exp_avg_sq_row_means_ptr, extent_columns, at, live,
             )
-            tl.store(mat_sum_for_max_exp_avg_sq_row_factor_ptr + number, tl.sum(max_exp_avg_sq_row_means_term, 1), mask=number < end)
-            tl.store(mat_sum_for_exp_avg_sq_row_factor_ptr + number, tl.sum(exp_avg_sq_row_means_term, 1), mask=number < end)
+            tl.store(
+                mat_sum_for_max_exp_avg_sq_row_factor_ptr + number, tl.sum(max_exp_avg_sq_row_means_term, 1),
+                mask=number < end
+            )
+            tl.store(
+                mat_sum_for_exp_avg_sq_row_factor_ptr + number, tl.sum(exp_avg_sq_row_means_term, 1), mask=number < end
+            )
 
 
 @triton.jit
@@ -971,8 +1073,12 @@ def adamw_float32_amsgrad_4_values(
     """Values of columns."""
     col_sum_for_max_exp_avg_sq_col_factor = get(col_sum_for_max_exp_avg_sq_col_factor_ptr, at, live, True)
     col_sum_for_exp_avg_sq_parts = get(col_sum_for_exp_avg_sq_parts_ptr, at, live, True)
-    max_exp_avg_sq_col_factor = tl.maximum(col_sum_for_max_exp_avg_sq_col_factor / extent_rows, 7.888609052210118e-31, propagate_nan=tl.PropagateNan.ALL)
-    exp_avg_sq_parts = tl.maximum(col_sum_for_exp_avg_sq_parts / extent_rows, 7.888609052210118e-31, propagate_nan=tl.PropagateNan.ALL)
+    max_exp_avg_sq_col_factor = tl.maximum(
+        col_sum_for_max_exp_avg_sq_col_factor / extent_rows, 7.888609052210118e-31, propagate_nan=tl.PropagateNan.ALL
+    )
+    exp_avg_sq_parts = tl.maximum(
+        col_sum_for_exp_avg_sq_parts / extent_rows, 7.888609052210118e-31, propagate_nan=tl.PropagateNan.ALL
+    )
     put(max_exp_avg_sq_col_factor_ptr, at, max_exp_avg_sq_col_factor, live, True)
     put(exp_avg_sq_parts_ptr, at, exp_avg_sq_parts, live, True)
 
@@ -1000,8 +1106,21 @@ def adamw_float32_amsgrad_5_values(
     """Values of matrices."""
     mat_sum_for_max_exp_avg_sq_row_factor = get(mat_sum_for_max_exp_avg_sq_row_factor_ptr, at, live, True)
     mat_sum_for_exp_avg_sq_row_factor = get(mat_sum_for_exp_avg_sq_row_factor_ptr, at, live, True)
-    put(mat_max_2_ptr, at, tl.maximum(mat_sum_for_max_exp_avg_sq_row_factor / extent_rows, 1.1754943508222875e-38, propagate_nan=tl.PropagateNan.ALL), live, True)
-    put(mat_max_ptr, at, tl.maximum(mat_sum_for_exp_avg_sq_row_factor / extent_rows, 1.1754943508222875e-38, propagate_nan=tl.PropagateNan.ALL), live, True)
+    put(
+        mat_max_2_ptr, at,
+        tl.maximum(
+            mat_sum_for_max_exp_avg_sq_row_factor / extent_rows, 1.1754943508222875e-38,
+            propagate_nan=tl.PropagateNan.ALL
+        ),
+        live, True
+    )
+    put(
+        mat_max_ptr, at,
+        tl.maximum(
+            mat_sum_for_exp_avg_sq_row_factor / extent_rows, 1.1754943508222875e-38, propagate_nan=tl.PropagateNan.ALL
+        ),
+        live, True
+    )
 
 
 @triton.jit
@@ -1029,8 +1148,12 @@ def adamw_float32_amsgrad_6_values(
     mat_max_2 = get(mat_max_2_ptr, at_mat, live, True)
     exp_avg_sq_row_means = get(exp_avg_sq_row_means_ptr, at, live, True)
     mat_max = get(mat_max_ptr, at_mat, live, True)
-    max_exp_avg_sq_row_factor = tl.maximum(max_exp_avg_sq_row_means / mat_max_2, 7.888609052210118e-31, propagate_nan=tl.PropagateNan.ALL)
-    exp_avg_sq_row_factor = tl.maximum(exp_avg_sq_row_means / mat_max, 7.888609052210118e-31, propagate_nan=tl.PropagateNan.ALL)
+    max_exp_avg_sq_row_factor = tl.maximum(
+        max_exp_avg_sq_row_means / mat_max_2, 7.888609052210118e-31, propagate_nan=tl.PropagateNan.ALL
+    )
+    exp_avg_sq_row_factor = tl.maximum(
+        exp_avg_sq_row_means / mat_max, 7.888609052210118e-31, propagate_nan=tl.PropagateNan.ALL
+    )
     exp_avg_sq_least = tl.minimum(exp_avg_sq_row_factor, 1.1754943508222875e-38, propagate_nan=tl.PropagateNan.ALL)
     put(max_exp_avg_sq_row_factor_ptr, at, max_exp_avg_sq_row_factor, live, True)
     put(exp_avg_sq_row_factor_ptr, at, exp_avg_sq_row_factor, live, True)
@@ -1123,7 +1246,9 @@ def adamw_float32_amsgrad_7_tile(
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(
+        exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits
+    ).to(tl.float32, bitcast=True)
     exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_piece = exp_avg_code.to(tl.int32)
     exp_avg_code = (exp_avg_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388616.0
@@ -1136,7 +1261,9 @@ def adamw_float32_amsgrad_7_tile(
     max_exp_avg_sq_col = get(max_exp_avg_sq_col_ptr, at_col, live_col, MASKED)
     max_exp_avg_sq_least = get(max_exp_avg_sq_least_ptr, at_row, live_row, MASKED)
     # means of rows and columns, f32
-    max_exp_avg_sq = tl.maximum(max_exp_avg_sq_row * max_exp_avg_sq_col, max_exp_avg_sq_least, propagate_nan=tl.PropagateNan.ALL)
+    max_exp_avg_sq = tl.maximum(
+        max_exp_avg_sq_row * max_exp_avg_sq_col, max_exp_avg_sq_least, propagate_nan=tl.PropagateNan.ALL
+    )
     p = get(p_ptr, at, live, MASKED)
     exp_avg_sq_row_factor = get(exp_avg_sq_row_factor_ptr, at_row, live_row, MASKED)
     exp_avg_sq_parts = get(exp_avg_sq_parts_ptr, at_col, live_col, MASKED)
@@ -1144,7 +1271,10 @@ def adamw_float32_amsgrad_7_tile(
     # -- update  (specs/adamw.py)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code * reciprocal(tl.fma(-0.5, tl.abs(exp_avg_code), 10.5)) * tl.sqrt(exp_avg_sq)))
+    exp_avg = tl.fma(
+        one_minus_beta1_times_grad_scale, g,
+        exp_avg_scale_mul * (exp_avg_code * reciprocal(tl.fma(-0.5, tl.abs(exp_avg_code), 10.5)) * tl.sqrt(exp_avg_sq))
+    )
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_0 * g, g, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
@@ -1154,7 +1284,11 @@ def adamw_float32_amsgrad_7_tile(
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq), scalar_3, scalar_4)), p)
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
-    exp_avg_value = exp_avg * reciprocal(tl.sqrt(tl.maximum(exp_avg_sq_row_factor * exp_avg_sq_parts, exp_avg_sq_least_2, propagate_nan=tl.PropagateNan.ALL)))
+    exp_avg_value = exp_avg * reciprocal(
+        tl.sqrt(
+            tl.maximum(exp_avg_sq_row_factor * exp_avg_sq_parts, exp_avg_sq_least_2, propagate_nan=tl.PropagateNan.ALL)
+        )
+    )
     exp_avg_value_abs = tl.abs(exp_avg_value)
     exp_avg_top = block_magnitude(exp_avg_value, live, MASKED, True)
     exp_avg_up = tl.maximum(exp_avg_top, 0x4800000) + 32767
@@ -1162,16 +1296,30 @@ def adamw_float32_amsgrad_7_tile(
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.09523809523809523
-    exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.047619047619047616, exp_avg_value_abs, exp_avg_divisor_mul)), 3080.0).to(tl.int32, bitcast=True)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    exp_avg_pattern = tl.fma(
+        exp_avg_value, reciprocal(tl.fma(0.047619047619047616, exp_avg_value_abs, exp_avg_divisor_mul)), 3080.0
+    ).to(tl.int32, bitcast=True)
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(exp_avg_codes_ptr, at_eight, packed((exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
+    put(
+        exp_avg_codes_ptr, at_eight,
+        packed(
+            (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8),
+            live, MASKED, 4
+        ),
+        live_eight, MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1334,7 +1482,9 @@ def adamw_bfloat16_amsgrad_2_tile(
     max_exp_avg_sq_col = get(max_exp_avg_sq_col_ptr, at_col, live_col, MASKED)
     max_exp_avg_sq_least = get(max_exp_avg_sq_least_ptr, at_row, live_row, MASKED)
     # means of rows and columns, f32
-    max_exp_avg_sq = tl.maximum(max_exp_avg_sq_row * max_exp_avg_sq_col, max_exp_avg_sq_least, propagate_nan=tl.PropagateNan.ALL)
+    max_exp_avg_sq = tl.maximum(
+        max_exp_avg_sq_row * max_exp_avg_sq_col, max_exp_avg_sq_least, propagate_nan=tl.PropagateNan.ALL
+    )
     # -- update  (specs/adamw.py)
     g_cast = widened(g_stored)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
@@ -1445,7 +1595,9 @@ def adamw_bfloat16_amsgrad_7_tile(
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(
+        exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits
+    ).to(tl.float32, bitcast=True)
     exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_piece = exp_avg_code.to(tl.int32)
     exp_avg_code = (exp_avg_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388616.0
@@ -1458,7 +1610,9 @@ def adamw_bfloat16_amsgrad_7_tile(
     max_exp_avg_sq_col = get(max_exp_avg_sq_col_ptr, at_col, live_col, MASKED)
     max_exp_avg_sq_least = get(max_exp_avg_sq_least_ptr, at_row, live_row, MASKED)
     # means of rows and columns, f32
-    max_exp_avg_sq = tl.maximum(max_exp_avg_sq_row * max_exp_avg_sq_col, max_exp_avg_sq_least, propagate_nan=tl.PropagateNan.ALL)
+    max_exp_avg_sq = tl.maximum(
+        max_exp_avg_sq_row * max_exp_avg_sq_col, max_exp_avg_sq_least, propagate_nan=tl.PropagateNan.ALL
+    )
     p_stored = get(p_ptr, at, live, MASKED)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
@@ -1470,7 +1624,10 @@ def adamw_bfloat16_amsgrad_7_tile(
     g_cast = widened(g_stored)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code * reciprocal(tl.fma(-0.5, tl.abs(exp_avg_code), 10.5)) * tl.sqrt(exp_avg_sq)))
+    exp_avg = tl.fma(
+        one_minus_beta1_times_grad_scale, g_cast,
+        exp_avg_scale_mul * (exp_avg_code * reciprocal(tl.fma(-0.5, tl.abs(exp_avg_code), 10.5)) * tl.sqrt(exp_avg_sq))
+    )
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
@@ -1479,19 +1636,28 @@ def adamw_bfloat16_amsgrad_7_tile(
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq), scalar_3, scalar_4)), p)
     # -- encode and store
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise & 255) + 0x8000)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
-    exp_avg_value = exp_avg * reciprocal(tl.sqrt(tl.maximum(exp_avg_sq_row_factor * exp_avg_sq_parts, exp_avg_sq_least_2, propagate_nan=tl.PropagateNan.ALL)))
+    exp_avg_value = exp_avg * reciprocal(
+        tl.sqrt(
+            tl.maximum(exp_avg_sq_row_factor * exp_avg_sq_parts, exp_avg_sq_least_2, propagate_nan=tl.PropagateNan.ALL)
+        )
+    )
     exp_avg_value_abs = tl.abs(exp_avg_value)
     exp_avg_top = block_magnitude(exp_avg_value, live, MASKED, True)
     exp_avg_up = tl.maximum(exp_avg_top, 0x4800000) + 32767
@@ -1499,8 +1665,17 @@ def adamw_bfloat16_amsgrad_7_tile(
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.09523809523809523
-    exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.047619047619047616, exp_avg_value_abs, exp_avg_divisor_mul)), 3080.0).to(tl.int32, bitcast=True)
-    put(exp_avg_codes_ptr, at_eight, packed((exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    exp_avg_pattern = tl.fma(
+        exp_avg_value, reciprocal(tl.fma(0.047619047619047616, exp_avg_value_abs, exp_avg_divisor_mul)), 3080.0
+    ).to(tl.int32, bitcast=True)
+    put(
+        exp_avg_codes_ptr, at_eight,
+        packed(
+            (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8),
+            live, MASKED, 4
+        ),
+        live_eight, MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1590,7 +1765,9 @@ def adamw_float16_amsgrad_2_tile(
     max_exp_avg_sq_col = get(max_exp_avg_sq_col_ptr, at_col, live_col, MASKED)
     max_exp_avg_sq_least = get(max_exp_avg_sq_least_ptr, at_row, live_row, MASKED)
     # means of rows and columns, f32
-    max_exp_avg_sq = tl.maximum(max_exp_avg_sq_row * max_exp_avg_sq_col, max_exp_avg_sq_least, propagate_nan=tl.PropagateNan.ALL)
+    max_exp_avg_sq = tl.maximum(
+        max_exp_avg_sq_row * max_exp_avg_sq_col, max_exp_avg_sq_least, propagate_nan=tl.PropagateNan.ALL
+    )
     # -- update  (specs/adamw.py)
     g_cast = g_stored.to(tl.float32)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
@@ -1647,7 +1824,9 @@ def adamw_float16_amsgrad_7_tile(
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(
+        exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits
+    ).to(tl.float32, bitcast=True)
     exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_piece = exp_avg_code.to(tl.int32)
     exp_avg_code = (exp_avg_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388616.0
@@ -1660,7 +1839,9 @@ def adamw_float16_amsgrad_7_tile(
     max_exp_avg_sq_col = get(max_exp_avg_sq_col_ptr, at_col, live_col, MASKED)
     max_exp_avg_sq_least = get(max_exp_avg_sq_least_ptr, at_row, live_row, MASKED)
     # means of rows and columns, f32
-    max_exp_avg_sq = tl.maximum(max_exp_avg_sq_row * max_exp_avg_sq_col, max_exp_avg_sq_least, propagate_nan=tl.PropagateNan.ALL)
+    max_exp_avg_sq = tl.maximum(
+        max_exp_avg_sq_row * max_exp_avg_sq_col, max_exp_avg_sq_least, propagate_nan=tl.PropagateNan.ALL
+    )
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
@@ -1671,7 +1852,12 @@ def adamw_float16_amsgrad_7_tile(
     p_normal = (p_wide << 5) + 0x38000000
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
+    p = (
+        tl.where(
+            p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000
+        ).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True)
+        | (p_high & 0x8000) << 16
+    ).to(tl.float32, bitcast=True)
     exp_avg_sq_row_factor = get(exp_avg_sq_row_factor_ptr, at_row, live_row, MASKED)
     exp_avg_sq_parts = get(exp_avg_sq_parts_ptr, at_col, live_col, MASKED)
     exp_avg_sq_least_2 = get(exp_avg_sq_least_2_ptr, at_row, live_row, MASKED)
@@ -1679,7 +1865,10 @@ def adamw_float16_amsgrad_7_tile(
     g_cast = g_stored.to(tl.float32)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code * reciprocal(tl.fma(-0.5, tl.abs(exp_avg_code), 10.5)) * tl.sqrt(exp_avg_sq)))
+    exp_avg = tl.fma(
+        one_minus_beta1_times_grad_scale, g_cast,
+        exp_avg_scale_mul * (exp_avg_code * reciprocal(tl.fma(-0.5, tl.abs(exp_avg_code), 10.5)) * tl.sqrt(exp_avg_sq))
+    )
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
@@ -1696,20 +1885,29 @@ def adamw_float16_amsgrad_7_tile(
     p_subnormal = (2199023255552.0 * p_magnitude_bitcast).to(tl.int32)
     p_rebiased = tl.minimum(p_magnitude - 0x38000000, 0xf800000)
     p_fixed = tl.where(p_is_subnormal, p_subnormal, p_rebiased << 4)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     p_wide = ((p_fixed + ((noise & 255) << 1 | 1)).to(tl.uint32, bitcast=True) >> 9).to(tl.int32, bitcast=True)
     p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)
-    exp_avg_value = exp_avg * reciprocal(tl.sqrt(tl.maximum(exp_avg_sq_row_factor * exp_avg_sq_parts, exp_avg_sq_least_2, propagate_nan=tl.PropagateNan.ALL)))
+    exp_avg_value = exp_avg * reciprocal(
+        tl.sqrt(
+            tl.maximum(exp_avg_sq_row_factor * exp_avg_sq_parts, exp_avg_sq_least_2, propagate_nan=tl.PropagateNan.ALL)
+        )
+    )
     exp_avg_value_abs = tl.abs(exp_avg_value)
     exp_avg_top = block_magnitude(exp_avg_value, live, MASKED, True)
     exp_avg_up = tl.maximum(exp_avg_top, 0x4800000) + 32767
@@ -1717,8 +1915,17 @@ def adamw_float16_amsgrad_7_tile(
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.09523809523809523
-    exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.047619047619047616, exp_avg_value_abs, exp_avg_divisor_mul)), 3080.0).to(tl.int32, bitcast=True)
-    put(exp_avg_codes_ptr, at_eight, packed((exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    exp_avg_pattern = tl.fma(
+        exp_avg_value, reciprocal(tl.fma(0.047619047619047616, exp_avg_value_abs, exp_avg_divisor_mul)), 3080.0
+    ).to(tl.int32, bitcast=True)
+    put(
+        exp_avg_codes_ptr, at_eight,
+        packed(
+            (exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8),
+            live, MASKED, 4
+        ),
+        live_eight, MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1763,7 +1970,8 @@ def adamw_float16_amsgrad_7_flat(
 TILE = {
 }
 
-# What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
+# What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a
+#     time.
 OPTIONS = {
 }
 
@@ -1791,10 +1999,19 @@ DENSE = {
     "adamw_bfloat16_7": {},
     "adamw_float16_2": {'row_sum_for_exp_avg_sq_row_means': 0, 'col_sum_for_exp_avg_sq_parts': 0},
     "adamw_float16_7": {},
-    "adamw_float32_amsgrad_2": {'row_sum_for_exp_avg_sq_row_means': 0, 'col_sum_for_exp_avg_sq_parts': 0, 'row_sum_for_max_exp_avg_sq_row_means': 1, 'col_sum_for_max_exp_avg_sq_col_factor': 1},
+    "adamw_float32_amsgrad_2": {
+        'row_sum_for_exp_avg_sq_row_means': 0, 'col_sum_for_exp_avg_sq_parts': 0,
+        'row_sum_for_max_exp_avg_sq_row_means': 1, 'col_sum_for_max_exp_avg_sq_col_factor': 1
+    },
     "adamw_float32_amsgrad_7": {},
-    "adamw_bfloat16_amsgrad_2": {'row_sum_for_exp_avg_sq_row_means': 0, 'col_sum_for_exp_avg_sq_parts': 0, 'row_sum_for_max_exp_avg_sq_row_means': 1, 'col_sum_for_max_exp_avg_sq_col_factor': 1},
+    "adamw_bfloat16_amsgrad_2": {
+        'row_sum_for_exp_avg_sq_row_means': 0, 'col_sum_for_exp_avg_sq_parts': 0,
+        'row_sum_for_max_exp_avg_sq_row_means': 1, 'col_sum_for_max_exp_avg_sq_col_factor': 1
+    },
     "adamw_bfloat16_amsgrad_7": {},
-    "adamw_float16_amsgrad_2": {'row_sum_for_exp_avg_sq_row_means': 0, 'col_sum_for_exp_avg_sq_parts': 0, 'row_sum_for_max_exp_avg_sq_row_means': 1, 'col_sum_for_max_exp_avg_sq_col_factor': 1},
+    "adamw_float16_amsgrad_2": {
+        'row_sum_for_exp_avg_sq_row_means': 0, 'col_sum_for_exp_avg_sq_parts': 0,
+        'row_sum_for_max_exp_avg_sq_row_means': 1, 'col_sum_for_max_exp_avg_sq_col_factor': 1
+    },
     "adamw_float16_amsgrad_7": {},
 }

@@ -60,7 +60,10 @@ struct weight_float16 {
         const I subnormal = bits(2.3283064365386963e-10f * to_float(wide));
         const I normal = (wide << 5) + 0x38000000;
         const I finite = where(wide < 0x40000, subnormal, normal);
-        return as_float(bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000))) | (high & 0x8000) << 16);
+        return as_float(
+            bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000)))
+            | (high & 0x8000) << 16
+        );
     }
     template <class Noise> void encode(int i, F x, const Noise &noise) const {
         const I x_bitcast = bits(x);
@@ -87,7 +90,12 @@ struct adamw_kernel {
     static constexpr int DRAWN = NOISE.mask({P, 0, 1}), KEPT = NOISE.mask({P, 0, 1});
     static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3 + count(KEPT)), SCALARS = 7;
     // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, EIGHTH, true}, {1, EIGHTH, true}, {2, BLOCK_OF, true}, {2, EIGHTH, true}, {1, EIGHTH, true}, {2, BLOCK_OF, true}});
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>(
+        {
+            {4, EIGHTH, true}, {1, EIGHTH, true}, {2, BLOCK_OF, true}, {2, EIGHTH, true}, {1, EIGHTH, true},
+            {2, BLOCK_OF, true}
+        }
+    );
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -138,7 +146,9 @@ struct adamw_kernel {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
+            const F exp_avg_scale_2 = as_float(
+                where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2)
+            );
             const I16 exp_avg_sq_peak = raw(exp_avg_sq_peak_at + b);
             const I exp_avg_sq_top = to_int(exp_avg_sq_peak);
             const I exp_avg_sq_start = where(exp_avg_sq_top == 0, I(0), (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000);
@@ -179,7 +189,10 @@ struct adamw_kernel {
                 // 3-bit unsigned blocks of 64: sqrt to 2.5 octaves under the maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_3 / fma(-0.5f, abs(exp_avg_code_3), 22.5f) * exp_avg_sq_value));
+                const F exp_avg = fma(
+                    one_minus_beta1_times_grad_scale, g,
+                    exp_avg_scale_mul * (exp_avg_code_3 / fma(-0.5f, abs(exp_avg_code_3), 22.5f) * exp_avg_sq_value)
+                );
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
                 const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
@@ -198,7 +211,9 @@ struct adamw_kernel {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I exp_avg_sq_largest = min(I(0x5f524924), max(I(0x20000000), largest_of_block));
-            const I exp_avg_sq_point = -to_int(floor(fma(-to_float(exp_avg_sq_largest - 0x20000000), 3.337860619012645e-07f, 0.0009765625f)));
+            const I exp_avg_sq_point = -to_int(
+                floor(fma(-to_float(exp_avg_sq_largest - 0x20000000), 3.337860619012645e-07f, 0.0009765625f))
+            );
             const I exp_avg_sq_top_2 = max(I(7), exp_avg_sq_point);
             const I exp_avg_sq_start_2 = (exp_avg_sq_top_2 - 7) * 0x2db6db + 0x20000000;
             store(exp_avg_sq_start_2_kept + b, exp_avg_sq_start_2);
@@ -229,10 +244,14 @@ struct adamw_kernel {
                 const auto noise = words.kept(i);
                 const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq_under = to_float(max(I(0), min(I(0x5f524924), bits(exp_avg_sq_sqrt)) - exp_avg_sq_start_2));
+                const F exp_avg_sq_under = to_float(
+                    max(I(0), min(I(0x5f524924), bits(exp_avg_sq_sqrt)) - exp_avg_sq_start_2)
+                );
                 const F exp_avg_sq_exact = min(F(7.0f), 3.337860619012645e-07f * exp_avg_sq_under);
                 const F exp_avg_sq_rest = exp_avg_sq_exact - floor(exp_avg_sq_exact);
-                const F exp_avg_sq_exact_2 = fma(-0.12314802408218384f, exp_avg_sq_rest * (1.0f - exp_avg_sq_rest), exp_avg_sq_exact);
+                const F exp_avg_sq_exact_2 = fma(
+                    -0.12314802408218384f, exp_avg_sq_rest * (1.0f - exp_avg_sq_rest), exp_avg_sq_exact
+                );
                 const I exp_avg_sq_code_3 = bits(exp_avg_sq_exact_2 + 3072.0f) + integer<0>(noise) >> 12;
                 const F exp_avg_value = exp_avg / as_float(exp_avg_sq_start_2 + (exp_avg_sq_code_3 & 7) * 0x2db6db);
                 const F exp_avg_value_abs = abs(exp_avg_value);
@@ -265,7 +284,12 @@ struct adamw_kernel {
                 const int i = b * BLOCK + k;
                 const auto noise = words.kept(i);
                 const F exp_avg_value = load(exp_avg_value_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), exp_avg_divisor_mul), 3088.0f));
+                const I exp_avg_pattern = bits(
+                    fma(
+                        exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), exp_avg_divisor_mul),
+                        3088.0f
+                    )
+                );
                 const I exp_avg_pattern_shr = exp_avg_pattern + integer<1>(noise) >> 12;
                 const I exp_avg_piece_2 = exp_avg_pattern_shr >> 4;
                 store(exp_avg_codes_at + i, exp_avg_pattern_shr);
@@ -321,7 +345,8 @@ struct adamw_small_kernel {
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
+            // 30  p = decoupled(p, rate, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
             weight.encode(i, p_3, noise);
@@ -338,7 +363,12 @@ struct adamw_amsgrad_kernel {
     static constexpr int DRAWN = NOISE.mask({P, 0, 1}), KEPT = NOISE.mask({P, 0, 1});
     static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 4 + count(KEPT)), SCALARS = 7;
     // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, EIGHTH, true}, {1, EIGHTH, true}, {2, BLOCK_OF, true}, {2, EIGHTH, true}, {1, EIGHTH, true}, {2, BLOCK_OF, true}, {2, EIGHTH, true}, {1, EIGHTH, true}, {2, BLOCK_OF, true}});
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>(
+        {
+            {4, EIGHTH, true}, {1, EIGHTH, true}, {2, BLOCK_OF, true}, {2, EIGHTH, true}, {1, EIGHTH, true},
+            {2, BLOCK_OF, true}, {2, EIGHTH, true}, {1, EIGHTH, true}, {2, BLOCK_OF, true}
+        }
+    );
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -403,13 +433,17 @@ struct adamw_amsgrad_kernel {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
+            const F exp_avg_scale_2 = as_float(
+                where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2)
+            );
             const I16 exp_avg_sq_peak = raw(exp_avg_sq_peak_at + b);
             const I exp_avg_sq_top = to_int(exp_avg_sq_peak);
             const I exp_avg_sq_start = where(exp_avg_sq_top == 0, I(0), (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000);
             const I16 max_exp_avg_sq_peak = raw(max_exp_avg_sq_peak_at + b);
             const I max_exp_avg_sq_top = to_int(max_exp_avg_sq_peak);
-            const I max_exp_avg_sq_start = where(max_exp_avg_sq_top == 0, I(0), (max_exp_avg_sq_top - 7) * 0x2db6db + 0x20000000);
+            const I max_exp_avg_sq_start = where(
+                max_exp_avg_sq_top == 0, I(0), (max_exp_avg_sq_top - 7) * 0x2db6db + 0x20000000
+            );
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             store(exp_avg_sq_start_kept + b, exp_avg_sq_start);
             store(max_exp_avg_sq_start_kept + b, max_exp_avg_sq_start);
@@ -457,7 +491,10 @@ struct adamw_amsgrad_kernel {
                 // 3-bit unsigned blocks of 64: sqrt to 2.5 octaves under the maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_3 / fma(-0.5f, abs(exp_avg_code_3), 22.5f) * exp_avg_sq_value));
+                const F exp_avg = fma(
+                    one_minus_beta1_times_grad_scale, g,
+                    exp_avg_scale_mul * (exp_avg_code_3 / fma(-0.5f, abs(exp_avg_code_3), 22.5f) * exp_avg_sq_value)
+                );
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
@@ -483,7 +520,9 @@ struct adamw_amsgrad_kernel {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
             const I exp_avg_sq_largest = min(I(0x5f524924), max(I(0x20000000), largest_of_block));
-            const I exp_avg_sq_point = -to_int(floor(fma(-to_float(exp_avg_sq_largest - 0x20000000), 3.337860619012645e-07f, 0.0009765625f)));
+            const I exp_avg_sq_point = -to_int(
+                floor(fma(-to_float(exp_avg_sq_largest - 0x20000000), 3.337860619012645e-07f, 0.0009765625f))
+            );
             const I exp_avg_sq_top_2 = max(I(7), exp_avg_sq_point);
             const I exp_avg_sq_start_2 = (exp_avg_sq_top_2 - 7) * 0x2db6db + 0x20000000;
             const I max_exp_avg_sq_largest = min(I(0x5f524924), max(I(0x20000000), largest_of_block_2));
@@ -524,10 +563,14 @@ struct adamw_amsgrad_kernel {
                 const auto noise = words.kept(i);
                 const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq_under = to_float(max(I(0), min(I(0x5f524924), exp_avg_sq_pattern) - exp_avg_sq_start_2));
+                const F exp_avg_sq_under = to_float(
+                    max(I(0), min(I(0x5f524924), exp_avg_sq_pattern) - exp_avg_sq_start_2)
+                );
                 const F exp_avg_sq_exact = min(F(7.0f), 3.337860619012645e-07f * exp_avg_sq_under);
                 const F exp_avg_sq_rest = exp_avg_sq_exact - floor(exp_avg_sq_exact);
-                const F exp_avg_sq_exact_2 = fma(-0.12314802408218384f, exp_avg_sq_rest * (1.0f - exp_avg_sq_rest), exp_avg_sq_exact);
+                const F exp_avg_sq_exact_2 = fma(
+                    -0.12314802408218384f, exp_avg_sq_rest * (1.0f - exp_avg_sq_rest), exp_avg_sq_exact
+                );
                 const I exp_avg_sq_code_3 = bits(exp_avg_sq_exact_2 + 3072.0f) + integer<0>(noise) >> 12;
                 const F exp_avg_value = exp_avg / as_float(exp_avg_sq_start_2 + (exp_avg_sq_code_3 & 7) * 0x2db6db);
                 const F exp_avg_value_abs = abs(exp_avg_value);
@@ -559,7 +602,9 @@ struct adamw_amsgrad_kernel {
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F max_exp_avg_sq_sqrt = load(max_exp_avg_sq_sqrt_kept + i);
-                const F max_exp_avg_sq_under = to_float(max(I(0), min(I(0x5f524924), bits(max_exp_avg_sq_sqrt)) - max_exp_avg_sq_start_2));
+                const F max_exp_avg_sq_under = to_float(
+                    max(I(0), min(I(0x5f524924), bits(max_exp_avg_sq_sqrt)) - max_exp_avg_sq_start_2)
+                );
                 const F max_exp_avg_sq_exact = min(F(7.0f), 3.337860619012645e-07f * max_exp_avg_sq_under);
                 const I max_exp_avg_sq_code_3 = bits(max_exp_avg_sq_exact + 12582912.0f) - 0x4b400000;
                 const I max_exp_avg_sq_piece_2 = max_exp_avg_sq_code_3 >> 2;
@@ -577,7 +622,12 @@ struct adamw_amsgrad_kernel {
                 const int i = b * BLOCK + k;
                 const auto noise = words.kept(i);
                 const F exp_avg_value = load(exp_avg_value_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), exp_avg_divisor_mul), 3088.0f));
+                const I exp_avg_pattern = bits(
+                    fma(
+                        exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), exp_avg_divisor_mul),
+                        3088.0f
+                    )
+                );
                 const I exp_avg_pattern_shr = exp_avg_pattern + integer<1>(noise) >> 12;
                 const I exp_avg_piece_2 = exp_avg_pattern_shr >> 4;
                 store(exp_avg_codes_at + i, exp_avg_pattern_shr);
@@ -607,7 +657,8 @@ struct adamw_amsgrad_small_kernel {
     static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}});
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT,
+        true}});
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -641,7 +692,8 @@ struct adamw_amsgrad_small_kernel {
             const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
+            // 30  p = decoupled(p, rate, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
             weight.encode(i, p_3, noise);

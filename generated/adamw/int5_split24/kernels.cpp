@@ -61,7 +61,10 @@ struct weight_float16 {
         const I subnormal = bits(2.3283064365386963e-10f * to_float(wide));
         const I normal = (wide << 5) + 0x38000000;
         const I finite = where(wide < 0x40000, subnormal, normal);
-        return as_float(bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000))) | (high & 0x8000) << 16);
+        return as_float(
+            bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000)))
+            | (high & 0x8000) << 16
+        );
     }
     template <class Noise> void encode(int i, F x, const Noise &noise) const {
         const I x_bitcast = bits(x);
@@ -88,7 +91,12 @@ struct adamw_kernel {
     static constexpr int DRAWN = NOISE.mask({P, 0, 1}), KEPT = NOISE.mask({P, 0, 1});
     static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3 + count(KEPT)), SCALARS = 7;
     // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, EIGHTH, true}, {1, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {1, EIGHTH, true}, {2, BLOCK_OF, true}});
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>(
+        {
+            {4, EIGHTH, true}, {1, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {1, EIGHTH, true},
+            {2, BLOCK_OF, true}
+        }
+    );
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -146,11 +154,15 @@ struct adamw_kernel {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
+            const F exp_avg_scale_2 = as_float(
+                where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2)
+            );
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
             const I exp_avg_sq_cells = max(I(1), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(2097152.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_step = bits(
+                fma(2097152.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)
+            ) - 0x4b400000;
             const I exp_avg_sq_step_2 = exp_avg_sq_step << 1;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
@@ -194,13 +206,18 @@ struct adamw_kernel {
                 // 5-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_3 / fma(-0.5f, abs(exp_avg_code_3), 22.5f) * exp_avg_sq_value));
+                const F exp_avg = fma(
+                    one_minus_beta1_times_grad_scale, g,
+                    exp_avg_scale_mul * (exp_avg_code_3 / fma(-0.5f, abs(exp_avg_code_3), 22.5f) * exp_avg_sq_value)
+                );
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
                 const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
                 const I exp_avg_sq_pattern = bits(exp_avg_sq_sqrt);
                 largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
-                exp_avg_sq_pattern_block_min = smaller<RAGGED>(exp_avg_sq_pattern_block_min, exp_avg_sq_pattern, i, end);
+                exp_avg_sq_pattern_block_min = smaller<RAGGED>(
+                    exp_avg_sq_pattern_block_min, exp_avg_sq_pattern, i, end
+                );
                 words.keep(noise, i);
                 store(exp_avg_kept + i, exp_avg);
                 store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
@@ -216,8 +233,12 @@ struct adamw_kernel {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I exp_avg_sq_pattern_block_min = smallest(exp_avg_sq_pattern_block_min_kept + b);
             const I exp_avg_sq_largest = min(I(0x5f5ffffe), max(I(0x20000000), largest_of_block));
-            const I exp_avg_sq_units = max(I(0), (exp_avg_sq_largest >> 22) - max(I(128), exp_avg_sq_pattern_block_min >> 22)) + 3;
-            const I exp_avg_sq_step_3 = bits(fma(2097152.0f, 1.0f / to_float(to_int(32.5f / to_float(min(I(32), exp_avg_sq_units)))), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_units = max(
+                I(0), (exp_avg_sq_largest >> 22) - max(I(128), exp_avg_sq_pattern_block_min >> 22)
+            ) + 3;
+            const I exp_avg_sq_step_3 = bits(
+                fma(2097152.0f, 1.0f / to_float(to_int(32.5f / to_float(min(I(32), exp_avg_sq_units)))), 12582912.0f)
+            ) - 0x4b400000;
             const I exp_avg_sq_margin = (exp_avg_sq_step_3 << 1 >> 1) + 1;
             const I exp_avg_sq_above = (exp_avg_sq_largest + exp_avg_sq_margin >> 22) + 1;
             const I exp_avg_sq_below = exp_avg_sq_pattern_block_min - exp_avg_sq_margin >> 22;
@@ -225,7 +246,9 @@ struct adamw_kernel {
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units_2;
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_cells_2 = to_int(32.5f / to_float(exp_avg_sq_units_2));
-            const I exp_avg_sq_step_4 = bits(fma(2097152.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_step_4 = bits(
+                fma(2097152.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)
+            ) - 0x4b400000;
             const I exp_avg_sq_step_5 = exp_avg_sq_step_4 << 1;
             const I exp_avg_sq_step_shr = exp_avg_sq_step_5 >> 1;
             const I exp_avg_sq_start_add = exp_avg_sq_start + exp_avg_sq_step_shr;
@@ -274,7 +297,8 @@ struct adamw_kernel {
                 const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const I exp_avg_sq_offset = fraction<0, 24>(noise) + exp_avg_sq_half_add;
-                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base,
+                    exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_3 = lshr(exp_avg_sq_position, 24);
                 const F exp_avg_sq_value_2 = as_float(exp_avg_sq_start_add + exp_avg_sq_code_3 * exp_avg_sq_step_5);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
@@ -308,7 +332,12 @@ struct adamw_kernel {
                 const int i = b * BLOCK + k;
                 const auto noise = words.kept(i);
                 const F exp_avg_value = load(exp_avg_value_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), exp_avg_divisor_mul), 3088.0f));
+                const I exp_avg_pattern = bits(
+                    fma(
+                        exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), exp_avg_divisor_mul),
+                        3088.0f
+                    )
+                );
                 const I exp_avg_pattern_shr = exp_avg_pattern + integer<1>(noise) >> 12;
                 const I exp_avg_piece_2 = exp_avg_pattern_shr >> 4;
                 store(exp_avg_codes_at + i, exp_avg_pattern_shr);
@@ -364,7 +393,8 @@ struct adamw_small_kernel {
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
+            // 30  p = decoupled(p, rate, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
             weight.encode(i, p_3, noise);
@@ -381,7 +411,12 @@ struct adamw_amsgrad_kernel {
     static constexpr int DRAWN = NOISE.mask({P, 0, 1}), KEPT = NOISE.mask({P, 0, 1});
     static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 4 + count(KEPT)), SCALARS = 7;
     // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, EIGHTH, true}, {1, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {1, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {1, EIGHTH, true}, {2, BLOCK_OF, true}});
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>(
+        {
+            {4, EIGHTH, true}, {1, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {1, EIGHTH, true},
+            {2, BLOCK_OF, true}, {4, EIGHTH, true}, {1, EIGHTH, true}, {2, BLOCK_OF, true}
+        }
+    );
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -457,20 +492,27 @@ struct adamw_amsgrad_kernel {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
+            const F exp_avg_scale_2 = as_float(
+                where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2)
+            );
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
             const I exp_avg_sq_cells = max(I(1), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(2097152.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_step = bits(
+                fma(2097152.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)
+            ) - 0x4b400000;
             const I exp_avg_sq_step_2 = exp_avg_sq_step << 1;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             const I16 max_exp_avg_sq_range = raw(max_exp_avg_sq_range_at + b);
             const I max_exp_avg_sq_header = to_int(max_exp_avg_sq_range);
             const I max_exp_avg_sq_cells = max(I(1), max_exp_avg_sq_header & 255);
-            const I max_exp_avg_sq_step = bits(fma(2097152.0f, 1.0f / to_float(max_exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I max_exp_avg_sq_step = bits(
+                fma(2097152.0f, 1.0f / to_float(max_exp_avg_sq_cells), 12582912.0f)
+            ) - 0x4b400000;
             const I max_exp_avg_sq_step_2 = max_exp_avg_sq_step << 1;
-            const I max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (max_exp_avg_sq_step_2 >> 1);
+            const I max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 0xff00) << 14) + 0x20000000 +
+                (max_exp_avg_sq_step_2 >> 1);
             const I max_exp_avg_sq_middle_2 = where(max_exp_avg_sq_header == 0, I(0), max_exp_avg_sq_middle);
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
@@ -491,7 +533,9 @@ struct adamw_amsgrad_kernel {
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             fetch_weight<BLOCK>(weight, b);
-            if constexpr (!apart<Weight>()) { fetch<BLOCK>(g_at, b + TILE / BLOCK); fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK); }
+            if constexpr (!apart<Weight>()) {
+                fetch<BLOCK>(g_at, b + TILE / BLOCK); fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
+            }
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             const I max_exp_avg_sq_middle_2(max_exp_avg_sq_middle_2_kept[b]);
@@ -519,13 +563,18 @@ struct adamw_amsgrad_kernel {
                 const U8 max_exp_avg_sq_high_code = raw(max_exp_avg_sq_high_at + i);
                 const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_high_code);
                 const I max_exp_avg_sq_code_2 = to_int(max_exp_avg_sq_code) | max_exp_avg_sq_piece << 4;
-                const F max_exp_avg_sq_value = as_float(max_exp_avg_sq_middle_2 + max_exp_avg_sq_code_2 * max_exp_avg_sq_step_2);
+                const F max_exp_avg_sq_value = as_float(
+                    max_exp_avg_sq_middle_2 + max_exp_avg_sq_code_2 * max_exp_avg_sq_step_2
+                );
                 // 5-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
                 const F max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value;
                 // 5-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_3 / fma(-0.5f, abs(exp_avg_code_3), 22.5f) * exp_avg_sq_value));
+                const F exp_avg = fma(
+                    one_minus_beta1_times_grad_scale, g,
+                    exp_avg_scale_mul * (exp_avg_code_3 / fma(-0.5f, abs(exp_avg_code_3), 22.5f) * exp_avg_sq_value)
+                );
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
@@ -534,7 +583,9 @@ struct adamw_amsgrad_kernel {
                 const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
                 const I max_exp_avg_sq_pattern = bits(max_exp_avg_sq_sqrt);
                 largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
-                exp_avg_sq_pattern_block_min = smaller<RAGGED>(exp_avg_sq_pattern_block_min, exp_avg_sq_pattern, i, end);
+                exp_avg_sq_pattern_block_min = smaller<RAGGED>(
+                    exp_avg_sq_pattern_block_min, exp_avg_sq_pattern, i, end
+                );
                 largest_of_block_2 = larger<RAGGED>(largest_of_block_2, max_exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, max_exp_avg_sq_pattern, i, end);
                 words.keep(noise, i);
@@ -557,8 +608,12 @@ struct adamw_amsgrad_kernel {
             const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I exp_avg_sq_largest = min(I(0x5f5ffffe), max(I(0x20000000), largest_of_block));
-            const I exp_avg_sq_units = max(I(0), (exp_avg_sq_largest >> 22) - max(I(128), exp_avg_sq_pattern_block_min >> 22)) + 3;
-            const I exp_avg_sq_step_3 = bits(fma(2097152.0f, 1.0f / to_float(to_int(32.5f / to_float(min(I(32), exp_avg_sq_units)))), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_units = max(
+                I(0), (exp_avg_sq_largest >> 22) - max(I(128), exp_avg_sq_pattern_block_min >> 22)
+            ) + 3;
+            const I exp_avg_sq_step_3 = bits(
+                fma(2097152.0f, 1.0f / to_float(to_int(32.5f / to_float(min(I(32), exp_avg_sq_units)))), 12582912.0f)
+            ) - 0x4b400000;
             const I exp_avg_sq_margin = (exp_avg_sq_step_3 << 1 >> 1) + 1;
             const I exp_avg_sq_above = (exp_avg_sq_largest + exp_avg_sq_margin >> 22) + 1;
             const I exp_avg_sq_below = exp_avg_sq_pattern_block_min - exp_avg_sq_margin >> 22;
@@ -566,7 +621,9 @@ struct adamw_amsgrad_kernel {
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units_2;
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_cells_2 = to_int(32.5f / to_float(exp_avg_sq_units_2));
-            const I exp_avg_sq_step_4 = bits(fma(2097152.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_step_4 = bits(
+                fma(2097152.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)
+            ) - 0x4b400000;
             const I exp_avg_sq_step_5 = exp_avg_sq_step_4 << 1;
             const I exp_avg_sq_step_shr = exp_avg_sq_step_5 >> 1;
             const I exp_avg_sq_start_add = exp_avg_sq_start + exp_avg_sq_step_shr;
@@ -579,7 +636,9 @@ struct adamw_amsgrad_kernel {
             const I max_exp_avg_sq_largest = min(I(0x5f5ffffe), max(I(0x20000000), largest_of_block_2));
             const I max_exp_avg_sq_above = (max_exp_avg_sq_largest >> 22) + 1;
             const I max_exp_avg_sq_below = smallest_of_block >> 22;
-            const I max_exp_avg_sq_units = min(I(32), max(I(1), max_exp_avg_sq_above - max(I(128), max_exp_avg_sq_below)));
+            const I max_exp_avg_sq_units = min(
+                I(32), max(I(1), max_exp_avg_sq_above - max(I(128), max_exp_avg_sq_below))
+            );
             const I max_exp_avg_sq_first = max_exp_avg_sq_above - max_exp_avg_sq_units;
             const I max_exp_avg_sq_start = max_exp_avg_sq_first << 22;
             const I max_exp_avg_sq_start_sub = 0x5f5ffffe - max_exp_avg_sq_start;
@@ -634,13 +693,16 @@ struct adamw_amsgrad_kernel {
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq_sqrt = load(max_exp_avg_sq_sqrt_kept + i);
                 const I exp_avg_sq_offset = fraction<0, 24>(noise) + exp_avg_sq_half_add;
-                const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub))
+                    * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_3 = lshr(exp_avg_sq_position, 24);
                 const F exp_avg_sq_value_2 = as_float(exp_avg_sq_start_add + exp_avg_sq_code_3 * exp_avg_sq_step_5);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F exp_avg_value_abs = abs(exp_avg_value);
                 const I exp_avg_sq_piece_2 = exp_avg_sq_code_3 >> 4;
-                const I max_exp_avg_sq_position = max(I(0), min(bits(max_exp_avg_sq_sqrt) - max_exp_avg_sq_start, max_exp_avg_sq_start_sub)) * max_exp_avg_sq_scale;
+                const I max_exp_avg_sq_position = max(
+                    I(0), min(bits(max_exp_avg_sq_sqrt) - max_exp_avg_sq_start, max_exp_avg_sq_start_sub)
+                ) * max_exp_avg_sq_scale;
                 const I max_exp_avg_sq_code_3 = lshr(max_exp_avg_sq_position, 24);
                 const I max_exp_avg_sq_piece_2 = max_exp_avg_sq_code_3 >> 4;
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
@@ -674,7 +736,12 @@ struct adamw_amsgrad_kernel {
                 const int i = b * BLOCK + k;
                 const auto noise = words.kept(i);
                 const F exp_avg_value = load(exp_avg_value_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), exp_avg_divisor_mul), 3088.0f));
+                const I exp_avg_pattern = bits(
+                    fma(
+                        exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), exp_avg_divisor_mul),
+                        3088.0f
+                    )
+                );
                 const I exp_avg_pattern_shr = exp_avg_pattern + integer<1>(noise) >> 12;
                 const I exp_avg_piece_2 = exp_avg_pattern_shr >> 4;
                 store(exp_avg_codes_at + i, exp_avg_pattern_shr);
@@ -704,7 +771,8 @@ struct adamw_amsgrad_small_kernel {
     static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}});
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT,
+        true}});
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -738,7 +806,8 @@ struct adamw_amsgrad_small_kernel {
             const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
+            // 30  p = decoupled(p, rate, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
             weight.encode(i, p_3, noise);

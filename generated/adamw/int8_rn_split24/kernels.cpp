@@ -57,7 +57,10 @@ struct weight_float16 {
         const I subnormal = bits(2.3283064365386963e-10f * to_float(wide));
         const I normal = (wide << 5) + 0x38000000;
         const I finite = where(wide < 0x40000, subnormal, normal);
-        return as_float(bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000))) | (high & 0x8000) << 16);
+        return as_float(
+            bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000)))
+            | (high & 0x8000) << 16
+        );
     }
     template <class Noise> void encode(int i, F x, const Noise &noise) const {
         const I x_bitcast = bits(x);
@@ -84,7 +87,9 @@ struct adamw_kernel {
     static constexpr int DRAWN = NOISE.mask({P}), KEPT = NOISE.mask({P});
     static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2 + count(KEPT)), SCALARS = 7;
     // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}});
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>(
+        {{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}}
+    );
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -124,11 +129,15 @@ struct adamw_kernel {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
+            const F exp_avg_scale_2 = as_float(
+                where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2)
+            );
             const I16 exp_avg_sq_scale = raw(exp_avg_sq_scale_at + b);
             const I exp_avg_sq_scale_and = to_int(exp_avg_sq_scale) & 0xffff;
             const I exp_avg_sq_scale_bits = min(I(0x5f7ffff0), (exp_avg_sq_scale_and << 14) + 0x20000000);
-            const I exp_avg_sq_scale_bits_2 = where(exp_avg_sq_scale_and == 0xffff, I(0x7fc00000), exp_avg_sq_scale_bits);
+            const I exp_avg_sq_scale_bits_2 = where(
+                exp_avg_sq_scale_and == 0xffff, I(0x7fc00000), exp_avg_sq_scale_bits
+            );
             const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_scale_and == 0, I(0), exp_avg_sq_scale_bits_2));
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             const F exp_avg_sq_scale_mul = scalar_3 * exp_avg_sq_scale_2;
@@ -167,8 +176,15 @@ struct adamw_kernel {
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
-                const F exp_avg_sq_scale_bitcast_2 = as_float(max(bits(fma(counter(exp_avg_sq_code), exp_avg_sq_scale_mul, exp_avg_sq_scale_mul_2)), exp_avg_sq_scale_bitcast));
+                const F exp_avg = fma(
+                    one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend))
+                );
+                const F exp_avg_sq_scale_bitcast_2 = as_float(
+                    max(
+                        bits(fma(counter(exp_avg_sq_code), exp_avg_sq_scale_mul, exp_avg_sq_scale_mul_2)),
+                        exp_avg_sq_scale_bitcast
+                    )
+                );
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq = fma(scalar_2 * g, g, exp_avg_sq_scale_bitcast_2 * exp_avg_sq_scale_bitcast_2);
                 const F exp_avg_sq_value = sqrt(exp_avg_sq);
@@ -193,7 +209,9 @@ struct adamw_kernel {
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
             const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            const I exp_avg_sq_up = where(exp_avg_sq_top < 0x7f800000, max(I(0x24800000), exp_avg_sq_top) + 16383, I(0x5fffc000));
+            const I exp_avg_sq_up = where(
+                exp_avg_sq_top < 0x7f800000, max(I(0x24800000), exp_avg_sq_top) + 16383, I(0x5fffc000)
+            );
             const I exp_avg_sq_divisor = min(I(0x5f7ffff0), exp_avg_sq_up & 0x7fffc000);
             const F exp_avg_sq_divisor_mul = 255.0f / as_float(exp_avg_sq_divisor);
             store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
@@ -224,7 +242,12 @@ struct adamw_kernel {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
-                store(exp_avg_codes_at + i, bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 12583040.0f)));
+                store(
+                    exp_avg_codes_at + i,
+                    bits(
+                        fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 12583040.0f)
+                    )
+                );
                 store(exp_avg_sq_codes_at + i, bits(fma(exp_avg_sq_divisor_mul, exp_avg_sq_value, 12582912.0f)));
             }
         }
@@ -268,7 +291,8 @@ struct adamw_small_kernel {
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
+            // 30  p = decoupled(p, rate, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
             weight.encode(i, p_3, noise);
@@ -285,7 +309,12 @@ struct adamw_amsgrad_kernel {
     static constexpr int DRAWN = NOISE.mask({P}), KEPT = NOISE.mask({P});
     static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3 + count(KEPT)), SCALARS = 8;
     // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}});
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>(
+        {
+            {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true},
+            {2, BLOCK_OF, true}
+        }
+    );
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -336,19 +365,27 @@ struct adamw_amsgrad_kernel {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
+            const F exp_avg_scale_2 = as_float(
+                where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2)
+            );
             const I16 max_exp_avg_sq_scale = raw(max_exp_avg_sq_scale_at + b);
             const I max_exp_avg_sq_scale_and = to_int(max_exp_avg_sq_scale) & 0xffff;
             const I max_exp_avg_sq_scale_bits = min(I(0x5f7ffff0), (max_exp_avg_sq_scale_and << 14) + 0x20000000);
-            const I max_exp_avg_sq_scale_bits_2 = where(max_exp_avg_sq_scale_and == 0xffff, I(0x7fc00000), max_exp_avg_sq_scale_bits);
-            const F max_exp_avg_sq_scale_2 = as_float(where(max_exp_avg_sq_scale_and == 0, I(0), max_exp_avg_sq_scale_bits_2));
+            const I max_exp_avg_sq_scale_bits_2 = where(
+                max_exp_avg_sq_scale_and == 0xffff, I(0x7fc00000), max_exp_avg_sq_scale_bits
+            );
+            const F max_exp_avg_sq_scale_2 = as_float(
+                where(max_exp_avg_sq_scale_and == 0, I(0), max_exp_avg_sq_scale_bits_2)
+            );
             const F max_exp_avg_sq_scale_mul = sqrt_1p5378693166672797em05 * max_exp_avg_sq_scale_2;
             const F max_exp_avg_sq_scale_mul_2 = max_exp_avg_sq_scale_mul * -8388608.0f;
             const I max_exp_avg_sq_scale_bitcast = bits(max_exp_avg_sq_scale_mul * 0.4990234375f);
             const I16 exp_avg_sq_scale = raw(exp_avg_sq_scale_at + b);
             const I exp_avg_sq_scale_and = to_int(exp_avg_sq_scale) & 0xffff;
             const I exp_avg_sq_scale_bits = min(I(0x5f7ffff0), (exp_avg_sq_scale_and << 14) + 0x20000000);
-            const I exp_avg_sq_scale_bits_2 = where(exp_avg_sq_scale_and == 0xffff, I(0x7fc00000), exp_avg_sq_scale_bits);
+            const I exp_avg_sq_scale_bits_2 = where(
+                exp_avg_sq_scale_and == 0xffff, I(0x7fc00000), exp_avg_sq_scale_bits
+            );
             const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_scale_and == 0, I(0), exp_avg_sq_scale_bits_2));
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             const F exp_avg_sq_scale_mul = scalar_4 * exp_avg_sq_scale_2;
@@ -374,7 +411,9 @@ struct adamw_amsgrad_kernel {
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             fetch_weight<BLOCK>(weight, b);
-            if constexpr (!apart<Weight>()) { fetch<BLOCK>(g_at, b + TILE / BLOCK); fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK); }
+            if constexpr (!apart<Weight>()) {
+                fetch<BLOCK>(g_at, b + TILE / BLOCK); fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
+            }
             const F max_exp_avg_sq_scale_mul(max_exp_avg_sq_scale_mul_kept[b]);
             const F max_exp_avg_sq_scale_mul_2(max_exp_avg_sq_scale_mul_2_kept[b]);
             const I max_exp_avg_sq_scale_bitcast(max_exp_avg_sq_scale_bitcast_kept[b]);
@@ -393,13 +432,25 @@ struct adamw_amsgrad_kernel {
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_codes_at + i);
-                const F max_exp_avg_sq_scale_bitcast_2 = as_float(max(bits(fma(counter(max_exp_avg_sq_code), max_exp_avg_sq_scale_mul, max_exp_avg_sq_scale_mul_2)), max_exp_avg_sq_scale_bitcast));
+                const F max_exp_avg_sq_scale_bitcast_2 = as_float(
+                    max(
+                        bits(fma(counter(max_exp_avg_sq_code), max_exp_avg_sq_scale_mul, max_exp_avg_sq_scale_mul_2)),
+                        max_exp_avg_sq_scale_bitcast
+                    )
+                );
                 // 8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
                 const F max_exp_avg_sq = max_exp_avg_sq_scale_bitcast_2 * max_exp_avg_sq_scale_bitcast_2;
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
-                const F exp_avg_sq_scale_bitcast_2 = as_float(max(bits(fma(counter(exp_avg_sq_code), exp_avg_sq_scale_mul, exp_avg_sq_scale_mul_2)), exp_avg_sq_scale_bitcast));
+                const F exp_avg = fma(
+                    one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend))
+                );
+                const F exp_avg_sq_scale_bitcast_2 = as_float(
+                    max(
+                        bits(fma(counter(exp_avg_sq_code), exp_avg_sq_scale_mul, exp_avg_sq_scale_mul_2)),
+                        exp_avg_sq_scale_bitcast
+                    )
+                );
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq = fma(scalar_3 * g, g, exp_avg_sq_scale_bitcast_2 * exp_avg_sq_scale_bitcast_2);
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
@@ -431,10 +482,14 @@ struct adamw_amsgrad_kernel {
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
             const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            const I exp_avg_sq_up = where(exp_avg_sq_top < 0x7f800000, max(I(0x24800000), exp_avg_sq_top) + 16383, I(0x5fffc000));
+            const I exp_avg_sq_up = where(
+                exp_avg_sq_top < 0x7f800000, max(I(0x24800000), exp_avg_sq_top) + 16383, I(0x5fffc000)
+            );
             const I exp_avg_sq_divisor = min(I(0x5f7ffff0), exp_avg_sq_up & 0x7fffc000);
             const F exp_avg_sq_divisor_mul = 255.0f / as_float(exp_avg_sq_divisor);
-            const I max_exp_avg_sq_up = where(max_exp_avg_sq_top < 0x7f800000, max(I(0x24800000), max_exp_avg_sq_top) + 16383, I(0x5fffc000));
+            const I max_exp_avg_sq_up = where(
+                max_exp_avg_sq_top < 0x7f800000, max(I(0x24800000), max_exp_avg_sq_top) + 16383, I(0x5fffc000)
+            );
             const I max_exp_avg_sq_divisor = min(I(0x5f7ffff0), max_exp_avg_sq_up & 0x7fffc000);
             const F max_exp_avg_sq_divisor_mul = 255.0f / as_float(max_exp_avg_sq_divisor);
             store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
@@ -470,9 +525,17 @@ struct adamw_amsgrad_kernel {
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
                 const F max_exp_avg_sq_value = load(max_exp_avg_sq_value_kept + i);
-                store(exp_avg_codes_at + i, bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 12583040.0f)));
+                store(
+                    exp_avg_codes_at + i,
+                    bits(
+                        fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 12583040.0f)
+                    )
+                );
                 store(exp_avg_sq_codes_at + i, bits(fma(exp_avg_sq_divisor_mul, exp_avg_sq_value, 12582912.0f)));
-                store(max_exp_avg_sq_codes_at + i, bits(fma(max_exp_avg_sq_divisor_mul, max_exp_avg_sq_value, 12582912.0f)));
+                store(
+                    max_exp_avg_sq_codes_at + i,
+                    bits(fma(max_exp_avg_sq_divisor_mul, max_exp_avg_sq_value, 12582912.0f))
+                );
             }
         }
     }
@@ -485,7 +548,8 @@ struct adamw_amsgrad_small_kernel {
     static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}});
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT,
+        true}});
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -519,7 +583,8 @@ struct adamw_amsgrad_small_kernel {
             const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
+            // 30  p = decoupled(p, rate, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
             weight.encode(i, p_3, noise);

@@ -109,7 +109,8 @@ struct adamw_kernel_2 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[1];           // 4-bit codes [n]  read and written
-        float *__restrict exp_avg_scale_at = (float *)at[2];                   // float32 [blocks of 128]  read and written
+        // float32 [blocks of 128]  read and written
+        float *__restrict exp_avg_scale_at = (float *)at[2];
         // 4-bit codes [n]  read
         const uint8_t *__restrict exp_avg_sq_codes_packed = (const uint8_t *)at[3];
         const float *__restrict exp_avg_sq_row_at = (const float *)at[4];      // float32 [row]  read
@@ -158,9 +159,24 @@ struct adamw_kernel_2 {
                 const I exp_avg_piece = to_int(exp_avg_code);
                 const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
                 const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
-                const F exp_avg_piece_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_piece_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_piece_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_piece_abs, -0.021500002592802048f))));
+                const F exp_avg_piece_min = min(
+                    F(1.0f),
+                    max(
+                        F(0.0f),
+                        max(
+                            max(
+                                fma(0.22499999403953552f, exp_avg_piece_abs, -0.6875f),
+                                fma(0.044999998062849045f, exp_avg_piece_abs, -0.05749999359250069f)
+                            ),
+                            fma(0.027000002562999725f, exp_avg_piece_abs, -0.021500002592802048f)
+                        )
+                    )
+                );
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
+                const F exp_avg = fma(
+                    one_minus_beta1_times_grad_scale, g,
+                    exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min)
+                );
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
                 words.keep(noise, i);
                 store(exp_avg_kept + i, exp_avg);
@@ -171,7 +187,9 @@ struct adamw_kernel_2 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
+            const F exp_avg_scale_2 = as_float(
+                where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000))
+            );
             const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
             store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
             store(exp_avg_scale_at + b, exp_avg_scale_2);
@@ -189,7 +207,9 @@ struct adamw_kernel_2 {
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F exp_avg_sq_code_3 = exp_avg_sq_code_2 + 1.0f;
-                const F exp_avg_sq_scale = min(load(exp_avg_sq_row_at + (i & row_mask)), load(exp_avg_sq_col_spread_at + i));
+                const F exp_avg_sq_scale = min(
+                    load(exp_avg_sq_row_at + (i & row_mask)), load(exp_avg_sq_col_spread_at + i)
+                );
                 const F p = weight.decode(i);
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq = fma(scalar_2 * g, g, beta2_times_0p0625 * (exp_avg_sq_code_3 * exp_avg_sq_scale));
@@ -210,8 +230,25 @@ struct adamw_kernel_2 {
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_number = exp_avg_scale_rcp * exp_avg;
                 const F exp_avg_number_abs = abs(exp_avg_number);
-                const F exp_avg_number_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, exp_avg_number_abs, 0.33076924085617065f), fma(11.111109733581543f, exp_avg_number_abs, 1.888888955116272f)), fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f))));
-                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
+                const F exp_avg_number_rint = rint(
+                    min(
+                        F(7.0f),
+                        min(
+                            min(
+                                fma(61.5384521484375f, exp_avg_number_abs, 0.33076924085617065f),
+                                fma(11.111109733581543f, exp_avg_number_abs, 1.888888955116272f)
+                            ),
+                            fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f)
+                        )
+                    )
+                );
+                const I exp_avg_code_2 = to_int(
+                    where(
+                        exp_avg_number < 0.9437500238418579f,
+                        where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)
+                    )
+                    + 7.0f
+                );
                 store(exp_avg_codes_at + i, exp_avg_code_2);
             }
         }
@@ -347,10 +384,15 @@ struct adamw_kernel_6 {
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F exp_avg_sq_code_3 = exp_avg_sq_code_2 + 1.0f;
-                const F exp_avg_sq_scale = min(load(exp_avg_sq_row_at + (i & row_mask)), load(exp_avg_sq_col_spread_at + i));
+                const F exp_avg_sq_scale = min(
+                    load(exp_avg_sq_row_at + (i & row_mask)), load(exp_avg_sq_col_spread_at + i)
+                );
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq = fma(scalar_2 * g, g, beta2_times_0p0625 * (exp_avg_sq_code_3 * exp_avg_sq_scale));
-                const F exp_avg_sq_divisor = min(F(3.4028234663852886e+38f), min(load(exp_avg_sq_row_top_at + (i & row_mask)), load(exp_avg_sq_col_top_spread_at + i)));
+                const F exp_avg_sq_divisor = min(
+                    F(3.4028234663852886e+38f),
+                    min(load(exp_avg_sq_row_top_at + (i & row_mask)), load(exp_avg_sq_col_top_spread_at + i))
+                );
                 const F exp_avg_sq_exact = 16.0f * (exp_avg_sq / exp_avg_sq_divisor);
                 const F exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), exp_avg_sq_exact));
                 store(exp_avg_sq_codes_at + i, -1 - to_int(floor(0.5f - exp_avg_sq_exact_2)));
@@ -425,7 +467,8 @@ struct adamw_small_kernel {
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
+            // 30  p = decoupled(p, rate, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
             weight.encode(i, p_3, noise);
@@ -442,7 +485,9 @@ struct adamw_vector_kernel {
     static constexpr int DRAWN = NOISE.mask({P}), KEPT = NOISE.mask({P});
     static constexpr int BLOCK = 128, TILE = elements_of_tile(128, 2 + count(KEPT)), SCALARS = 7;
     // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}});
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>(
+        {{4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}}
+    );
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -452,7 +497,8 @@ struct adamw_vector_kernel {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         // 4-bit codes [n]  read and written
         uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[parts<Weight>() + 1];
-        float *__restrict exp_avg_scale_at = (float *)at[parts<Weight>() + 2];  // float32 [blocks of 128]  read and written
+        // float32 [blocks of 128]  read and written
+        float *__restrict exp_avg_scale_at = (float *)at[parts<Weight>() + 2];
         // 4-bit codes [n]  read and written
         uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[parts<Weight>() + 3];
         // float32 [blocks of 128]  read and written
@@ -508,9 +554,24 @@ struct adamw_vector_kernel {
                 const F exp_avg_sq_code_3 = exp_avg_sq_code_2 + 1.0f;
                 const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
                 const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
-                const F exp_avg_piece_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_piece_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_piece_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_piece_abs, -0.021500002592802048f))));
+                const F exp_avg_piece_min = min(
+                    F(1.0f),
+                    max(
+                        F(0.0f),
+                        max(
+                            max(
+                                fma(0.22499999403953552f, exp_avg_piece_abs, -0.6875f),
+                                fma(0.044999998062849045f, exp_avg_piece_abs, -0.05749999359250069f)
+                            ),
+                            fma(0.027000002562999725f, exp_avg_piece_abs, -0.021500002592802048f)
+                        )
+                    )
+                );
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
+                const F exp_avg = fma(
+                    one_minus_beta1_times_grad_scale, g,
+                    exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min)
+                );
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq = fma(scalar_2 * g, g, exp_avg_sq_scale_mul * exp_avg_sq_code_3);
                 const F exp_avg_sq_magnitude = abs(exp_avg_sq);
@@ -528,7 +589,9 @@ struct adamw_vector_kernel {
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const I largest_of_block = largest(largest_of_block_kept + b);
-            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
+            const F exp_avg_scale_2 = as_float(
+                where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000))
+            );
             const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
             const F exp_avg_sq_top = max(F(3.009265538105056e-36f), as_float(largest_of_block));
             const F exp_avg_sq_divisor = min(F(3.4028234663852886e+38f), exp_avg_sq_top);
@@ -567,8 +630,25 @@ struct adamw_vector_kernel {
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
                 const F exp_avg_number = exp_avg_scale_rcp * exp_avg;
                 const F exp_avg_number_abs = abs(exp_avg_number);
-                const F exp_avg_number_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, exp_avg_number_abs, 0.33076924085617065f), fma(11.111109733581543f, exp_avg_number_abs, 1.888888955116272f)), fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f))));
-                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
+                const F exp_avg_number_rint = rint(
+                    min(
+                        F(7.0f),
+                        min(
+                            min(
+                                fma(61.5384521484375f, exp_avg_number_abs, 0.33076924085617065f),
+                                fma(11.111109733581543f, exp_avg_number_abs, 1.888888955116272f)
+                            ),
+                            fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f)
+                        )
+                    )
+                );
+                const I exp_avg_code_2 = to_int(
+                    where(
+                        exp_avg_number < 0.9437500238418579f,
+                        where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)
+                    )
+                    + 7.0f
+                );
                 const F exp_avg_sq_exact = exp_avg_sq_divisor_mul * exp_avg_sq;
                 const F exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), exp_avg_sq_exact));
                 store(exp_avg_codes_at + i, exp_avg_code_2);
@@ -648,7 +728,8 @@ struct adamw_amsgrad_kernel_2 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[1];           // 4-bit codes [n]  read and written
-        float *__restrict exp_avg_scale_at = (float *)at[2];                   // float32 [blocks of 128]  read and written
+        // float32 [blocks of 128]  read and written
+        float *__restrict exp_avg_scale_at = (float *)at[2];
         // 4-bit codes [n]  read
         const uint8_t *__restrict exp_avg_sq_codes_packed = (const uint8_t *)at[3];
         const float *__restrict exp_avg_sq_row_at = (const float *)at[4];      // float32 [row]  read
@@ -707,9 +788,24 @@ struct adamw_amsgrad_kernel_2 {
                 const I exp_avg_piece = to_int(exp_avg_code);
                 const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
                 const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
-                const F exp_avg_piece_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_piece_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_piece_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_piece_abs, -0.021500002592802048f))));
+                const F exp_avg_piece_min = min(
+                    F(1.0f),
+                    max(
+                        F(0.0f),
+                        max(
+                            max(
+                                fma(0.22499999403953552f, exp_avg_piece_abs, -0.6875f),
+                                fma(0.044999998062849045f, exp_avg_piece_abs, -0.05749999359250069f)
+                            ),
+                            fma(0.027000002562999725f, exp_avg_piece_abs, -0.021500002592802048f)
+                        )
+                    )
+                );
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
+                const F exp_avg = fma(
+                    one_minus_beta1_times_grad_scale, g,
+                    exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min)
+                );
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
                 words.keep(noise, i);
                 store(exp_avg_kept + i, exp_avg);
@@ -720,7 +816,9 @@ struct adamw_amsgrad_kernel_2 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
+            const F exp_avg_scale_2 = as_float(
+                where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000))
+            );
             const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
             store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
             store(exp_avg_scale_at + b, exp_avg_scale_2);
@@ -738,19 +836,24 @@ struct adamw_amsgrad_kernel_2 {
                 const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_code);
                 const F max_exp_avg_sq_code_2 = as_float(max_exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F max_exp_avg_sq_code_3 = max_exp_avg_sq_code_2 + 1.0f;
-                const F max_exp_avg_sq_scale = min(load(max_exp_avg_sq_row_at + (i & row_mask)), load(max_exp_avg_sq_col_spread_at + i));
+                const F max_exp_avg_sq_scale = min(
+                    load(max_exp_avg_sq_row_at + (i & row_mask)), load(max_exp_avg_sq_col_spread_at + i)
+                );
                 const F max_exp_avg_sq_value = 0.0625f * (max_exp_avg_sq_code_3 * max_exp_avg_sq_scale);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F exp_avg_sq_code_3 = exp_avg_sq_code_2 + 1.0f;
-                const F exp_avg_sq_scale = min(load(exp_avg_sq_row_at + (i & row_mask)), load(exp_avg_sq_col_spread_at + i));
+                const F exp_avg_sq_scale = min(
+                    load(exp_avg_sq_row_at + (i & row_mask)), load(exp_avg_sq_col_spread_at + i)
+                );
                 const F p = weight.decode(i);
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq = fma(scalar_2 * g, g, beta2_times_0p0625 * (exp_avg_sq_code_3 * exp_avg_sq_scale));
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq = max(max_exp_avg_sq_value, exp_avg_sq);
-                const F p_2 = one_minus_lr_times_weight_decay * p;               // 30  p = decoupled(p, rate, weight_decay)
+                // 30  p = decoupled(p, rate, weight_decay)
+                const F p_2 = one_minus_lr_times_weight_decay * p;
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(max_exp_avg_sq), scalar_4, scalar_5), p_2);
                 weight.encode(i, p_3, noise);
@@ -768,8 +871,25 @@ struct adamw_amsgrad_kernel_2 {
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_number = exp_avg_scale_rcp * exp_avg;
                 const F exp_avg_number_abs = abs(exp_avg_number);
-                const F exp_avg_number_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, exp_avg_number_abs, 0.33076924085617065f), fma(11.111109733581543f, exp_avg_number_abs, 1.888888955116272f)), fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f))));
-                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
+                const F exp_avg_number_rint = rint(
+                    min(
+                        F(7.0f),
+                        min(
+                            min(
+                                fma(61.5384521484375f, exp_avg_number_abs, 0.33076924085617065f),
+                                fma(11.111109733581543f, exp_avg_number_abs, 1.888888955116272f)
+                            ),
+                            fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f)
+                        )
+                    )
+                );
+                const I exp_avg_code_2 = to_int(
+                    where(
+                        exp_avg_number < 0.9437500238418579f,
+                        where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)
+                    )
+                    + 7.0f
+                );
                 store(exp_avg_codes_at + i, exp_avg_code_2);
             }
         }
@@ -943,21 +1063,31 @@ struct adamw_amsgrad_kernel_6 {
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F exp_avg_sq_code_3 = exp_avg_sq_code_2 + 1.0f;
-                const F exp_avg_sq_scale = min(load(exp_avg_sq_row_at + (i & row_mask)), load(exp_avg_sq_col_spread_at + i));
+                const F exp_avg_sq_scale = min(
+                    load(exp_avg_sq_row_at + (i & row_mask)), load(exp_avg_sq_col_spread_at + i)
+                );
                 const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_codes_at + i);
                 const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_code);
                 const F max_exp_avg_sq_code_2 = as_float(max_exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F max_exp_avg_sq_code_3 = max_exp_avg_sq_code_2 + 1.0f;
-                const F max_exp_avg_sq_scale = min(load(max_exp_avg_sq_row_at + (i & row_mask)), load(max_exp_avg_sq_col_spread_at + i));
+                const F max_exp_avg_sq_scale = min(
+                    load(max_exp_avg_sq_row_at + (i & row_mask)), load(max_exp_avg_sq_col_spread_at + i)
+                );
                 const F max_exp_avg_sq_value = 0.0625f * (max_exp_avg_sq_code_3 * max_exp_avg_sq_scale);
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq = fma(scalar_2 * g, g, beta2_times_0p0625 * (exp_avg_sq_code_3 * exp_avg_sq_scale));
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq = max(max_exp_avg_sq_value, exp_avg_sq);
-                const F exp_avg_sq_divisor = min(F(3.4028234663852886e+38f), min(load(exp_avg_sq_row_top_at + (i & row_mask)), load(exp_avg_sq_col_top_spread_at + i)));
+                const F exp_avg_sq_divisor = min(
+                    F(3.4028234663852886e+38f),
+                    min(load(exp_avg_sq_row_top_at + (i & row_mask)), load(exp_avg_sq_col_top_spread_at + i))
+                );
                 const F exp_avg_sq_exact = 16.0f * (exp_avg_sq / exp_avg_sq_divisor);
                 const F exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), exp_avg_sq_exact));
-                const F max_exp_avg_sq_divisor = min(F(3.4028234663852886e+38f), min(load(max_exp_avg_sq_row_top_at + (i & row_mask)), load(max_exp_avg_sq_col_top_spread_at + i)));
+                const F max_exp_avg_sq_divisor = min(
+                    F(3.4028234663852886e+38f),
+                    min(load(max_exp_avg_sq_row_top_at + (i & row_mask)), load(max_exp_avg_sq_col_top_spread_at + i))
+                );
                 const F max_exp_avg_sq_exact = 16.0f * (max_exp_avg_sq / max_exp_avg_sq_divisor);
                 const F max_exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), max_exp_avg_sq_exact));
                 store(exp_avg_sq_codes_at + i, -1 - to_int(floor(0.5f - exp_avg_sq_exact_2)));
@@ -1012,7 +1142,8 @@ struct adamw_amsgrad_small_kernel {
     static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}});
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT,
+        true}});
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -1046,7 +1177,8 @@ struct adamw_amsgrad_small_kernel {
             const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
+            // 30  p = decoupled(p, rate, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
             weight.encode(i, p_3, noise);
@@ -1064,7 +1196,12 @@ struct adamw_amsgrad_vector_kernel {
     static constexpr int DRAWN = NOISE.mask({P}), KEPT = NOISE.mask({P});
     static constexpr int BLOCK = 128, TILE = elements_of_tile(128, 3 + count(KEPT)), SCALARS = 7;
     // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}});
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>(
+        {
+            {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true},
+            {4, BLOCK_OF, true}
+        }
+    );
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -1074,7 +1211,8 @@ struct adamw_amsgrad_vector_kernel {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         // 4-bit codes [n]  read and written
         uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[parts<Weight>() + 1];
-        float *__restrict exp_avg_scale_at = (float *)at[parts<Weight>() + 2];  // float32 [blocks of 128]  read and written
+        // float32 [blocks of 128]  read and written
+        float *__restrict exp_avg_scale_at = (float *)at[parts<Weight>() + 2];
         // 4-bit codes [n]  read and written
         uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[parts<Weight>() + 3];
         // float32 [blocks of 128]  read and written
@@ -1150,9 +1288,24 @@ struct adamw_amsgrad_vector_kernel {
                 const F exp_avg_sq_code_3 = exp_avg_sq_code_2 + 1.0f;
                 const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
                 const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
-                const F exp_avg_piece_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_piece_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_piece_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_piece_abs, -0.021500002592802048f))));
+                const F exp_avg_piece_min = min(
+                    F(1.0f),
+                    max(
+                        F(0.0f),
+                        max(
+                            max(
+                                fma(0.22499999403953552f, exp_avg_piece_abs, -0.6875f),
+                                fma(0.044999998062849045f, exp_avg_piece_abs, -0.05749999359250069f)
+                            ),
+                            fma(0.027000002562999725f, exp_avg_piece_abs, -0.021500002592802048f)
+                        )
+                    )
+                );
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
+                const F exp_avg = fma(
+                    one_minus_beta1_times_grad_scale, g,
+                    exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min)
+                );
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq = fma(scalar_2 * g, g, exp_avg_sq_scale_mul * exp_avg_sq_code_3);
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
@@ -1177,7 +1330,9 @@ struct adamw_amsgrad_vector_kernel {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
-            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
+            const F exp_avg_scale_2 = as_float(
+                where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000))
+            );
             const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
             const F exp_avg_sq_top = max(F(3.009265538105056e-36f), as_float(largest_of_block));
             const F exp_avg_sq_divisor = min(F(3.4028234663852886e+38f), exp_avg_sq_top);
@@ -1224,8 +1379,25 @@ struct adamw_amsgrad_vector_kernel {
                 const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
                 const F exp_avg_number = exp_avg_scale_rcp * exp_avg;
                 const F exp_avg_number_abs = abs(exp_avg_number);
-                const F exp_avg_number_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, exp_avg_number_abs, 0.33076924085617065f), fma(11.111109733581543f, exp_avg_number_abs, 1.888888955116272f)), fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f))));
-                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
+                const F exp_avg_number_rint = rint(
+                    min(
+                        F(7.0f),
+                        min(
+                            min(
+                                fma(61.5384521484375f, exp_avg_number_abs, 0.33076924085617065f),
+                                fma(11.111109733581543f, exp_avg_number_abs, 1.888888955116272f)
+                            ),
+                            fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f)
+                        )
+                    )
+                );
+                const I exp_avg_code_2 = to_int(
+                    where(
+                        exp_avg_number < 0.9437500238418579f,
+                        where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)
+                    )
+                    + 7.0f
+                );
                 const F exp_avg_sq_exact = exp_avg_sq_divisor_mul * exp_avg_sq;
                 const F exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), exp_avg_sq_exact));
                 const F max_exp_avg_sq_exact = max_exp_avg_sq_divisor_mul * max_exp_avg_sq;

@@ -87,9 +87,26 @@ def adamw_float32_2_tile(
     exp_avg_scale_mul = beta1 * exp_avg_scale
     exp_avg_piece_cast = (exp_avg_piece - 7).to(tl.float32)
     exp_avg_piece_abs = tl.abs(exp_avg_piece_cast)
-    exp_avg_piece_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_piece_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_piece_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_piece_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_piece_min = tl.minimum(
+        tl.maximum(
+            tl.maximum(
+                tl.maximum(
+                    tl.fma(0.22499999403953552, exp_avg_piece_abs, -0.6875),
+                    tl.fma(0.044999998062849045, exp_avg_piece_abs, -0.05749999359250069),
+                    propagate_nan=tl.PropagateNan.ALL
+                ),
+                tl.fma(0.027000002562999725, exp_avg_piece_abs, -0.021500002592802048),
+                propagate_nan=tl.PropagateNan.ALL
+            ),
+            0.0, propagate_nan=tl.PropagateNan.ALL
+        ),
+        1.0, propagate_nan=tl.PropagateNan.ALL
+    )
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * tl.where(exp_avg_piece_cast < 0.0, -1.0 * exp_avg_piece_min, exp_avg_piece_min))
+    exp_avg = tl.fma(
+        one_minus_beta1_times_grad_scale, g,
+        exp_avg_scale_mul * tl.where(exp_avg_piece_cast < 0.0, -1.0 * exp_avg_piece_min, exp_avg_piece_min)
+    )
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g, g, beta2_times_0p0625 * (exp_avg_sq_code * exp_avg_sq_scale))
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
@@ -98,13 +115,32 @@ def adamw_float32_2_tile(
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED, True)
-    exp_avg_scale = tl.where(exp_avg_top < 0x7f800000, tl.maximum(exp_avg_top, 0x4800000), 0x7fc00000).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(
+        exp_avg_top < 0x7f800000, tl.maximum(exp_avg_top, 0x4800000), 0x7fc00000
+    ).to(tl.float32, bitcast=True)
     put(exp_avg_scale_ptr, at_block, exp_avg_scale, live_block, MASKED)
     exp_avg_scale_rcp = inverse(exp_avg_scale)
     exp_avg_number = exp_avg_scale_rcp * exp_avg
     exp_avg_number_abs = tl.abs(exp_avg_number)
-    exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
-    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
+    exp_avg_number_rint = rint(
+        tl.minimum(
+            tl.minimum(
+                tl.minimum(
+                    tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065),
+                    tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL
+                ),
+                tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL
+            ),
+            7.0, propagate_nan=tl.PropagateNan.ALL
+        )
+    )
+    exp_avg_code = (
+        tl.where(
+            exp_avg_number < 0.9437500238418579,
+            tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0
+        )
+        + 7.0
+    ).to(tl.int32)
     put(exp_avg_codes_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     return term(exp_avg_sq, at, live, MASKED, True),
 
@@ -152,7 +188,9 @@ def adamw_float32_2_flat(
 def adamw_float32_3_values(exp_avg_sq_row_top_ptr, row_max_for_exp_avg_sq_row_top_ptr, at, live):
     """Values of rows."""
     row_max_for_exp_avg_sq_row_top = get(row_max_for_exp_avg_sq_row_top_ptr, at, live, True)
-    exp_avg_sq_row_top = tl.maximum(row_max_for_exp_avg_sq_row_top, 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_sq_row_top = tl.maximum(
+        row_max_for_exp_avg_sq_row_top, 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL
+    )
     put(exp_avg_sq_row_top_ptr, at, exp_avg_sq_row_top, live, True)
 
 
@@ -171,7 +209,10 @@ def adamw_float32_3_round(
 @triton.jit
 def adamw_float32_4_values(exp_avg_sq_col_ptr, col_max_for_exp_avg_sq_col_top_ptr, at, live, axes, columns):
     """Values of the columns' dimensions."""
-    exp_avg_sq_col_top = tl.maximum(axis_max(col_max_for_exp_avg_sq_col_top_ptr, at, live, axes, columns), 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_sq_col_top = tl.maximum(
+        axis_max(col_max_for_exp_avg_sq_col_top_ptr, at, live, axes, columns), 3.009265538105056e-36,
+        propagate_nan=tl.PropagateNan.ALL
+    )
     put(exp_avg_sq_col_ptr, at, exp_avg_sq_col_top, live, True)
 
 
@@ -260,10 +301,18 @@ def adamw_float32_6_tile(
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g, g, beta2_times_0p0625 * (exp_avg_sq_code * exp_avg_sq_scale))
     # -- encode and store
-    exp_avg_sq_divisor = tl.minimum(tl.minimum(exp_avg_sq_row_top, exp_avg_sq_col_top_spread, propagate_nan=tl.PropagateNan.ALL), 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_sq_divisor = tl.minimum(
+        tl.minimum(exp_avg_sq_row_top, exp_avg_sq_col_top_spread, propagate_nan=tl.PropagateNan.ALL),
+        3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL
+    )
     exp_avg_sq_exact = 16.0 * (exp_avg_sq * (1.0 / exp_avg_sq_divisor))
-    exp_avg_sq_exact = tl.minimum(tl.maximum(exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(exp_avg_sq_codes_ptr, at_eight, packed((-1 - floor(0.5 - exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    exp_avg_sq_exact = tl.minimum(
+        tl.maximum(exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL
+    )
+    put(
+        exp_avg_sq_codes_ptr, at_eight,
+        packed((-1 - floor(0.5 - exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -353,9 +402,26 @@ def adamw_bfloat16_2_tile(
     exp_avg_scale_mul = beta1 * exp_avg_scale
     exp_avg_piece_cast = (exp_avg_piece - 7).to(tl.float32)
     exp_avg_piece_abs = tl.abs(exp_avg_piece_cast)
-    exp_avg_piece_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_piece_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_piece_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_piece_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_piece_min = tl.minimum(
+        tl.maximum(
+            tl.maximum(
+                tl.maximum(
+                    tl.fma(0.22499999403953552, exp_avg_piece_abs, -0.6875),
+                    tl.fma(0.044999998062849045, exp_avg_piece_abs, -0.05749999359250069),
+                    propagate_nan=tl.PropagateNan.ALL
+                ),
+                tl.fma(0.027000002562999725, exp_avg_piece_abs, -0.021500002592802048),
+                propagate_nan=tl.PropagateNan.ALL
+            ),
+            0.0, propagate_nan=tl.PropagateNan.ALL
+        ),
+        1.0, propagate_nan=tl.PropagateNan.ALL
+    )
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * tl.where(exp_avg_piece_cast < 0.0, -1.0 * exp_avg_piece_min, exp_avg_piece_min))
+    exp_avg = tl.fma(
+        one_minus_beta1_times_grad_scale, g_cast,
+        exp_avg_scale_mul * tl.where(exp_avg_piece_cast < 0.0, -1.0 * exp_avg_piece_min, exp_avg_piece_min)
+    )
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2_times_0p0625 * (exp_avg_sq_code * exp_avg_sq_scale))
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
@@ -364,15 +430,37 @@ def adamw_bfloat16_2_tile(
     # -- encode and store
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(
+        p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live,
+        MASKED
+    )
     exp_avg_top = block_magnitude(exp_avg, live, MASKED, True)
-    exp_avg_scale = tl.where(exp_avg_top < 0x7f800000, tl.maximum(exp_avg_top, 0x4800000), 0x7fc00000).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(
+        exp_avg_top < 0x7f800000, tl.maximum(exp_avg_top, 0x4800000), 0x7fc00000
+    ).to(tl.float32, bitcast=True)
     put(exp_avg_scale_ptr, at_block, exp_avg_scale, live_block, MASKED)
     exp_avg_scale_rcp = inverse(exp_avg_scale)
     exp_avg_number = exp_avg_scale_rcp * exp_avg
     exp_avg_number_abs = tl.abs(exp_avg_number)
-    exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
-    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
+    exp_avg_number_rint = rint(
+        tl.minimum(
+            tl.minimum(
+                tl.minimum(
+                    tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065),
+                    tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL
+                ),
+                tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL
+            ),
+            7.0, propagate_nan=tl.PropagateNan.ALL
+        )
+    )
+    exp_avg_code = (
+        tl.where(
+            exp_avg_number < 0.9437500238418579,
+            tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0
+        )
+        + 7.0
+    ).to(tl.int32)
     put(exp_avg_codes_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     return term(exp_avg_sq, at, live, MASKED, True),
 
@@ -439,10 +527,18 @@ def adamw_bfloat16_6_tile(
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2_times_0p0625 * (exp_avg_sq_code * exp_avg_sq_scale))
     # -- encode and store
-    exp_avg_sq_divisor = tl.minimum(tl.minimum(exp_avg_sq_row_top, exp_avg_sq_col_top_spread, propagate_nan=tl.PropagateNan.ALL), 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_sq_divisor = tl.minimum(
+        tl.minimum(exp_avg_sq_row_top, exp_avg_sq_col_top_spread, propagate_nan=tl.PropagateNan.ALL),
+        3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL
+    )
     exp_avg_sq_exact = 16.0 * (exp_avg_sq * (1.0 / exp_avg_sq_divisor))
-    exp_avg_sq_exact = tl.minimum(tl.maximum(exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(exp_avg_sq_codes_ptr, at_eight, packed((-1 - floor(0.5 - exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    exp_avg_sq_exact = tl.minimum(
+        tl.maximum(exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL
+    )
+    put(
+        exp_avg_sq_codes_ptr, at_eight,
+        packed((-1 - floor(0.5 - exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -500,9 +596,26 @@ def adamw_float16_2_tile(
     exp_avg_scale_mul = beta1 * exp_avg_scale
     exp_avg_piece_cast = (exp_avg_piece - 7).to(tl.float32)
     exp_avg_piece_abs = tl.abs(exp_avg_piece_cast)
-    exp_avg_piece_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_piece_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_piece_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_piece_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_piece_min = tl.minimum(
+        tl.maximum(
+            tl.maximum(
+                tl.maximum(
+                    tl.fma(0.22499999403953552, exp_avg_piece_abs, -0.6875),
+                    tl.fma(0.044999998062849045, exp_avg_piece_abs, -0.05749999359250069),
+                    propagate_nan=tl.PropagateNan.ALL
+                ),
+                tl.fma(0.027000002562999725, exp_avg_piece_abs, -0.021500002592802048),
+                propagate_nan=tl.PropagateNan.ALL
+            ),
+            0.0, propagate_nan=tl.PropagateNan.ALL
+        ),
+        1.0, propagate_nan=tl.PropagateNan.ALL
+    )
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * tl.where(exp_avg_piece_cast < 0.0, -1.0 * exp_avg_piece_min, exp_avg_piece_min))
+    exp_avg = tl.fma(
+        one_minus_beta1_times_grad_scale, g_cast,
+        exp_avg_scale_mul * tl.where(exp_avg_piece_cast < 0.0, -1.0 * exp_avg_piece_min, exp_avg_piece_min)
+    )
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2_times_0p0625 * (exp_avg_sq_code * exp_avg_sq_scale))
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
@@ -511,13 +624,32 @@ def adamw_float16_2_tile(
     # -- encode and store
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED, True)
-    exp_avg_scale = tl.where(exp_avg_top < 0x7f800000, tl.maximum(exp_avg_top, 0x4800000), 0x7fc00000).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(
+        exp_avg_top < 0x7f800000, tl.maximum(exp_avg_top, 0x4800000), 0x7fc00000
+    ).to(tl.float32, bitcast=True)
     put(exp_avg_scale_ptr, at_block, exp_avg_scale, live_block, MASKED)
     exp_avg_scale_rcp = inverse(exp_avg_scale)
     exp_avg_number = exp_avg_scale_rcp * exp_avg
     exp_avg_number_abs = tl.abs(exp_avg_number)
-    exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
-    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
+    exp_avg_number_rint = rint(
+        tl.minimum(
+            tl.minimum(
+                tl.minimum(
+                    tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065),
+                    tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL
+                ),
+                tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL
+            ),
+            7.0, propagate_nan=tl.PropagateNan.ALL
+        )
+    )
+    exp_avg_code = (
+        tl.where(
+            exp_avg_number < 0.9437500238418579,
+            tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0
+        )
+        + 7.0
+    ).to(tl.int32)
     put(exp_avg_codes_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     return term(exp_avg_sq, at, live, MASKED, True),
 
@@ -584,10 +716,18 @@ def adamw_float16_6_tile(
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2_times_0p0625 * (exp_avg_sq_code * exp_avg_sq_scale))
     # -- encode and store
-    exp_avg_sq_divisor = tl.minimum(tl.minimum(exp_avg_sq_row_top, exp_avg_sq_col_top_spread, propagate_nan=tl.PropagateNan.ALL), 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_sq_divisor = tl.minimum(
+        tl.minimum(exp_avg_sq_row_top, exp_avg_sq_col_top_spread, propagate_nan=tl.PropagateNan.ALL),
+        3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL
+    )
     exp_avg_sq_exact = 16.0 * (exp_avg_sq * (1.0 / exp_avg_sq_divisor))
-    exp_avg_sq_exact = tl.minimum(tl.maximum(exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(exp_avg_sq_codes_ptr, at_eight, packed((-1 - floor(0.5 - exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    exp_avg_sq_exact = tl.minimum(
+        tl.maximum(exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL
+    )
+    put(
+        exp_avg_sq_codes_ptr, at_eight,
+        packed((-1 - floor(0.5 - exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -698,9 +838,26 @@ def adamw_float32_amsgrad_2_tile(
     exp_avg_scale_mul = beta1 * exp_avg_scale
     exp_avg_piece_cast = (exp_avg_piece - 7).to(tl.float32)
     exp_avg_piece_abs = tl.abs(exp_avg_piece_cast)
-    exp_avg_piece_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_piece_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_piece_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_piece_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_piece_min = tl.minimum(
+        tl.maximum(
+            tl.maximum(
+                tl.maximum(
+                    tl.fma(0.22499999403953552, exp_avg_piece_abs, -0.6875),
+                    tl.fma(0.044999998062849045, exp_avg_piece_abs, -0.05749999359250069),
+                    propagate_nan=tl.PropagateNan.ALL
+                ),
+                tl.fma(0.027000002562999725, exp_avg_piece_abs, -0.021500002592802048),
+                propagate_nan=tl.PropagateNan.ALL
+            ),
+            0.0, propagate_nan=tl.PropagateNan.ALL
+        ),
+        1.0, propagate_nan=tl.PropagateNan.ALL
+    )
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * tl.where(exp_avg_piece_cast < 0.0, -1.0 * exp_avg_piece_min, exp_avg_piece_min))
+    exp_avg = tl.fma(
+        one_minus_beta1_times_grad_scale, g,
+        exp_avg_scale_mul * tl.where(exp_avg_piece_cast < 0.0, -1.0 * exp_avg_piece_min, exp_avg_piece_min)
+    )
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g, g, beta2_times_0p0625 * (exp_avg_sq_code * exp_avg_sq_scale))
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
@@ -711,13 +868,32 @@ def adamw_float32_amsgrad_2_tile(
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED, True)
-    exp_avg_scale = tl.where(exp_avg_top < 0x7f800000, tl.maximum(exp_avg_top, 0x4800000), 0x7fc00000).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(
+        exp_avg_top < 0x7f800000, tl.maximum(exp_avg_top, 0x4800000), 0x7fc00000
+    ).to(tl.float32, bitcast=True)
     put(exp_avg_scale_ptr, at_block, exp_avg_scale, live_block, MASKED)
     exp_avg_scale_rcp = inverse(exp_avg_scale)
     exp_avg_number = exp_avg_scale_rcp * exp_avg
     exp_avg_number_abs = tl.abs(exp_avg_number)
-    exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
-    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
+    exp_avg_number_rint = rint(
+        tl.minimum(
+            tl.minimum(
+                tl.minimum(
+                    tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065),
+                    tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL
+                ),
+                tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL
+            ),
+            7.0, propagate_nan=tl.PropagateNan.ALL
+        )
+    )
+    exp_avg_code = (
+        tl.where(
+            exp_avg_number < 0.9437500238418579,
+            tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0
+        )
+        + 7.0
+    ).to(tl.int32)
     put(exp_avg_codes_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     return term(exp_avg_sq, at, live, MASKED, True), term(max_exp_avg_sq, at, live, MASKED, True)
 
@@ -771,8 +947,12 @@ def adamw_float32_amsgrad_3_values(
     """Values of rows."""
     row_max_for_max_exp_avg_sq_row_top = get(row_max_for_max_exp_avg_sq_row_top_ptr, at, live, True)
     row_max_for_exp_avg_sq_row_top = get(row_max_for_exp_avg_sq_row_top_ptr, at, live, True)
-    max_exp_avg_sq_row_top = tl.maximum(row_max_for_max_exp_avg_sq_row_top, 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL)
-    exp_avg_sq_row_top = tl.maximum(row_max_for_exp_avg_sq_row_top, 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL)
+    max_exp_avg_sq_row_top = tl.maximum(
+        row_max_for_max_exp_avg_sq_row_top, 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL
+    )
+    exp_avg_sq_row_top = tl.maximum(
+        row_max_for_exp_avg_sq_row_top, 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL
+    )
     put(max_exp_avg_sq_row_top_ptr, at, max_exp_avg_sq_row_top, live, True)
     put(exp_avg_sq_row_top_ptr, at, exp_avg_sq_row_top, live, True)
 
@@ -798,8 +978,14 @@ def adamw_float32_amsgrad_4_values(
     col_max_for_max_exp_avg_sq_col_top_ptr, at, live, axes, columns,
 ):
     """Values of the columns' dimensions."""
-    exp_avg_sq_col_top = tl.maximum(axis_max(col_max_for_exp_avg_sq_col_top_ptr, at, live, axes, columns), 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL)
-    max_exp_avg_sq_col_top = tl.maximum(axis_max(col_max_for_max_exp_avg_sq_col_top_ptr, at, live, axes, columns), 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_sq_col_top = tl.maximum(
+        axis_max(col_max_for_exp_avg_sq_col_top_ptr, at, live, axes, columns), 3.009265538105056e-36,
+        propagate_nan=tl.PropagateNan.ALL
+    )
+    max_exp_avg_sq_col_top = tl.maximum(
+        axis_max(col_max_for_max_exp_avg_sq_col_top_ptr, at, live, axes, columns), 3.009265538105056e-36,
+        propagate_nan=tl.PropagateNan.ALL
+    )
     put(exp_avg_sq_col_ptr, at, exp_avg_sq_col_top, live, True)
     put(max_exp_avg_sq_col_ptr, at, max_exp_avg_sq_col_top, live, True)
 
@@ -921,14 +1107,31 @@ def adamw_float32_amsgrad_6_tile(
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq_value, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     # -- encode and store
-    exp_avg_sq_divisor = tl.minimum(tl.minimum(exp_avg_sq_row_top, exp_avg_sq_col_top_spread, propagate_nan=tl.PropagateNan.ALL), 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_sq_divisor = tl.minimum(
+        tl.minimum(exp_avg_sq_row_top, exp_avg_sq_col_top_spread, propagate_nan=tl.PropagateNan.ALL),
+        3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL
+    )
     exp_avg_sq_exact = 16.0 * (exp_avg_sq * (1.0 / exp_avg_sq_divisor))
-    exp_avg_sq_exact = tl.minimum(tl.maximum(exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(exp_avg_sq_codes_ptr, at_eight, packed((-1 - floor(0.5 - exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
-    max_exp_avg_sq_divisor = tl.minimum(tl.minimum(max_exp_avg_sq_row_top, max_exp_avg_sq_col_top_spread, propagate_nan=tl.PropagateNan.ALL), 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_sq_exact = tl.minimum(
+        tl.maximum(exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL
+    )
+    put(
+        exp_avg_sq_codes_ptr, at_eight,
+        packed((-1 - floor(0.5 - exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED
+    )
+    max_exp_avg_sq_divisor = tl.minimum(
+        tl.minimum(max_exp_avg_sq_row_top, max_exp_avg_sq_col_top_spread, propagate_nan=tl.PropagateNan.ALL),
+        3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL
+    )
     max_exp_avg_sq_exact = 16.0 * (max_exp_avg_sq * (1.0 / max_exp_avg_sq_divisor))
-    max_exp_avg_sq_exact = tl.minimum(tl.maximum(max_exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(max_exp_avg_sq_codes_ptr, at_eight, packed((-1 - floor(0.5 - max_exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    max_exp_avg_sq_exact = tl.minimum(
+        tl.maximum(max_exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0,
+        propagate_nan=tl.PropagateNan.ALL
+    )
+    put(
+        max_exp_avg_sq_codes_ptr, at_eight,
+        packed((-1 - floor(0.5 - max_exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1046,9 +1249,26 @@ def adamw_bfloat16_amsgrad_2_tile(
     exp_avg_scale_mul = beta1 * exp_avg_scale
     exp_avg_piece_cast = (exp_avg_piece - 7).to(tl.float32)
     exp_avg_piece_abs = tl.abs(exp_avg_piece_cast)
-    exp_avg_piece_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_piece_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_piece_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_piece_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_piece_min = tl.minimum(
+        tl.maximum(
+            tl.maximum(
+                tl.maximum(
+                    tl.fma(0.22499999403953552, exp_avg_piece_abs, -0.6875),
+                    tl.fma(0.044999998062849045, exp_avg_piece_abs, -0.05749999359250069),
+                    propagate_nan=tl.PropagateNan.ALL
+                ),
+                tl.fma(0.027000002562999725, exp_avg_piece_abs, -0.021500002592802048),
+                propagate_nan=tl.PropagateNan.ALL
+            ),
+            0.0, propagate_nan=tl.PropagateNan.ALL
+        ),
+        1.0, propagate_nan=tl.PropagateNan.ALL
+    )
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * tl.where(exp_avg_piece_cast < 0.0, -1.0 * exp_avg_piece_min, exp_avg_piece_min))
+    exp_avg = tl.fma(
+        one_minus_beta1_times_grad_scale, g_cast,
+        exp_avg_scale_mul * tl.where(exp_avg_piece_cast < 0.0, -1.0 * exp_avg_piece_min, exp_avg_piece_min)
+    )
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2_times_0p0625 * (exp_avg_sq_code * exp_avg_sq_scale))
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
@@ -1059,15 +1279,37 @@ def adamw_bfloat16_amsgrad_2_tile(
     # -- encode and store
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(
+        p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live,
+        MASKED
+    )
     exp_avg_top = block_magnitude(exp_avg, live, MASKED, True)
-    exp_avg_scale = tl.where(exp_avg_top < 0x7f800000, tl.maximum(exp_avg_top, 0x4800000), 0x7fc00000).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(
+        exp_avg_top < 0x7f800000, tl.maximum(exp_avg_top, 0x4800000), 0x7fc00000
+    ).to(tl.float32, bitcast=True)
     put(exp_avg_scale_ptr, at_block, exp_avg_scale, live_block, MASKED)
     exp_avg_scale_rcp = inverse(exp_avg_scale)
     exp_avg_number = exp_avg_scale_rcp * exp_avg
     exp_avg_number_abs = tl.abs(exp_avg_number)
-    exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
-    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
+    exp_avg_number_rint = rint(
+        tl.minimum(
+            tl.minimum(
+                tl.minimum(
+                    tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065),
+                    tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL
+                ),
+                tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL
+            ),
+            7.0, propagate_nan=tl.PropagateNan.ALL
+        )
+    )
+    exp_avg_code = (
+        tl.where(
+            exp_avg_number < 0.9437500238418579,
+            tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0
+        )
+        + 7.0
+    ).to(tl.int32)
     put(exp_avg_codes_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     return term(exp_avg_sq, at, live, MASKED, True), term(max_exp_avg_sq, at, live, MASKED, True)
 
@@ -1150,14 +1392,31 @@ def adamw_bfloat16_amsgrad_6_tile(
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq_value, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     # -- encode and store
-    exp_avg_sq_divisor = tl.minimum(tl.minimum(exp_avg_sq_row_top, exp_avg_sq_col_top_spread, propagate_nan=tl.PropagateNan.ALL), 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_sq_divisor = tl.minimum(
+        tl.minimum(exp_avg_sq_row_top, exp_avg_sq_col_top_spread, propagate_nan=tl.PropagateNan.ALL),
+        3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL
+    )
     exp_avg_sq_exact = 16.0 * (exp_avg_sq * (1.0 / exp_avg_sq_divisor))
-    exp_avg_sq_exact = tl.minimum(tl.maximum(exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(exp_avg_sq_codes_ptr, at_eight, packed((-1 - floor(0.5 - exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
-    max_exp_avg_sq_divisor = tl.minimum(tl.minimum(max_exp_avg_sq_row_top, max_exp_avg_sq_col_top_spread, propagate_nan=tl.PropagateNan.ALL), 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_sq_exact = tl.minimum(
+        tl.maximum(exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL
+    )
+    put(
+        exp_avg_sq_codes_ptr, at_eight,
+        packed((-1 - floor(0.5 - exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED
+    )
+    max_exp_avg_sq_divisor = tl.minimum(
+        tl.minimum(max_exp_avg_sq_row_top, max_exp_avg_sq_col_top_spread, propagate_nan=tl.PropagateNan.ALL),
+        3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL
+    )
     max_exp_avg_sq_exact = 16.0 * (max_exp_avg_sq * (1.0 / max_exp_avg_sq_divisor))
-    max_exp_avg_sq_exact = tl.minimum(tl.maximum(max_exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(max_exp_avg_sq_codes_ptr, at_eight, packed((-1 - floor(0.5 - max_exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    max_exp_avg_sq_exact = tl.minimum(
+        tl.maximum(max_exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0,
+        propagate_nan=tl.PropagateNan.ALL
+    )
+    put(
+        max_exp_avg_sq_codes_ptr, at_eight,
+        packed((-1 - floor(0.5 - max_exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1231,9 +1490,26 @@ def adamw_float16_amsgrad_2_tile(
     exp_avg_scale_mul = beta1 * exp_avg_scale
     exp_avg_piece_cast = (exp_avg_piece - 7).to(tl.float32)
     exp_avg_piece_abs = tl.abs(exp_avg_piece_cast)
-    exp_avg_piece_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_piece_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_piece_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_piece_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_piece_min = tl.minimum(
+        tl.maximum(
+            tl.maximum(
+                tl.maximum(
+                    tl.fma(0.22499999403953552, exp_avg_piece_abs, -0.6875),
+                    tl.fma(0.044999998062849045, exp_avg_piece_abs, -0.05749999359250069),
+                    propagate_nan=tl.PropagateNan.ALL
+                ),
+                tl.fma(0.027000002562999725, exp_avg_piece_abs, -0.021500002592802048),
+                propagate_nan=tl.PropagateNan.ALL
+            ),
+            0.0, propagate_nan=tl.PropagateNan.ALL
+        ),
+        1.0, propagate_nan=tl.PropagateNan.ALL
+    )
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * tl.where(exp_avg_piece_cast < 0.0, -1.0 * exp_avg_piece_min, exp_avg_piece_min))
+    exp_avg = tl.fma(
+        one_minus_beta1_times_grad_scale, g_cast,
+        exp_avg_scale_mul * tl.where(exp_avg_piece_cast < 0.0, -1.0 * exp_avg_piece_min, exp_avg_piece_min)
+    )
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2_times_0p0625 * (exp_avg_sq_code * exp_avg_sq_scale))
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
@@ -1244,13 +1520,32 @@ def adamw_float16_amsgrad_2_tile(
     # -- encode and store
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED, True)
-    exp_avg_scale = tl.where(exp_avg_top < 0x7f800000, tl.maximum(exp_avg_top, 0x4800000), 0x7fc00000).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(
+        exp_avg_top < 0x7f800000, tl.maximum(exp_avg_top, 0x4800000), 0x7fc00000
+    ).to(tl.float32, bitcast=True)
     put(exp_avg_scale_ptr, at_block, exp_avg_scale, live_block, MASKED)
     exp_avg_scale_rcp = inverse(exp_avg_scale)
     exp_avg_number = exp_avg_scale_rcp * exp_avg
     exp_avg_number_abs = tl.abs(exp_avg_number)
-    exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
-    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
+    exp_avg_number_rint = rint(
+        tl.minimum(
+            tl.minimum(
+                tl.minimum(
+                    tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065),
+                    tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL
+                ),
+                tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL
+            ),
+            7.0, propagate_nan=tl.PropagateNan.ALL
+        )
+    )
+    exp_avg_code = (
+        tl.where(
+            exp_avg_number < 0.9437500238418579,
+            tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0
+        )
+        + 7.0
+    ).to(tl.int32)
     put(exp_avg_codes_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     return term(exp_avg_sq, at, live, MASKED, True), term(max_exp_avg_sq, at, live, MASKED, True)
 
@@ -1333,14 +1628,31 @@ def adamw_float16_amsgrad_6_tile(
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq_value, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     # -- encode and store
-    exp_avg_sq_divisor = tl.minimum(tl.minimum(exp_avg_sq_row_top, exp_avg_sq_col_top_spread, propagate_nan=tl.PropagateNan.ALL), 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_sq_divisor = tl.minimum(
+        tl.minimum(exp_avg_sq_row_top, exp_avg_sq_col_top_spread, propagate_nan=tl.PropagateNan.ALL),
+        3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL
+    )
     exp_avg_sq_exact = 16.0 * (exp_avg_sq * (1.0 / exp_avg_sq_divisor))
-    exp_avg_sq_exact = tl.minimum(tl.maximum(exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(exp_avg_sq_codes_ptr, at_eight, packed((-1 - floor(0.5 - exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
-    max_exp_avg_sq_divisor = tl.minimum(tl.minimum(max_exp_avg_sq_row_top, max_exp_avg_sq_col_top_spread, propagate_nan=tl.PropagateNan.ALL), 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_sq_exact = tl.minimum(
+        tl.maximum(exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL
+    )
+    put(
+        exp_avg_sq_codes_ptr, at_eight,
+        packed((-1 - floor(0.5 - exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED
+    )
+    max_exp_avg_sq_divisor = tl.minimum(
+        tl.minimum(max_exp_avg_sq_row_top, max_exp_avg_sq_col_top_spread, propagate_nan=tl.PropagateNan.ALL),
+        3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL
+    )
     max_exp_avg_sq_exact = 16.0 * (max_exp_avg_sq * (1.0 / max_exp_avg_sq_divisor))
-    max_exp_avg_sq_exact = tl.minimum(tl.maximum(max_exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(max_exp_avg_sq_codes_ptr, at_eight, packed((-1 - floor(0.5 - max_exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    max_exp_avg_sq_exact = tl.minimum(
+        tl.maximum(max_exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0,
+        propagate_nan=tl.PropagateNan.ALL
+    )
+    put(
+        max_exp_avg_sq_codes_ptr, at_eight,
+        packed((-1 - floor(0.5 - max_exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1382,7 +1694,8 @@ def adamw_float16_amsgrad_6_flat(
 TILE = {
 }
 
-# What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
+# What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a
+#     time.
 OPTIONS = {
     "adamw_float32_2": {"maxnreg": 128},
     "adamw_bfloat16_2": {"maxnreg": 128},
@@ -1413,10 +1726,19 @@ DENSE = {
     "adamw_bfloat16_6": {},
     "adamw_float16_2": {'row_max_for_exp_avg_sq_row_top': 0, 'col_max_for_exp_avg_sq_col_top': 0},
     "adamw_float16_6": {},
-    "adamw_float32_amsgrad_2": {'row_max_for_exp_avg_sq_row_top': 0, 'col_max_for_exp_avg_sq_col_top': 0, 'row_max_for_max_exp_avg_sq_row_top': 1, 'col_max_for_max_exp_avg_sq_col_top': 1},
+    "adamw_float32_amsgrad_2": {
+        'row_max_for_exp_avg_sq_row_top': 0, 'col_max_for_exp_avg_sq_col_top': 0,
+        'row_max_for_max_exp_avg_sq_row_top': 1, 'col_max_for_max_exp_avg_sq_col_top': 1
+    },
     "adamw_float32_amsgrad_6": {},
-    "adamw_bfloat16_amsgrad_2": {'row_max_for_exp_avg_sq_row_top': 0, 'col_max_for_exp_avg_sq_col_top': 0, 'row_max_for_max_exp_avg_sq_row_top': 1, 'col_max_for_max_exp_avg_sq_col_top': 1},
+    "adamw_bfloat16_amsgrad_2": {
+        'row_max_for_exp_avg_sq_row_top': 0, 'col_max_for_exp_avg_sq_col_top': 0,
+        'row_max_for_max_exp_avg_sq_row_top': 1, 'col_max_for_max_exp_avg_sq_col_top': 1
+    },
     "adamw_bfloat16_amsgrad_6": {},
-    "adamw_float16_amsgrad_2": {'row_max_for_exp_avg_sq_row_top': 0, 'col_max_for_exp_avg_sq_col_top': 0, 'row_max_for_max_exp_avg_sq_row_top': 1, 'col_max_for_max_exp_avg_sq_col_top': 1},
+    "adamw_float16_amsgrad_2": {
+        'row_max_for_exp_avg_sq_row_top': 0, 'col_max_for_exp_avg_sq_col_top': 0,
+        'row_max_for_max_exp_avg_sq_row_top': 1, 'col_max_for_max_exp_avg_sq_col_top': 1
+    },
     "adamw_float16_amsgrad_6": {},
 }

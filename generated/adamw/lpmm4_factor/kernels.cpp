@@ -114,7 +114,10 @@ struct adamw_kernel_2 {
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
             // means of rows and columns, f32, the new value read as kept
-            const F exp_avg_sq = max(load(exp_avg_sq_row_at + (i & row_mask)) * load(exp_avg_sq_col_at + i), load(exp_avg_sq_least_at + (i & row_mask)));
+            const F exp_avg_sq = max(
+                load(exp_avg_sq_row_at + (i & row_mask)) * load(exp_avg_sq_col_at + i),
+                load(exp_avg_sq_least_at + (i & row_mask))
+            );
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_0 * g, g, beta2 * exp_avg_sq);
             store(row_sum_for_exp_avg_sq_row_means_at + i, exp_avg_sq_2);
@@ -178,7 +181,9 @@ struct adamw_kernel_4 {
         // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F col_sum_for_exp_avg_sq_col_factor = load(col_sum_for_exp_avg_sq_col_factor_at + i);
-            const F exp_avg_sq_col_factor = max(F(7.888609052210118e-31f), col_sum_for_exp_avg_sq_col_factor / F(extent[0]));
+            const F exp_avg_sq_col_factor = max(
+                F(7.888609052210118e-31f), col_sum_for_exp_avg_sq_col_factor / F(extent[0])
+            );
             store(exp_avg_sq_col_at + i, exp_avg_sq_col_factor);
         }
     }
@@ -241,7 +246,10 @@ struct adamw_kernel_6 {
             const F mat_max = load(mat_max_at + (i & row_mask));
             const F exp_avg_sq_row_factor = max(F(7.888609052210118e-31f), exp_avg_sq_row_means / mat_max);
             store(exp_avg_sq_row_at + i, exp_avg_sq_row_factor);
-            store(exp_avg_sq_row_factor_min_1p1754943508222875em38_at + i, min(F(1.1754943508222875e-38f), exp_avg_sq_row_factor));
+            store(
+                exp_avg_sq_row_factor_min_1p1754943508222875em38_at + i,
+                min(F(1.1754943508222875e-38f), exp_avg_sq_row_factor)
+            );
         }
     }
 };
@@ -313,9 +321,24 @@ struct adamw_kernel_7 {
                 const I exp_avg_piece = to_int(exp_avg_code);
                 const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
                 const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
-                const F exp_avg_piece_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_piece_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_piece_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_piece_abs, -0.021500002592802048f))));
+                const F exp_avg_piece_min = min(
+                    F(1.0f),
+                    max(
+                        F(0.0f),
+                        max(
+                            max(
+                                fma(0.22499999403953552f, exp_avg_piece_abs, -0.6875f),
+                                fma(0.044999998062849045f, exp_avg_piece_abs, -0.05749999359250069f)
+                            ),
+                            fma(0.027000002562999725f, exp_avg_piece_abs, -0.021500002592802048f)
+                        )
+                    )
+                );
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
+                const F exp_avg = fma(
+                    one_minus_beta1_times_grad_scale, g,
+                    exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min)
+                );
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
                 words.keep(noise, i);
                 store(exp_avg_kept + i, exp_avg);
@@ -326,7 +349,9 @@ struct adamw_kernel_7 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
+            const F exp_avg_scale_2 = as_float(
+                where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000))
+            );
             const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
             store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
             store(exp_avg_scale_at + b, exp_avg_scale_2);
@@ -341,7 +366,10 @@ struct adamw_kernel_7 {
                 const F exp_avg = load(exp_avg_kept + i);
                 const F p = weight.decode(i);
                 // exp_avg_sq as it is kept
-                const F exp_avg_sq_kept_ = max(load(exp_avg_sq_row_at + (i & row_mask)) * load(exp_avg_sq_col_at + i), load(exp_avg_sq_row_factor_min_1p1754943508222875em38_at + (i & row_mask)));
+                const F exp_avg_sq_kept_ = max(
+                    load(exp_avg_sq_row_at + (i & row_mask)) * load(exp_avg_sq_col_at + i),
+                    load(exp_avg_sq_row_factor_min_1p1754943508222875em38_at + (i & row_mask))
+                );
                 const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(exp_avg_sq_kept_), scalar_2, scalar_3), p_2);
@@ -358,8 +386,25 @@ struct adamw_kernel_7 {
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_number = exp_avg_scale_rcp * exp_avg;
                 const F exp_avg_number_abs = abs(exp_avg_number);
-                const F exp_avg_number_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, exp_avg_number_abs, 0.33076924085617065f), fma(11.111109733581543f, exp_avg_number_abs, 1.888888955116272f)), fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f))));
-                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
+                const F exp_avg_number_rint = rint(
+                    min(
+                        F(7.0f),
+                        min(
+                            min(
+                                fma(61.5384521484375f, exp_avg_number_abs, 0.33076924085617065f),
+                                fma(11.111109733581543f, exp_avg_number_abs, 1.888888955116272f)
+                            ),
+                            fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f)
+                        )
+                    )
+                );
+                const I exp_avg_code_2 = to_int(
+                    where(
+                        exp_avg_number < 0.9437500238418579f,
+                        where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)
+                    )
+                    + 7.0f
+                );
                 store(exp_avg_codes_at + i, exp_avg_code_2);
             }
         }
@@ -406,7 +451,8 @@ struct adamw_small_kernel {
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
+            // 30  p = decoupled(p, rate, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
             weight.encode(i, p_3, noise);
@@ -423,7 +469,9 @@ struct adamw_vector_kernel {
     static constexpr int DRAWN = NOISE.mask({P}), KEPT = NOISE.mask({P});
     static constexpr int BLOCK = 128, TILE = elements_of_tile(128, 2 + count(KEPT)), SCALARS = 7;
     // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}});
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>(
+        {{4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}}
+    );
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -433,7 +481,8 @@ struct adamw_vector_kernel {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         // 4-bit codes [n]  read and written
         uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[parts<Weight>() + 1];
-        float *__restrict exp_avg_scale_at = (float *)at[parts<Weight>() + 2];  // float32 [blocks of 128]  read and written
+        // float32 [blocks of 128]  read and written
+        float *__restrict exp_avg_scale_at = (float *)at[parts<Weight>() + 2];
         // 4-bit codes [n]  read and written
         uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[parts<Weight>() + 3];
         // float32 [blocks of 128]  read and written
@@ -489,9 +538,24 @@ struct adamw_vector_kernel {
                 const F exp_avg_sq_code_3 = exp_avg_sq_code_2 + 1.0f;
                 const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
                 const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
-                const F exp_avg_piece_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_piece_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_piece_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_piece_abs, -0.021500002592802048f))));
+                const F exp_avg_piece_min = min(
+                    F(1.0f),
+                    max(
+                        F(0.0f),
+                        max(
+                            max(
+                                fma(0.22499999403953552f, exp_avg_piece_abs, -0.6875f),
+                                fma(0.044999998062849045f, exp_avg_piece_abs, -0.05749999359250069f)
+                            ),
+                            fma(0.027000002562999725f, exp_avg_piece_abs, -0.021500002592802048f)
+                        )
+                    )
+                );
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
+                const F exp_avg = fma(
+                    one_minus_beta1_times_grad_scale, g,
+                    exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min)
+                );
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq = fma(scalar_2 * g, g, exp_avg_sq_scale_mul * exp_avg_sq_code_3);
                 const F exp_avg_sq_magnitude = abs(exp_avg_sq);
@@ -509,7 +573,9 @@ struct adamw_vector_kernel {
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const I largest_of_block = largest(largest_of_block_kept + b);
-            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
+            const F exp_avg_scale_2 = as_float(
+                where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000))
+            );
             const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
             const F exp_avg_sq_top = max(F(3.009265538105056e-36f), as_float(largest_of_block));
             const F exp_avg_sq_divisor = min(F(3.4028234663852886e+38f), exp_avg_sq_top);
@@ -548,8 +614,25 @@ struct adamw_vector_kernel {
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
                 const F exp_avg_number = exp_avg_scale_rcp * exp_avg;
                 const F exp_avg_number_abs = abs(exp_avg_number);
-                const F exp_avg_number_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, exp_avg_number_abs, 0.33076924085617065f), fma(11.111109733581543f, exp_avg_number_abs, 1.888888955116272f)), fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f))));
-                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
+                const F exp_avg_number_rint = rint(
+                    min(
+                        F(7.0f),
+                        min(
+                            min(
+                                fma(61.5384521484375f, exp_avg_number_abs, 0.33076924085617065f),
+                                fma(11.111109733581543f, exp_avg_number_abs, 1.888888955116272f)
+                            ),
+                            fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f)
+                        )
+                    )
+                );
+                const I exp_avg_code_2 = to_int(
+                    where(
+                        exp_avg_number < 0.9437500238418579f,
+                        where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)
+                    )
+                    + 7.0f
+                );
                 const F exp_avg_sq_exact = exp_avg_sq_divisor_mul * exp_avg_sq;
                 const F exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), exp_avg_sq_exact));
                 store(exp_avg_codes_at + i, exp_avg_code_2);
@@ -630,7 +713,10 @@ struct adamw_amsgrad_kernel_2 {
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
             // means of rows and columns, f32, the new value read as kept
-            const F exp_avg_sq = max(load(exp_avg_sq_row_at + (i & row_mask)) * load(exp_avg_sq_col_at + i), load(exp_avg_sq_least_at + (i & row_mask)));
+            const F exp_avg_sq = max(
+                load(exp_avg_sq_row_at + (i & row_mask)) * load(exp_avg_sq_col_at + i),
+                load(exp_avg_sq_least_at + (i & row_mask))
+            );
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_0 * g, g, beta2 * exp_avg_sq);
             store(row_sum_for_exp_avg_sq_row_means_at + i, exp_avg_sq_2);
@@ -694,7 +780,9 @@ struct adamw_amsgrad_kernel_4 {
         // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F col_sum_for_exp_avg_sq_col_factor = load(col_sum_for_exp_avg_sq_col_factor_at + i);
-            const F exp_avg_sq_col_factor = max(F(7.888609052210118e-31f), col_sum_for_exp_avg_sq_col_factor / F(extent[0]));
+            const F exp_avg_sq_col_factor = max(
+                F(7.888609052210118e-31f), col_sum_for_exp_avg_sq_col_factor / F(extent[0])
+            );
             store(exp_avg_sq_col_at + i, exp_avg_sq_col_factor);
         }
     }
@@ -757,7 +845,10 @@ struct adamw_amsgrad_kernel_6 {
             const F mat_max = load(mat_max_at + (i & row_mask));
             const F exp_avg_sq_row_factor = max(F(7.888609052210118e-31f), exp_avg_sq_row_means / mat_max);
             store(exp_avg_sq_row_at + i, exp_avg_sq_row_factor);
-            store(exp_avg_sq_row_factor_min_1p1754943508222875em38_at + i, min(F(1.1754943508222875e-38f), exp_avg_sq_row_factor));
+            store(
+                exp_avg_sq_row_factor_min_1p1754943508222875em38_at + i,
+                min(F(1.1754943508222875e-38f), exp_avg_sq_row_factor)
+            );
         }
     }
 };
@@ -796,9 +887,15 @@ struct adamw_amsgrad_kernel_7 {
         // -- elements: decode, update  (specs/adamw.py)
         for (int i = 0; i < count; i += W) {
             // means of rows and columns, f32, the new value read as kept
-            const F max_exp_avg_sq = max(load(max_exp_avg_sq_row_at + (i & row_mask)) * load(max_exp_avg_sq_col_at + i), load(max_exp_avg_sq_least_at + (i & row_mask)));
+            const F max_exp_avg_sq = max(
+                load(max_exp_avg_sq_row_at + (i & row_mask)) * load(max_exp_avg_sq_col_at + i),
+                load(max_exp_avg_sq_least_at + (i & row_mask))
+            );
             // exp_avg_sq as it is kept
-            const F exp_avg_sq_kept_ = max(load(exp_avg_sq_row_at + (i & row_mask)) * load(exp_avg_sq_col_at + i), load(exp_avg_sq_row_factor_min_1p1754943508222875em38_at + (i & row_mask)));
+            const F exp_avg_sq_kept_ = max(
+                load(exp_avg_sq_row_at + (i & row_mask)) * load(exp_avg_sq_col_at + i),
+                load(exp_avg_sq_row_factor_min_1p1754943508222875em38_at + (i & row_mask))
+            );
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_kept_);
             store(row_sum_for_max_exp_avg_sq_row_means_at + i, max_exp_avg_sq_2);
@@ -862,7 +959,9 @@ struct adamw_amsgrad_kernel_9 {
         // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F col_sum_for_max_exp_avg_sq_col_factor = load(col_sum_for_max_exp_avg_sq_col_factor_at + i);
-            const F max_exp_avg_sq_col_factor = max(F(7.888609052210118e-31f), col_sum_for_max_exp_avg_sq_col_factor / F(extent[0]));
+            const F max_exp_avg_sq_col_factor = max(
+                F(7.888609052210118e-31f), col_sum_for_max_exp_avg_sq_col_factor / F(extent[0])
+            );
             store(max_exp_avg_sq_col_at + i, max_exp_avg_sq_col_factor);
         }
     }
@@ -891,7 +990,9 @@ struct adamw_amsgrad_kernel_10 {
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F mat_sum_for_max_exp_avg_sq_row_factor = load(mat_sum_for_max_exp_avg_sq_row_factor_at + i);
-            store(mat_max_2_at + i, max(F(1.1754943508222875e-38f), mat_sum_for_max_exp_avg_sq_row_factor / F(extent[0])));
+            store(
+                mat_max_2_at + i, max(F(1.1754943508222875e-38f), mat_sum_for_max_exp_avg_sq_row_factor / F(extent[0]))
+            );
         }
     }
 };
@@ -956,7 +1057,8 @@ struct adamw_amsgrad_kernel_12 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[1];           // 4-bit codes [n]  read and written
-        float *__restrict exp_avg_scale_at = (float *)at[2];                   // float32 [blocks of 128]  read and written
+        // float32 [blocks of 128]  read and written
+        float *__restrict exp_avg_scale_at = (float *)at[2];
         const float *__restrict max_exp_avg_sq_row_at = (const float *)at[3];  // float32 [row]  read
         const float *__restrict max_exp_avg_sq_col_at = (const float *)at[4];  // float32 [col]  read
         const float *__restrict row_min_at = (const float *)at[5];             // float32 [row]  read
@@ -996,9 +1098,24 @@ struct adamw_amsgrad_kernel_12 {
                 const I exp_avg_piece = to_int(exp_avg_code);
                 const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
                 const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
-                const F exp_avg_piece_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_piece_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_piece_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_piece_abs, -0.021500002592802048f))));
+                const F exp_avg_piece_min = min(
+                    F(1.0f),
+                    max(
+                        F(0.0f),
+                        max(
+                            max(
+                                fma(0.22499999403953552f, exp_avg_piece_abs, -0.6875f),
+                                fma(0.044999998062849045f, exp_avg_piece_abs, -0.05749999359250069f)
+                            ),
+                            fma(0.027000002562999725f, exp_avg_piece_abs, -0.021500002592802048f)
+                        )
+                    )
+                );
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
+                const F exp_avg = fma(
+                    one_minus_beta1_times_grad_scale, g,
+                    exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min)
+                );
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
                 words.keep(noise, i);
                 store(exp_avg_kept + i, exp_avg);
@@ -1009,7 +1126,9 @@ struct adamw_amsgrad_kernel_12 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
+            const F exp_avg_scale_2 = as_float(
+                where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000))
+            );
             const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
             store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
             store(exp_avg_scale_at + b, exp_avg_scale_2);
@@ -1024,7 +1143,10 @@ struct adamw_amsgrad_kernel_12 {
                 const F exp_avg = load(exp_avg_kept + i);
                 const F p = weight.decode(i);
                 // max_exp_avg_sq as it is kept
-                const F max_exp_avg_sq_kept_ = max(load(max_exp_avg_sq_row_at + (i & row_mask)) * load(max_exp_avg_sq_col_at + i), load(row_min_at + (i & row_mask)));
+                const F max_exp_avg_sq_kept_ = max(
+                    load(max_exp_avg_sq_row_at + (i & row_mask)) * load(max_exp_avg_sq_col_at + i),
+                    load(row_min_at + (i & row_mask))
+                );
                 const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(max_exp_avg_sq_kept_), scalar_2, scalar_3), p_2);
@@ -1041,8 +1163,25 @@ struct adamw_amsgrad_kernel_12 {
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_number = exp_avg_scale_rcp * exp_avg;
                 const F exp_avg_number_abs = abs(exp_avg_number);
-                const F exp_avg_number_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, exp_avg_number_abs, 0.33076924085617065f), fma(11.111109733581543f, exp_avg_number_abs, 1.888888955116272f)), fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f))));
-                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
+                const F exp_avg_number_rint = rint(
+                    min(
+                        F(7.0f),
+                        min(
+                            min(
+                                fma(61.5384521484375f, exp_avg_number_abs, 0.33076924085617065f),
+                                fma(11.111109733581543f, exp_avg_number_abs, 1.888888955116272f)
+                            ),
+                            fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f)
+                        )
+                    )
+                );
+                const I exp_avg_code_2 = to_int(
+                    where(
+                        exp_avg_number < 0.9437500238418579f,
+                        where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)
+                    )
+                    + 7.0f
+                );
                 store(exp_avg_codes_at + i, exp_avg_code_2);
             }
         }
@@ -1059,7 +1198,8 @@ struct adamw_amsgrad_small_kernel {
     static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}});
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT,
+        true}});
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -1093,7 +1233,8 @@ struct adamw_amsgrad_small_kernel {
             const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
+            // 30  p = decoupled(p, rate, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
             weight.encode(i, p_3, noise);
@@ -1111,7 +1252,12 @@ struct adamw_amsgrad_vector_kernel {
     static constexpr int DRAWN = NOISE.mask({P}), KEPT = NOISE.mask({P});
     static constexpr int BLOCK = 128, TILE = elements_of_tile(128, 3 + count(KEPT)), SCALARS = 7;
     // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}});
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>(
+        {
+            {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true},
+            {4, BLOCK_OF, true}
+        }
+    );
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -1121,7 +1267,8 @@ struct adamw_amsgrad_vector_kernel {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         // 4-bit codes [n]  read and written
         uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[parts<Weight>() + 1];
-        float *__restrict exp_avg_scale_at = (float *)at[parts<Weight>() + 2];  // float32 [blocks of 128]  read and written
+        // float32 [blocks of 128]  read and written
+        float *__restrict exp_avg_scale_at = (float *)at[parts<Weight>() + 2];
         // 4-bit codes [n]  read and written
         uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[parts<Weight>() + 3];
         // float32 [blocks of 128]  read and written
@@ -1197,9 +1344,24 @@ struct adamw_amsgrad_vector_kernel {
                 const F exp_avg_sq_code_3 = exp_avg_sq_code_2 + 1.0f;
                 const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
                 const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
-                const F exp_avg_piece_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_piece_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_piece_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_piece_abs, -0.021500002592802048f))));
+                const F exp_avg_piece_min = min(
+                    F(1.0f),
+                    max(
+                        F(0.0f),
+                        max(
+                            max(
+                                fma(0.22499999403953552f, exp_avg_piece_abs, -0.6875f),
+                                fma(0.044999998062849045f, exp_avg_piece_abs, -0.05749999359250069f)
+                            ),
+                            fma(0.027000002562999725f, exp_avg_piece_abs, -0.021500002592802048f)
+                        )
+                    )
+                );
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
+                const F exp_avg = fma(
+                    one_minus_beta1_times_grad_scale, g,
+                    exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min)
+                );
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq = fma(scalar_2 * g, g, exp_avg_sq_scale_mul * exp_avg_sq_code_3);
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
@@ -1224,7 +1386,9 @@ struct adamw_amsgrad_vector_kernel {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
-            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
+            const F exp_avg_scale_2 = as_float(
+                where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000))
+            );
             const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
             const F exp_avg_sq_top = max(F(3.009265538105056e-36f), as_float(largest_of_block));
             const F exp_avg_sq_divisor = min(F(3.4028234663852886e+38f), exp_avg_sq_top);
@@ -1271,8 +1435,25 @@ struct adamw_amsgrad_vector_kernel {
                 const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
                 const F exp_avg_number = exp_avg_scale_rcp * exp_avg;
                 const F exp_avg_number_abs = abs(exp_avg_number);
-                const F exp_avg_number_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, exp_avg_number_abs, 0.33076924085617065f), fma(11.111109733581543f, exp_avg_number_abs, 1.888888955116272f)), fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f))));
-                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
+                const F exp_avg_number_rint = rint(
+                    min(
+                        F(7.0f),
+                        min(
+                            min(
+                                fma(61.5384521484375f, exp_avg_number_abs, 0.33076924085617065f),
+                                fma(11.111109733581543f, exp_avg_number_abs, 1.888888955116272f)
+                            ),
+                            fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f)
+                        )
+                    )
+                );
+                const I exp_avg_code_2 = to_int(
+                    where(
+                        exp_avg_number < 0.9437500238418579f,
+                        where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)
+                    )
+                    + 7.0f
+                );
                 const F exp_avg_sq_exact = exp_avg_sq_divisor_mul * exp_avg_sq;
                 const F exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), exp_avg_sq_exact));
                 const F max_exp_avg_sq_exact = max_exp_avg_sq_divisor_mul * max_exp_avg_sq;

@@ -132,7 +132,10 @@ def adamw_float32_3_round(
                     exp_avg_sq_row_means_ptr, row_sum_for_exp_avg_sq_row_means_ptr, extent_columns, at, live,
                 )
                 exp_avg_sq_row_means_terms += tl.sum(exp_avg_sq_row_means_term, 0)
-            tl.store(mat_sum_for_exp_avg_sq_row_factor_ptr + number + tl.arange(0, 1), tl.sum(tl.reshape(exp_avg_sq_row_means_terms, [1, 256]), 1))
+            tl.store(
+                mat_sum_for_exp_avg_sq_row_factor_ptr + number + tl.arange(0, 1),
+                tl.sum(tl.reshape(exp_avg_sq_row_means_terms, [1, 256]), 1)
+            )
     else:
         for group in range(first, end, 2048 // LANES):
             number = group + tl.arange(0, 2048 // LANES)
@@ -142,14 +145,18 @@ def adamw_float32_3_round(
             exp_avg_sq_row_means_term = adamw_float32_3_values(
                 exp_avg_sq_row_means_ptr, row_sum_for_exp_avg_sq_row_means_ptr, extent_columns, at, live,
             )
-            tl.store(mat_sum_for_exp_avg_sq_row_factor_ptr + number, tl.sum(exp_avg_sq_row_means_term, 1), mask=number < end)
+            tl.store(
+                mat_sum_for_exp_avg_sq_row_factor_ptr + number, tl.sum(exp_avg_sq_row_means_term, 1), mask=number < end
+            )
 
 
 @triton.jit
 def adamw_float32_4_values(exp_avg_sq_col_ptr, col_sum_for_exp_avg_sq_col_factor_ptr, extent_rows, at, live):
     """Values of columns."""
     col_sum_for_exp_avg_sq_col_factor = get(col_sum_for_exp_avg_sq_col_factor_ptr, at, live, True)
-    exp_avg_sq_col_factor = tl.maximum(col_sum_for_exp_avg_sq_col_factor / extent_rows, 7.888609052210118e-31, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_sq_col_factor = tl.maximum(
+        col_sum_for_exp_avg_sq_col_factor / extent_rows, 7.888609052210118e-31, propagate_nan=tl.PropagateNan.ALL
+    )
     put(exp_avg_sq_col_ptr, at, exp_avg_sq_col_factor, live, True)
 
 
@@ -169,7 +176,13 @@ def adamw_float32_4_round(
 def adamw_float32_5_values(mat_max_ptr, mat_sum_for_exp_avg_sq_row_factor_ptr, extent_rows, at, live):
     """Values of matrices."""
     mat_sum_for_exp_avg_sq_row_factor = get(mat_sum_for_exp_avg_sq_row_factor_ptr, at, live, True)
-    put(mat_max_ptr, at, tl.maximum(mat_sum_for_exp_avg_sq_row_factor / extent_rows, 1.1754943508222875e-38, propagate_nan=tl.PropagateNan.ALL), live, True)
+    put(
+        mat_max_ptr, at,
+        tl.maximum(
+            mat_sum_for_exp_avg_sq_row_factor / extent_rows, 1.1754943508222875e-38, propagate_nan=tl.PropagateNan.ALL
+        ),
+        live, True
+    )
 
 
 @triton.jit
@@ -192,9 +205,14 @@ def adamw_float32_6_values(
     """Values of rows."""
     exp_avg_sq_row_means = get(exp_avg_sq_row_means_ptr, at, live, True)
     mat_max = get(mat_max_ptr, at_mat, live, True)
-    exp_avg_sq_row_factor = tl.maximum(exp_avg_sq_row_means / mat_max, 7.888609052210118e-31, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_sq_row_factor = tl.maximum(
+        exp_avg_sq_row_means / mat_max, 7.888609052210118e-31, propagate_nan=tl.PropagateNan.ALL
+    )
     put(exp_avg_sq_row_ptr, at, exp_avg_sq_row_factor, live, True)
-    put(exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr, at, tl.minimum(exp_avg_sq_row_factor, 1.1754943508222875e-38, propagate_nan=tl.PropagateNan.ALL), live, True)
+    put(
+        exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr, at,
+        tl.minimum(exp_avg_sq_row_factor, 1.1754943508222875e-38, propagate_nan=tl.PropagateNan.ALL), live, True
+    )
 
 
 @triton.jit
@@ -271,30 +289,71 @@ def adamw_float32_7_tile(
     exp_avg_piece = exp_avg_code.to(tl.int32)
     exp_avg_sq_row = get(exp_avg_sq_row_ptr, at_row, live_row, MASKED)
     exp_avg_sq_col = get(exp_avg_sq_col_ptr, at_col, live_col, MASKED)
-    exp_avg_sq_row_factor_min_1p1754943508222875em38 = get(exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr, at_row, live_row, MASKED)
+    exp_avg_sq_row_factor_min_1p1754943508222875em38 = get(
+        exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr, at_row, live_row, MASKED
+    )
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/adamw.py)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     exp_avg_piece_cast = (exp_avg_piece - 7).to(tl.float32)
     exp_avg_piece_abs = tl.abs(exp_avg_piece_cast)
-    exp_avg_piece_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_piece_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_piece_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_piece_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_piece_min = tl.minimum(
+        tl.maximum(
+            tl.maximum(
+                tl.maximum(
+                    tl.fma(0.22499999403953552, exp_avg_piece_abs, -0.6875),
+                    tl.fma(0.044999998062849045, exp_avg_piece_abs, -0.05749999359250069),
+                    propagate_nan=tl.PropagateNan.ALL
+                ),
+                tl.fma(0.027000002562999725, exp_avg_piece_abs, -0.021500002592802048),
+                propagate_nan=tl.PropagateNan.ALL
+            ),
+            0.0, propagate_nan=tl.PropagateNan.ALL
+        ),
+        1.0, propagate_nan=tl.PropagateNan.ALL
+    )
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * tl.where(exp_avg_piece_cast < 0.0, -1.0 * exp_avg_piece_min, exp_avg_piece_min))
+    exp_avg = tl.fma(
+        one_minus_beta1_times_grad_scale, g,
+        exp_avg_scale_mul * tl.where(exp_avg_piece_cast < 0.0, -1.0 * exp_avg_piece_min, exp_avg_piece_min)
+    )
     # exp_avg_sq as it is kept
-    exp_avg_sq_kept = tl.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_row_factor_min_1p1754943508222875em38, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_sq_kept = tl.maximum(
+        exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_row_factor_min_1p1754943508222875em38,
+        propagate_nan=tl.PropagateNan.ALL
+    )
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq_kept), scalar_2, scalar_3)), p)
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED, True)
-    exp_avg_scale = tl.where(exp_avg_top < 0x7f800000, tl.maximum(exp_avg_top, 0x4800000), 0x7fc00000).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(
+        exp_avg_top < 0x7f800000, tl.maximum(exp_avg_top, 0x4800000), 0x7fc00000
+    ).to(tl.float32, bitcast=True)
     put(exp_avg_scale_ptr, at_block, exp_avg_scale, live_block, MASKED)
     exp_avg_scale_rcp = inverse(exp_avg_scale)
     exp_avg_number = exp_avg_scale_rcp * exp_avg
     exp_avg_number_abs = tl.abs(exp_avg_number)
-    exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
-    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
+    exp_avg_number_rint = rint(
+        tl.minimum(
+            tl.minimum(
+                tl.minimum(
+                    tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065),
+                    tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL
+                ),
+                tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL
+            ),
+            7.0, propagate_nan=tl.PropagateNan.ALL
+        )
+    )
+    exp_avg_code = (
+        tl.where(
+            exp_avg_number < 0.9437500238418579,
+            tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0
+        )
+        + 7.0
+    ).to(tl.int32)
     put(exp_avg_codes_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
@@ -396,33 +455,77 @@ def adamw_bfloat16_7_tile(
     exp_avg_piece = exp_avg_code.to(tl.int32)
     exp_avg_sq_row = get(exp_avg_sq_row_ptr, at_row, live_row, MASKED)
     exp_avg_sq_col = get(exp_avg_sq_col_ptr, at_col, live_col, MASKED)
-    exp_avg_sq_row_factor_min_1p1754943508222875em38 = get(exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr, at_row, live_row, MASKED)
+    exp_avg_sq_row_factor_min_1p1754943508222875em38 = get(
+        exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr, at_row, live_row, MASKED
+    )
     p_stored = get(p_ptr, at, live, MASKED)
     p = widened(p_stored)  # bf16, nearest
     # -- update  (specs/adamw.py)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     exp_avg_piece_cast = (exp_avg_piece - 7).to(tl.float32)
     exp_avg_piece_abs = tl.abs(exp_avg_piece_cast)
-    exp_avg_piece_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_piece_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_piece_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_piece_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_piece_min = tl.minimum(
+        tl.maximum(
+            tl.maximum(
+                tl.maximum(
+                    tl.fma(0.22499999403953552, exp_avg_piece_abs, -0.6875),
+                    tl.fma(0.044999998062849045, exp_avg_piece_abs, -0.05749999359250069),
+                    propagate_nan=tl.PropagateNan.ALL
+                ),
+                tl.fma(0.027000002562999725, exp_avg_piece_abs, -0.021500002592802048),
+                propagate_nan=tl.PropagateNan.ALL
+            ),
+            0.0, propagate_nan=tl.PropagateNan.ALL
+        ),
+        1.0, propagate_nan=tl.PropagateNan.ALL
+    )
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, widened(g_stored), exp_avg_scale_mul * tl.where(exp_avg_piece_cast < 0.0, -1.0 * exp_avg_piece_min, exp_avg_piece_min))
+    exp_avg = tl.fma(
+        one_minus_beta1_times_grad_scale, widened(g_stored),
+        exp_avg_scale_mul * tl.where(exp_avg_piece_cast < 0.0, -1.0 * exp_avg_piece_min, exp_avg_piece_min)
+    )
     # exp_avg_sq as it is kept
-    exp_avg_sq_kept = tl.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_row_factor_min_1p1754943508222875em38, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_sq_kept = tl.maximum(
+        exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_row_factor_min_1p1754943508222875em38,
+        propagate_nan=tl.PropagateNan.ALL
+    )
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq_kept), scalar_2, scalar_3)), p)
     # -- encode and store
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(
+        p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live,
+        MASKED
+    )
     exp_avg_top = block_magnitude(exp_avg, live, MASKED, True)
-    exp_avg_scale = tl.where(exp_avg_top < 0x7f800000, tl.maximum(exp_avg_top, 0x4800000), 0x7fc00000).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(
+        exp_avg_top < 0x7f800000, tl.maximum(exp_avg_top, 0x4800000), 0x7fc00000
+    ).to(tl.float32, bitcast=True)
     put(exp_avg_scale_ptr, at_block, exp_avg_scale, live_block, MASKED)
     exp_avg_scale_rcp = inverse(exp_avg_scale)
     exp_avg_number = exp_avg_scale_rcp * exp_avg
     exp_avg_number_abs = tl.abs(exp_avg_number)
-    exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
-    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
+    exp_avg_number_rint = rint(
+        tl.minimum(
+            tl.minimum(
+                tl.minimum(
+                    tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065),
+                    tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL
+                ),
+                tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL
+            ),
+            7.0, propagate_nan=tl.PropagateNan.ALL
+        )
+    )
+    exp_avg_code = (
+        tl.where(
+            exp_avg_number < 0.9437500238418579,
+            tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0
+        )
+        + 7.0
+    ).to(tl.int32)
     put(exp_avg_codes_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
@@ -524,31 +627,72 @@ def adamw_float16_7_tile(
     exp_avg_piece = exp_avg_code.to(tl.int32)
     exp_avg_sq_row = get(exp_avg_sq_row_ptr, at_row, live_row, MASKED)
     exp_avg_sq_col = get(exp_avg_sq_col_ptr, at_col, live_col, MASKED)
-    exp_avg_sq_row_factor_min_1p1754943508222875em38 = get(exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr, at_row, live_row, MASKED)
+    exp_avg_sq_row_factor_min_1p1754943508222875em38 = get(
+        exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr, at_row, live_row, MASKED
+    )
     p_stored = get(p_ptr, at, live, MASKED)
     p = p_stored.to(tl.float32)  # f16, nearest
     # -- update  (specs/adamw.py)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     exp_avg_piece_cast = (exp_avg_piece - 7).to(tl.float32)
     exp_avg_piece_abs = tl.abs(exp_avg_piece_cast)
-    exp_avg_piece_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_piece_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_piece_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_piece_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_piece_min = tl.minimum(
+        tl.maximum(
+            tl.maximum(
+                tl.maximum(
+                    tl.fma(0.22499999403953552, exp_avg_piece_abs, -0.6875),
+                    tl.fma(0.044999998062849045, exp_avg_piece_abs, -0.05749999359250069),
+                    propagate_nan=tl.PropagateNan.ALL
+                ),
+                tl.fma(0.027000002562999725, exp_avg_piece_abs, -0.021500002592802048),
+                propagate_nan=tl.PropagateNan.ALL
+            ),
+            0.0, propagate_nan=tl.PropagateNan.ALL
+        ),
+        1.0, propagate_nan=tl.PropagateNan.ALL
+    )
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_stored.to(tl.float32), exp_avg_scale_mul * tl.where(exp_avg_piece_cast < 0.0, -1.0 * exp_avg_piece_min, exp_avg_piece_min))
+    exp_avg = tl.fma(
+        one_minus_beta1_times_grad_scale, g_stored.to(tl.float32),
+        exp_avg_scale_mul * tl.where(exp_avg_piece_cast < 0.0, -1.0 * exp_avg_piece_min, exp_avg_piece_min)
+    )
     # exp_avg_sq as it is kept
-    exp_avg_sq_kept = tl.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_row_factor_min_1p1754943508222875em38, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_sq_kept = tl.maximum(
+        exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_row_factor_min_1p1754943508222875em38,
+        propagate_nan=tl.PropagateNan.ALL
+    )
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq_kept), scalar_2, scalar_3)), p)
     # -- encode and store
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED, True)
-    exp_avg_scale = tl.where(exp_avg_top < 0x7f800000, tl.maximum(exp_avg_top, 0x4800000), 0x7fc00000).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(
+        exp_avg_top < 0x7f800000, tl.maximum(exp_avg_top, 0x4800000), 0x7fc00000
+    ).to(tl.float32, bitcast=True)
     put(exp_avg_scale_ptr, at_block, exp_avg_scale, live_block, MASKED)
     exp_avg_scale_rcp = inverse(exp_avg_scale)
     exp_avg_number = exp_avg_scale_rcp * exp_avg
     exp_avg_number_abs = tl.abs(exp_avg_number)
-    exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
-    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
+    exp_avg_number_rint = rint(
+        tl.minimum(
+            tl.minimum(
+                tl.minimum(
+                    tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065),
+                    tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL
+                ),
+                tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL
+            ),
+            7.0, propagate_nan=tl.PropagateNan.ALL
+        )
+    )
+    exp_avg_code = (
+        tl.where(
+            exp_avg_number < 0.9437500238418579,
+            tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0
+        )
+        + 7.0
+    ).to(tl.int32)
     put(exp_avg_codes_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
@@ -717,13 +861,20 @@ def adamw_float32_amsgrad_7_tile(
     max_exp_avg_sq_col = get(max_exp_avg_sq_col_ptr, at_col, live_col, MASKED)
     max_exp_avg_sq_least = get(max_exp_avg_sq_least_ptr, at_row, live_row, MASKED)
     # means of rows and columns, f32, the new value read as kept
-    max_exp_avg_sq = tl.maximum(max_exp_avg_sq_row * max_exp_avg_sq_col, max_exp_avg_sq_least, propagate_nan=tl.PropagateNan.ALL)
+    max_exp_avg_sq = tl.maximum(
+        max_exp_avg_sq_row * max_exp_avg_sq_col, max_exp_avg_sq_least, propagate_nan=tl.PropagateNan.ALL
+    )
     exp_avg_sq_row = get(exp_avg_sq_row_ptr, at_row, live_row, MASKED)
     exp_avg_sq_col = get(exp_avg_sq_col_ptr, at_col, live_col, MASKED)
-    exp_avg_sq_row_factor_min_1p1754943508222875em38 = get(exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr, at_row, live_row, MASKED)
+    exp_avg_sq_row_factor_min_1p1754943508222875em38 = get(
+        exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr, at_row, live_row, MASKED
+    )
     # -- update  (specs/adamw.py)
     # exp_avg_sq as it is kept
-    exp_avg_sq_kept = tl.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_row_factor_min_1p1754943508222875em38, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_sq_kept = tl.maximum(
+        exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_row_factor_min_1p1754943508222875em38,
+        propagate_nan=tl.PropagateNan.ALL
+    )
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq_kept, propagate_nan=tl.PropagateNan.ALL)
     # -- encode and store
@@ -782,7 +933,10 @@ def adamw_float32_amsgrad_8_round(
                     max_exp_avg_sq_row_means_ptr, row_sum_for_max_exp_avg_sq_row_means_ptr, extent_columns, at, live,
                 )
                 max_exp_avg_sq_row_means_terms += tl.sum(max_exp_avg_sq_row_means_term, 0)
-            tl.store(mat_sum_for_max_exp_avg_sq_row_factor_ptr + number + tl.arange(0, 1), tl.sum(tl.reshape(max_exp_avg_sq_row_means_terms, [1, 256]), 1))
+            tl.store(
+                mat_sum_for_max_exp_avg_sq_row_factor_ptr + number + tl.arange(0, 1),
+                tl.sum(tl.reshape(max_exp_avg_sq_row_means_terms, [1, 256]), 1)
+            )
     else:
         for group in range(first, end, 2048 // LANES):
             number = group + tl.arange(0, 2048 // LANES)
@@ -792,7 +946,10 @@ def adamw_float32_amsgrad_8_round(
             max_exp_avg_sq_row_means_term = adamw_float32_amsgrad_8_values(
                 max_exp_avg_sq_row_means_ptr, row_sum_for_max_exp_avg_sq_row_means_ptr, extent_columns, at, live,
             )
-            tl.store(mat_sum_for_max_exp_avg_sq_row_factor_ptr + number, tl.sum(max_exp_avg_sq_row_means_term, 1), mask=number < end)
+            tl.store(
+                mat_sum_for_max_exp_avg_sq_row_factor_ptr + number, tl.sum(max_exp_avg_sq_row_means_term, 1),
+                mask=number < end
+            )
 
 
 @triton.jit
@@ -801,7 +958,9 @@ def adamw_float32_amsgrad_9_values(
 ):
     """Values of columns."""
     col_sum_for_max_exp_avg_sq_col_factor = get(col_sum_for_max_exp_avg_sq_col_factor_ptr, at, live, True)
-    max_exp_avg_sq_col_factor = tl.maximum(col_sum_for_max_exp_avg_sq_col_factor / extent_rows, 7.888609052210118e-31, propagate_nan=tl.PropagateNan.ALL)
+    max_exp_avg_sq_col_factor = tl.maximum(
+        col_sum_for_max_exp_avg_sq_col_factor / extent_rows, 7.888609052210118e-31, propagate_nan=tl.PropagateNan.ALL
+    )
     put(max_exp_avg_sq_col_ptr, at, max_exp_avg_sq_col_factor, live, True)
 
 
@@ -825,7 +984,14 @@ def adamw_float32_amsgrad_10_values(
 ):
     """Values of matrices."""
     mat_sum_for_max_exp_avg_sq_row_factor = get(mat_sum_for_max_exp_avg_sq_row_factor_ptr, at, live, True)
-    put(mat_max_2_ptr, at, tl.maximum(mat_sum_for_max_exp_avg_sq_row_factor / extent_rows, 1.1754943508222875e-38, propagate_nan=tl.PropagateNan.ALL), live, True)
+    put(
+        mat_max_2_ptr, at,
+        tl.maximum(
+            mat_sum_for_max_exp_avg_sq_row_factor / extent_rows, 1.1754943508222875e-38,
+            propagate_nan=tl.PropagateNan.ALL
+        ),
+        live, True
+    )
 
 
 @triton.jit
@@ -849,9 +1015,14 @@ def adamw_float32_amsgrad_11_values(
     """Values of rows."""
     max_exp_avg_sq_row_means = get(max_exp_avg_sq_row_means_ptr, at, live, True)
     mat_max_2 = get(mat_max_2_ptr, at_mat, live, True)
-    max_exp_avg_sq_row_factor = tl.maximum(max_exp_avg_sq_row_means / mat_max_2, 7.888609052210118e-31, propagate_nan=tl.PropagateNan.ALL)
+    max_exp_avg_sq_row_factor = tl.maximum(
+        max_exp_avg_sq_row_means / mat_max_2, 7.888609052210118e-31, propagate_nan=tl.PropagateNan.ALL
+    )
     put(max_exp_avg_sq_row_ptr, at, max_exp_avg_sq_row_factor, live, True)
-    put(row_min_ptr, at, tl.minimum(max_exp_avg_sq_row_factor, 1.1754943508222875e-38, propagate_nan=tl.PropagateNan.ALL), live, True)
+    put(
+        row_min_ptr, at,
+        tl.minimum(max_exp_avg_sq_row_factor, 1.1754943508222875e-38, propagate_nan=tl.PropagateNan.ALL), live, True
+    )
 
 
 @triton.jit
@@ -934,24 +1105,62 @@ def adamw_float32_amsgrad_12_tile(
     exp_avg_scale_mul = beta1 * exp_avg_scale
     exp_avg_piece_cast = (exp_avg_piece - 7).to(tl.float32)
     exp_avg_piece_abs = tl.abs(exp_avg_piece_cast)
-    exp_avg_piece_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_piece_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_piece_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_piece_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_piece_min = tl.minimum(
+        tl.maximum(
+            tl.maximum(
+                tl.maximum(
+                    tl.fma(0.22499999403953552, exp_avg_piece_abs, -0.6875),
+                    tl.fma(0.044999998062849045, exp_avg_piece_abs, -0.05749999359250069),
+                    propagate_nan=tl.PropagateNan.ALL
+                ),
+                tl.fma(0.027000002562999725, exp_avg_piece_abs, -0.021500002592802048),
+                propagate_nan=tl.PropagateNan.ALL
+            ),
+            0.0, propagate_nan=tl.PropagateNan.ALL
+        ),
+        1.0, propagate_nan=tl.PropagateNan.ALL
+    )
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * tl.where(exp_avg_piece_cast < 0.0, -1.0 * exp_avg_piece_min, exp_avg_piece_min))
+    exp_avg = tl.fma(
+        one_minus_beta1_times_grad_scale, g,
+        exp_avg_scale_mul * tl.where(exp_avg_piece_cast < 0.0, -1.0 * exp_avg_piece_min, exp_avg_piece_min)
+    )
     # max_exp_avg_sq as it is kept
-    max_exp_avg_sq_kept = tl.maximum(max_exp_avg_sq_row * max_exp_avg_sq_col, row_min, propagate_nan=tl.PropagateNan.ALL)
+    max_exp_avg_sq_kept = tl.maximum(
+        max_exp_avg_sq_row * max_exp_avg_sq_col, row_min, propagate_nan=tl.PropagateNan.ALL
+    )
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq_kept), scalar_2, scalar_3)), p)
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED, True)
-    exp_avg_scale = tl.where(exp_avg_top < 0x7f800000, tl.maximum(exp_avg_top, 0x4800000), 0x7fc00000).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(
+        exp_avg_top < 0x7f800000, tl.maximum(exp_avg_top, 0x4800000), 0x7fc00000
+    ).to(tl.float32, bitcast=True)
     put(exp_avg_scale_ptr, at_block, exp_avg_scale, live_block, MASKED)
     exp_avg_scale_rcp = inverse(exp_avg_scale)
     exp_avg_number = exp_avg_scale_rcp * exp_avg
     exp_avg_number_abs = tl.abs(exp_avg_number)
-    exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
-    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
+    exp_avg_number_rint = rint(
+        tl.minimum(
+            tl.minimum(
+                tl.minimum(
+                    tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065),
+                    tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL
+                ),
+                tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL
+            ),
+            7.0, propagate_nan=tl.PropagateNan.ALL
+        )
+    )
+    exp_avg_code = (
+        tl.where(
+            exp_avg_number < 0.9437500238418579,
+            tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0
+        )
+        + 7.0
+    ).to(tl.int32)
     put(exp_avg_codes_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
@@ -1041,26 +1250,67 @@ def adamw_bfloat16_amsgrad_12_tile(
     exp_avg_scale_mul = beta1 * exp_avg_scale
     exp_avg_piece_cast = (exp_avg_piece - 7).to(tl.float32)
     exp_avg_piece_abs = tl.abs(exp_avg_piece_cast)
-    exp_avg_piece_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_piece_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_piece_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_piece_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_piece_min = tl.minimum(
+        tl.maximum(
+            tl.maximum(
+                tl.maximum(
+                    tl.fma(0.22499999403953552, exp_avg_piece_abs, -0.6875),
+                    tl.fma(0.044999998062849045, exp_avg_piece_abs, -0.05749999359250069),
+                    propagate_nan=tl.PropagateNan.ALL
+                ),
+                tl.fma(0.027000002562999725, exp_avg_piece_abs, -0.021500002592802048),
+                propagate_nan=tl.PropagateNan.ALL
+            ),
+            0.0, propagate_nan=tl.PropagateNan.ALL
+        ),
+        1.0, propagate_nan=tl.PropagateNan.ALL
+    )
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, widened(g_stored), exp_avg_scale_mul * tl.where(exp_avg_piece_cast < 0.0, -1.0 * exp_avg_piece_min, exp_avg_piece_min))
+    exp_avg = tl.fma(
+        one_minus_beta1_times_grad_scale, widened(g_stored),
+        exp_avg_scale_mul * tl.where(exp_avg_piece_cast < 0.0, -1.0 * exp_avg_piece_min, exp_avg_piece_min)
+    )
     # max_exp_avg_sq as it is kept
-    max_exp_avg_sq_kept = tl.maximum(max_exp_avg_sq_row * max_exp_avg_sq_col, row_min, propagate_nan=tl.PropagateNan.ALL)
+    max_exp_avg_sq_kept = tl.maximum(
+        max_exp_avg_sq_row * max_exp_avg_sq_col, row_min, propagate_nan=tl.PropagateNan.ALL
+    )
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq_kept), scalar_2, scalar_3)), p)
     # -- encode and store
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(
+        p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live,
+        MASKED
+    )
     exp_avg_top = block_magnitude(exp_avg, live, MASKED, True)
-    exp_avg_scale = tl.where(exp_avg_top < 0x7f800000, tl.maximum(exp_avg_top, 0x4800000), 0x7fc00000).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(
+        exp_avg_top < 0x7f800000, tl.maximum(exp_avg_top, 0x4800000), 0x7fc00000
+    ).to(tl.float32, bitcast=True)
     put(exp_avg_scale_ptr, at_block, exp_avg_scale, live_block, MASKED)
     exp_avg_scale_rcp = inverse(exp_avg_scale)
     exp_avg_number = exp_avg_scale_rcp * exp_avg
     exp_avg_number_abs = tl.abs(exp_avg_number)
-    exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
-    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
+    exp_avg_number_rint = rint(
+        tl.minimum(
+            tl.minimum(
+                tl.minimum(
+                    tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065),
+                    tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL
+                ),
+                tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL
+            ),
+            7.0, propagate_nan=tl.PropagateNan.ALL
+        )
+    )
+    exp_avg_code = (
+        tl.where(
+            exp_avg_number < 0.9437500238418579,
+            tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0
+        )
+        + 7.0
+    ).to(tl.int32)
     put(exp_avg_codes_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
@@ -1150,24 +1400,62 @@ def adamw_float16_amsgrad_12_tile(
     exp_avg_scale_mul = beta1 * exp_avg_scale
     exp_avg_piece_cast = (exp_avg_piece - 7).to(tl.float32)
     exp_avg_piece_abs = tl.abs(exp_avg_piece_cast)
-    exp_avg_piece_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_piece_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_piece_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_piece_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_piece_min = tl.minimum(
+        tl.maximum(
+            tl.maximum(
+                tl.maximum(
+                    tl.fma(0.22499999403953552, exp_avg_piece_abs, -0.6875),
+                    tl.fma(0.044999998062849045, exp_avg_piece_abs, -0.05749999359250069),
+                    propagate_nan=tl.PropagateNan.ALL
+                ),
+                tl.fma(0.027000002562999725, exp_avg_piece_abs, -0.021500002592802048),
+                propagate_nan=tl.PropagateNan.ALL
+            ),
+            0.0, propagate_nan=tl.PropagateNan.ALL
+        ),
+        1.0, propagate_nan=tl.PropagateNan.ALL
+    )
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_stored.to(tl.float32), exp_avg_scale_mul * tl.where(exp_avg_piece_cast < 0.0, -1.0 * exp_avg_piece_min, exp_avg_piece_min))
+    exp_avg = tl.fma(
+        one_minus_beta1_times_grad_scale, g_stored.to(tl.float32),
+        exp_avg_scale_mul * tl.where(exp_avg_piece_cast < 0.0, -1.0 * exp_avg_piece_min, exp_avg_piece_min)
+    )
     # max_exp_avg_sq as it is kept
-    max_exp_avg_sq_kept = tl.maximum(max_exp_avg_sq_row * max_exp_avg_sq_col, row_min, propagate_nan=tl.PropagateNan.ALL)
+    max_exp_avg_sq_kept = tl.maximum(
+        max_exp_avg_sq_row * max_exp_avg_sq_col, row_min, propagate_nan=tl.PropagateNan.ALL
+    )
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq_kept), scalar_2, scalar_3)), p)
     # -- encode and store
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED, True)
-    exp_avg_scale = tl.where(exp_avg_top < 0x7f800000, tl.maximum(exp_avg_top, 0x4800000), 0x7fc00000).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(
+        exp_avg_top < 0x7f800000, tl.maximum(exp_avg_top, 0x4800000), 0x7fc00000
+    ).to(tl.float32, bitcast=True)
     put(exp_avg_scale_ptr, at_block, exp_avg_scale, live_block, MASKED)
     exp_avg_scale_rcp = inverse(exp_avg_scale)
     exp_avg_number = exp_avg_scale_rcp * exp_avg
     exp_avg_number_abs = tl.abs(exp_avg_number)
-    exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
-    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
+    exp_avg_number_rint = rint(
+        tl.minimum(
+            tl.minimum(
+                tl.minimum(
+                    tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065),
+                    tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL
+                ),
+                tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL
+            ),
+            7.0, propagate_nan=tl.PropagateNan.ALL
+        )
+    )
+    exp_avg_code = (
+        tl.where(
+            exp_avg_number < 0.9437500238418579,
+            tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0
+        )
+        + 7.0
+    ).to(tl.int32)
     put(exp_avg_codes_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
@@ -1211,7 +1499,8 @@ def adamw_float16_amsgrad_12_flat(
 TILE = {
 }
 
-# What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
+# What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a
+#     time.
 OPTIONS = {
 }
 

@@ -59,7 +59,10 @@ struct weight_float16 {
         const I subnormal = bits(9.094947017729282e-13f * to_float(wide));
         const I normal = (wide >> 3) + 0x38000000;
         const I finite = where(wide < 0x4000000, subnormal, normal);
-        return as_float(bits(as_float(where(wide < 0x7c000000, finite, 0x7fc00000 - to_int(wide == 0x7c000000) * 0x400000))) | (high & 0x8000) << 16);
+        return as_float(
+            bits(as_float(where(wide < 0x7c000000, finite, 0x7fc00000 - to_int(wide == 0x7c000000) * 0x400000)))
+            | (high & 0x8000) << 16
+        );
     }
     template <class Noise> void encode(int i, F x, const Noise &noise) const {
         const I x_bitcast = bits(x);
@@ -70,7 +73,9 @@ struct weight_float16 {
         const F magnitude_mul = 1099511627776.0f * magnitude_bitcast;
         const F whole = floor(magnitude_mul);
         const I rebiased = min(I(0xf800000), magnitude - 0x38000000);
-        const I wide = where(is_subnormal, to_int(magnitude_mul) + to_int(floor(magnitude_mul - whole + 0.5f)), rebiased << 3);
+        const I wide = where(
+            is_subnormal, to_int(magnitude_mul) + to_int(floor(magnitude_mul - whole + 0.5f)), rebiased << 3
+        );
         const I word = where(x == x, wide, I(0x7e000000)) + 0x8000;
         const I low = word & 0xffff;
         const I kept_ = low - 0x8000;
@@ -120,7 +125,8 @@ struct adamw_kernel {
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
+            // 30  p = decoupled(p, rate, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
             const I exp_avg_x_bits = bits(exp_avg_2);
@@ -139,7 +145,8 @@ struct adamw_amsgrad_kernel {
     static constexpr int DRAWN = NOISE.mask({1, 0, P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{2, ELEMENT, true}, {2, ELEMENT, true}, {2, ELEMENT, true}});
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{2, ELEMENT, true}, {2, ELEMENT, true}, {2, ELEMENT,
+        true}});
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -178,7 +185,8 @@ struct adamw_amsgrad_kernel {
             const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
+            // 30  p = decoupled(p, rate, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
             const I exp_avg_x_bits = bits(exp_avg_2);
@@ -188,7 +196,10 @@ struct adamw_amsgrad_kernel {
             weight.encode(i, p_3, noise);
             store_half<2>(exp_avg_at + i, bits_or_nan(as_float(exp_avg_x_bits)) + integer<0>(noise));
             store_half<2>(exp_avg_sq_at + i, bits_or_nan(as_float(exp_avg_sq_x_bits)) + integer<1>(noise));
-            store_half<2>(max_exp_avg_sq_at + i, where(max_exp_avg_sq_2 == max_exp_avg_sq_2, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, I(0x7fc00000)));
+            store_half<2>(
+                max_exp_avg_sq_at + i,
+                where(max_exp_avg_sq_2 == max_exp_avg_sq_2, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, I(0x7fc00000))
+            );
         }
     }
 };

@@ -61,7 +61,9 @@ struct adamw_kernel {
     static constexpr int DRAWN = NOISE.mask({P}), KEPT = NOISE.mask({P});
     static constexpr int BLOCK = 128, TILE = elements_of_tile(128, 2 + count(KEPT)), SCALARS = 7;
     // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}});
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>(
+        {{4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}}
+    );
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -71,7 +73,8 @@ struct adamw_kernel {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         // 4-bit codes [n]  read and written
         uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[parts<Weight>() + 1];
-        float *__restrict exp_avg_scale_at = (float *)at[parts<Weight>() + 2];  // float32 [blocks of 128]  read and written
+        // float32 [blocks of 128]  read and written
+        float *__restrict exp_avg_scale_at = (float *)at[parts<Weight>() + 2];
         // 4-bit codes [n]  read and written
         uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[parts<Weight>() + 3];
         // float32 [blocks of 128]  read and written
@@ -125,11 +128,28 @@ struct adamw_kernel {
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
                 const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
-                const F exp_avg_piece_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_piece_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_piece_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_piece_abs, -0.021500002592802048f))));
+                const F exp_avg_piece_min = min(
+                    F(1.0f),
+                    max(
+                        F(0.0f),
+                        max(
+                            max(
+                                fma(0.22499999403953552f, exp_avg_piece_abs, -0.6875f),
+                                fma(0.044999998062849045f, exp_avg_piece_abs, -0.05749999359250069f)
+                            ),
+                            fma(0.027000002562999725f, exp_avg_piece_abs, -0.021500002592802048f)
+                        )
+                    )
+                );
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
+                const F exp_avg = fma(
+                    one_minus_beta1_times_grad_scale, g,
+                    exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min)
+                );
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_2 * g, g, exp_avg_sq_scale_mul * (as_float(exp_avg_sq_piece + 1 | 0x4b000000) - 8388608.0f));
+                const F exp_avg_sq = fma(
+                    scalar_2 * g, g, exp_avg_sq_scale_mul * (as_float(exp_avg_sq_piece + 1 | 0x4b000000) - 8388608.0f)
+                );
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
                 exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(abs(exp_avg_sq)), i, end);
                 words.keep(noise, i);
@@ -144,9 +164,13 @@ struct adamw_kernel {
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
-            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x2b8cbccc), exp_avg_top), I(0x7fc00000)));
+            const F exp_avg_scale_2 = as_float(
+                where(exp_avg_top < 0x7f800000, max(I(0x2b8cbccc), exp_avg_top), I(0x7fc00000))
+            );
             const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
-            const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_top < 0x7f800000, max(I(0x2b8cbccc), exp_avg_sq_top), I(0x7fc00000)));
+            const F exp_avg_sq_scale_2 = as_float(
+                where(exp_avg_sq_top < 0x7f800000, max(I(0x2b8cbccc), exp_avg_sq_top), I(0x7fc00000))
+            );
             const F exp_avg_sq_scale_rcp = 1.0f / exp_avg_sq_scale_2;
             store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
             store(exp_avg_sq_scale_rcp_kept + b, exp_avg_sq_scale_rcp);
@@ -182,10 +206,29 @@ struct adamw_kernel {
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
                 const F exp_avg_number = exp_avg_scale_rcp * exp_avg;
                 const F exp_avg_number_abs = abs(exp_avg_number);
-                const F exp_avg_number_rint = rint(min(F(7.0f), min(min(fma(61.538455963134766f, exp_avg_number_abs, 0.33076924085617065f), fma(11.111111640930176f, exp_avg_number_abs, 1.8888888359069824f)), fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f))));
-                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
+                const F exp_avg_number_rint = rint(
+                    min(
+                        F(7.0f),
+                        min(
+                            min(
+                                fma(61.538455963134766f, exp_avg_number_abs, 0.33076924085617065f),
+                                fma(11.111111640930176f, exp_avg_number_abs, 1.8888888359069824f)
+                            ),
+                            fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f)
+                        )
+                    )
+                );
+                const I exp_avg_code_2 = to_int(
+                    where(
+                        exp_avg_number < 0.9437500238418579f,
+                        where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)
+                    )
+                    + 7.0f
+                );
                 const F exp_avg_sq_number = exp_avg_sq_scale_rcp * exp_avg_sq;
-                const I exp_avg_sq_code_2 = to_int(rint(min(F(16.0f), max(F(1.0f), 16.0f * max(F(0.0f), exp_avg_sq_number)))) - 1.0f);
+                const I exp_avg_sq_code_2 = to_int(
+                    rint(min(F(16.0f), max(F(1.0f), 16.0f * max(F(0.0f), exp_avg_sq_number)))) - 1.0f
+                );
                 store(exp_avg_codes_at + i, exp_avg_code_2);
                 store(exp_avg_sq_codes_at + i, exp_avg_sq_code_2);
             }
@@ -235,7 +278,8 @@ struct adamw_small_kernel {
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
+            // 30  p = decoupled(p, rate, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
             weight.encode(i, p_3, noise);
@@ -252,7 +296,12 @@ struct adamw_amsgrad_kernel {
     static constexpr int DRAWN = NOISE.mask({P}), KEPT = NOISE.mask({P});
     static constexpr int BLOCK = 128, TILE = elements_of_tile(128, 3 + count(KEPT)), SCALARS = 7;
     // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}});
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>(
+        {
+            {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true},
+            {4, BLOCK_OF, true}
+        }
+    );
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -262,7 +311,8 @@ struct adamw_amsgrad_kernel {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         // 4-bit codes [n]  read and written
         uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[parts<Weight>() + 1];
-        float *__restrict exp_avg_scale_at = (float *)at[parts<Weight>() + 2];  // float32 [blocks of 128]  read and written
+        // float32 [blocks of 128]  read and written
+        float *__restrict exp_avg_scale_at = (float *)at[parts<Weight>() + 2];
         // 4-bit codes [n]  read and written
         uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[parts<Weight>() + 3];
         // float32 [blocks of 128]  read and written
@@ -329,16 +379,35 @@ struct adamw_amsgrad_kernel {
                 const I exp_avg_piece = to_int(exp_avg_code);
                 const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_codes_at + i);
                 const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_code);
-                const F max_exp_avg_sq_value = max_exp_avg_sq_scale_mul * (as_float(max_exp_avg_sq_piece + 1 | 0x4b000000) - 8388608.0f);
+                const F max_exp_avg_sq_value = max_exp_avg_sq_scale_mul * (
+                    as_float(max_exp_avg_sq_piece + 1 | 0x4b000000) - 8388608.0f
+                );
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
                 const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
-                const F exp_avg_piece_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_piece_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_piece_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_piece_abs, -0.021500002592802048f))));
+                const F exp_avg_piece_min = min(
+                    F(1.0f),
+                    max(
+                        F(0.0f),
+                        max(
+                            max(
+                                fma(0.22499999403953552f, exp_avg_piece_abs, -0.6875f),
+                                fma(0.044999998062849045f, exp_avg_piece_abs, -0.05749999359250069f)
+                            ),
+                            fma(0.027000002562999725f, exp_avg_piece_abs, -0.021500002592802048f)
+                        )
+                    )
+                );
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
+                const F exp_avg = fma(
+                    one_minus_beta1_times_grad_scale, g,
+                    exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min)
+                );
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_2 * g, g, exp_avg_sq_scale_mul * (as_float(exp_avg_sq_piece + 1 | 0x4b000000) - 8388608.0f));
+                const F exp_avg_sq = fma(
+                    scalar_2 * g, g, exp_avg_sq_scale_mul * (as_float(exp_avg_sq_piece + 1 | 0x4b000000) - 8388608.0f)
+                );
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq = max(max_exp_avg_sq_value, exp_avg_sq);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
@@ -359,11 +428,17 @@ struct adamw_amsgrad_kernel {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
             const I max_exp_avg_sq_top = largest(max_exp_avg_sq_top_kept + b);
-            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x2b8cbccc), exp_avg_top), I(0x7fc00000)));
+            const F exp_avg_scale_2 = as_float(
+                where(exp_avg_top < 0x7f800000, max(I(0x2b8cbccc), exp_avg_top), I(0x7fc00000))
+            );
             const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
-            const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_top < 0x7f800000, max(I(0x2b8cbccc), exp_avg_sq_top), I(0x7fc00000)));
+            const F exp_avg_sq_scale_2 = as_float(
+                where(exp_avg_sq_top < 0x7f800000, max(I(0x2b8cbccc), exp_avg_sq_top), I(0x7fc00000))
+            );
             const F exp_avg_sq_scale_rcp = 1.0f / exp_avg_sq_scale_2;
-            const F max_exp_avg_sq_scale_2 = as_float(where(max_exp_avg_sq_top < 0x7f800000, max(I(0x2b8cbccc), max_exp_avg_sq_top), I(0x7fc00000)));
+            const F max_exp_avg_sq_scale_2 = as_float(
+                where(max_exp_avg_sq_top < 0x7f800000, max(I(0x2b8cbccc), max_exp_avg_sq_top), I(0x7fc00000))
+            );
             const F max_exp_avg_sq_scale_rcp = 1.0f / max_exp_avg_sq_scale_2;
             store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
             store(exp_avg_sq_scale_rcp_kept + b, exp_avg_sq_scale_rcp);
@@ -404,12 +479,33 @@ struct adamw_amsgrad_kernel {
                 const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
                 const F exp_avg_number = exp_avg_scale_rcp * exp_avg;
                 const F exp_avg_number_abs = abs(exp_avg_number);
-                const F exp_avg_number_rint = rint(min(F(7.0f), min(min(fma(61.538455963134766f, exp_avg_number_abs, 0.33076924085617065f), fma(11.111111640930176f, exp_avg_number_abs, 1.8888888359069824f)), fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f))));
-                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
+                const F exp_avg_number_rint = rint(
+                    min(
+                        F(7.0f),
+                        min(
+                            min(
+                                fma(61.538455963134766f, exp_avg_number_abs, 0.33076924085617065f),
+                                fma(11.111111640930176f, exp_avg_number_abs, 1.8888888359069824f)
+                            ),
+                            fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f)
+                        )
+                    )
+                );
+                const I exp_avg_code_2 = to_int(
+                    where(
+                        exp_avg_number < 0.9437500238418579f,
+                        where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)
+                    )
+                    + 7.0f
+                );
                 const F exp_avg_sq_number = exp_avg_sq_scale_rcp * exp_avg_sq;
-                const I exp_avg_sq_code_2 = to_int(rint(min(F(16.0f), max(F(1.0f), 16.0f * max(F(0.0f), exp_avg_sq_number)))) - 1.0f);
+                const I exp_avg_sq_code_2 = to_int(
+                    rint(min(F(16.0f), max(F(1.0f), 16.0f * max(F(0.0f), exp_avg_sq_number)))) - 1.0f
+                );
                 const F max_exp_avg_sq_number = max_exp_avg_sq_scale_rcp * max_exp_avg_sq;
-                const I max_exp_avg_sq_code_2 = to_int(rint(min(F(16.0f), max(F(1.0f), 16.0f * max(F(0.0f), max_exp_avg_sq_number)))) - 1.0f);
+                const I max_exp_avg_sq_code_2 = to_int(
+                    rint(min(F(16.0f), max(F(1.0f), 16.0f * max(F(0.0f), max_exp_avg_sq_number)))) - 1.0f
+                );
                 store(exp_avg_codes_at + i, exp_avg_code_2);
                 store(exp_avg_sq_codes_at + i, exp_avg_sq_code_2);
                 store(max_exp_avg_sq_codes_at + i, max_exp_avg_sq_code_2);
@@ -432,7 +528,8 @@ struct adamw_amsgrad_small_kernel {
     static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}});
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT,
+        true}});
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -466,7 +563,8 @@ struct adamw_amsgrad_small_kernel {
             const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
+            // 30  p = decoupled(p, rate, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
             weight.encode(i, p_3, noise);

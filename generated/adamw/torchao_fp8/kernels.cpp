@@ -61,7 +61,9 @@ struct adamw_kernel {
     static constexpr int DRAWN = NOISE.mask({P}), KEPT = NOISE.mask({P});
     static constexpr int BLOCK = 256, TILE = elements_of_tile(256, 2 + count(KEPT)), SCALARS = 8;
     // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{1, ELEMENT, true}, {4, BLOCK_OF, true}, {1, ELEMENT, true}, {4, BLOCK_OF, true}});
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>(
+        {{1, ELEMENT, true}, {4, BLOCK_OF, true}, {1, ELEMENT, true}, {4, BLOCK_OF, true}}
+    );
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -71,7 +73,8 @@ struct adamw_kernel {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         // uint8 [n]  read and written
         uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[parts<Weight>() + 1];
-        float *__restrict exp_avg_scale_at = (float *)at[parts<Weight>() + 2];  // float32 [blocks of 256]  read and written
+        // float32 [blocks of 256]  read and written
+        float *__restrict exp_avg_scale_at = (float *)at[parts<Weight>() + 2];
         // uint8 [n]  read and written
         uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[parts<Weight>() + 3];
         // float32 [blocks of 256]  read and written
@@ -128,7 +131,9 @@ struct adamw_kernel {
                 const I exp_avg_sq_size = exp_avg_sq_pattern & 127;
                 const F exp_avg_sq_count = as_float(exp_avg_sq_size | 0x4b000000) - 8388608.0f;
                 const F exp_avg_sq_normal = as_float((exp_avg_sq_size << 20) + 0x3c000000);
-                const F exp_avg_sq_number = where(exp_avg_sq_size < 8, 0.001953125f * exp_avg_sq_count, exp_avg_sq_normal);
+                const F exp_avg_sq_number = where(
+                    exp_avg_sq_size < 8, 0.001953125f * exp_avg_sq_count, exp_avg_sq_normal
+                );
                 const F exp_avg_sq_number_2 = as_float(bits(exp_avg_sq_number) | (exp_avg_sq_pattern & 128) << 24);
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * exp_avg_number_2);
@@ -150,11 +155,15 @@ struct adamw_kernel {
             const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
             const I exp_avg_share = bits(as_float(exp_avg_top) * one_over_448);
             const I exp_avg_share_where = where(exp_avg_top < 0x7f800000, exp_avg_share, I(0x7fc00000));
-            const F exp_avg_scale_2 = as_float(where(exp_avg_share_where < 0x7f800000, max(I(0x2720d7c5), exp_avg_share_where), I(0x7fc00000)));
+            const F exp_avg_scale_2 = as_float(
+                where(exp_avg_share_where < 0x7f800000, max(I(0x2720d7c5), exp_avg_share_where), I(0x7fc00000))
+            );
             const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
             const I exp_avg_sq_share = bits(as_float(exp_avg_sq_top) * one_over_448);
             const I exp_avg_sq_share_where = where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_share, I(0x7fc00000));
-            const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_share_where < 0x7f800000, max(I(0x2720d7c5), exp_avg_sq_share_where), I(0x7fc00000)));
+            const F exp_avg_sq_scale_2 = as_float(
+                where(exp_avg_sq_share_where < 0x7f800000, max(I(0x2720d7c5), exp_avg_sq_share_where), I(0x7fc00000))
+            );
             const F exp_avg_sq_scale_rcp = 1.0f / exp_avg_sq_scale_2;
             store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
             store(exp_avg_sq_scale_rcp_kept + b, exp_avg_sq_scale_rcp);
@@ -194,7 +203,9 @@ struct adamw_kernel {
                 const I exp_avg_word = bits(exp_avg_number_abs);
                 const I exp_avg_carry = (exp_avg_word >> 20 & 1) + 0x7ffff;
                 const I exp_avg_normal_2 = (exp_avg_word + exp_avg_carry >> 20) - 960;
-                const I exp_avg_pattern_2 = min(I(126), where(exp_avg_number_abs < 0.015625f, exp_avg_small, exp_avg_normal_2));
+                const I exp_avg_pattern_2 = min(
+                    I(126), where(exp_avg_number_abs < 0.015625f, exp_avg_small, exp_avg_normal_2)
+                );
                 const I exp_avg_pattern_3 = exp_avg_pattern_2 | bits(exp_avg_number_3) >> 24 & 128;
                 const F exp_avg_sq_number_3 = exp_avg_sq_scale_rcp * exp_avg_sq;
                 const F exp_avg_sq_number_abs = abs(exp_avg_sq_number_3);
@@ -202,7 +213,9 @@ struct adamw_kernel {
                 const I exp_avg_sq_word = bits(exp_avg_sq_number_abs);
                 const I exp_avg_sq_carry = (exp_avg_sq_word >> 20 & 1) + 0x7ffff;
                 const I exp_avg_sq_normal_2 = (exp_avg_sq_word + exp_avg_sq_carry >> 20) - 960;
-                const I exp_avg_sq_pattern_2 = min(I(126), where(exp_avg_sq_number_abs < 0.015625f, exp_avg_sq_small, exp_avg_sq_normal_2));
+                const I exp_avg_sq_pattern_2 = min(
+                    I(126), where(exp_avg_sq_number_abs < 0.015625f, exp_avg_sq_small, exp_avg_sq_normal_2)
+                );
                 const I exp_avg_sq_pattern_3 = exp_avg_sq_pattern_2 | bits(exp_avg_sq_number_3) >> 24 & 128;
                 store(exp_avg_codes_at + i, exp_avg_pattern_3);
                 store(exp_avg_sq_codes_at + i, exp_avg_sq_pattern_3);
@@ -248,7 +261,8 @@ struct adamw_small_kernel {
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
+            // 30  p = decoupled(p, rate, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
             weight.encode(i, p_3, noise);
@@ -265,7 +279,12 @@ struct adamw_amsgrad_kernel {
     static constexpr int DRAWN = NOISE.mask({P}), KEPT = NOISE.mask({P});
     static constexpr int BLOCK = 256, TILE = elements_of_tile(256, 3 + count(KEPT)), SCALARS = 8;
     // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{1, ELEMENT, true}, {4, BLOCK_OF, true}, {1, ELEMENT, true}, {4, BLOCK_OF, true}, {1, ELEMENT, true}, {4, BLOCK_OF, true}});
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>(
+        {
+            {1, ELEMENT, true}, {4, BLOCK_OF, true}, {1, ELEMENT, true}, {4, BLOCK_OF, true}, {1, ELEMENT, true},
+            {4, BLOCK_OF, true}
+        }
+    );
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -275,7 +294,8 @@ struct adamw_amsgrad_kernel {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         // uint8 [n]  read and written
         uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[parts<Weight>() + 1];
-        float *__restrict exp_avg_scale_at = (float *)at[parts<Weight>() + 2];  // float32 [blocks of 256]  read and written
+        // float32 [blocks of 256]  read and written
+        float *__restrict exp_avg_scale_at = (float *)at[parts<Weight>() + 2];
         // uint8 [n]  read and written
         uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[parts<Weight>() + 3];
         // float32 [blocks of 256]  read and written
@@ -344,15 +364,21 @@ struct adamw_amsgrad_kernel {
                 const I max_exp_avg_sq_size = max_exp_avg_sq_pattern & 127;
                 const F max_exp_avg_sq_count = as_float(max_exp_avg_sq_size | 0x4b000000) - 8388608.0f;
                 const F max_exp_avg_sq_normal = as_float((max_exp_avg_sq_size << 20) + 0x3c000000);
-                const F max_exp_avg_sq_number = where(max_exp_avg_sq_size < 8, 0.001953125f * max_exp_avg_sq_count, max_exp_avg_sq_normal);
-                const F max_exp_avg_sq_number_2 = as_float(bits(max_exp_avg_sq_number) | (max_exp_avg_sq_pattern & 128) << 24);
+                const F max_exp_avg_sq_number = where(
+                    max_exp_avg_sq_size < 8, 0.001953125f * max_exp_avg_sq_count, max_exp_avg_sq_normal
+                );
+                const F max_exp_avg_sq_number_2 = as_float(
+                    bits(max_exp_avg_sq_number) | (max_exp_avg_sq_pattern & 128) << 24
+                );
                 const F max_exp_avg_sq_value = max_exp_avg_sq_scale * max_exp_avg_sq_number_2;
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_pattern = to_int(exp_avg_sq_code);
                 const I exp_avg_sq_size = exp_avg_sq_pattern & 127;
                 const F exp_avg_sq_count = as_float(exp_avg_sq_size | 0x4b000000) - 8388608.0f;
                 const F exp_avg_sq_normal = as_float((exp_avg_sq_size << 20) + 0x3c000000);
-                const F exp_avg_sq_number = where(exp_avg_sq_size < 8, 0.001953125f * exp_avg_sq_count, exp_avg_sq_normal);
+                const F exp_avg_sq_number = where(
+                    exp_avg_sq_size < 8, 0.001953125f * exp_avg_sq_count, exp_avg_sq_normal
+                );
                 const F exp_avg_sq_number_2 = as_float(bits(exp_avg_sq_number) | (exp_avg_sq_pattern & 128) << 24);
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * exp_avg_number_2);
@@ -380,15 +406,26 @@ struct adamw_amsgrad_kernel {
             const I max_exp_avg_sq_top = largest(max_exp_avg_sq_top_kept + b);
             const I exp_avg_share = bits(as_float(exp_avg_top) * one_over_448);
             const I exp_avg_share_where = where(exp_avg_top < 0x7f800000, exp_avg_share, I(0x7fc00000));
-            const F exp_avg_scale_2 = as_float(where(exp_avg_share_where < 0x7f800000, max(I(0x2720d7c5), exp_avg_share_where), I(0x7fc00000)));
+            const F exp_avg_scale_2 = as_float(
+                where(exp_avg_share_where < 0x7f800000, max(I(0x2720d7c5), exp_avg_share_where), I(0x7fc00000))
+            );
             const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
             const I exp_avg_sq_share = bits(as_float(exp_avg_sq_top) * one_over_448);
             const I exp_avg_sq_share_where = where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_share, I(0x7fc00000));
-            const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_share_where < 0x7f800000, max(I(0x2720d7c5), exp_avg_sq_share_where), I(0x7fc00000)));
+            const F exp_avg_sq_scale_2 = as_float(
+                where(exp_avg_sq_share_where < 0x7f800000, max(I(0x2720d7c5), exp_avg_sq_share_where), I(0x7fc00000))
+            );
             const F exp_avg_sq_scale_rcp = 1.0f / exp_avg_sq_scale_2;
             const I max_exp_avg_sq_share = bits(as_float(max_exp_avg_sq_top) * one_over_448);
-            const I max_exp_avg_sq_share_where = where(max_exp_avg_sq_top < 0x7f800000, max_exp_avg_sq_share, I(0x7fc00000));
-            const F max_exp_avg_sq_scale_2 = as_float(where(max_exp_avg_sq_share_where < 0x7f800000, max(I(0x2720d7c5), max_exp_avg_sq_share_where), I(0x7fc00000)));
+            const I max_exp_avg_sq_share_where = where(
+                max_exp_avg_sq_top < 0x7f800000, max_exp_avg_sq_share, I(0x7fc00000)
+            );
+            const F max_exp_avg_sq_scale_2 = as_float(
+                where(
+                    max_exp_avg_sq_share_where < 0x7f800000, max(I(0x2720d7c5), max_exp_avg_sq_share_where),
+                    I(0x7fc00000)
+                )
+            );
             const F max_exp_avg_sq_scale_rcp = 1.0f / max_exp_avg_sq_scale_2;
             store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
             store(exp_avg_sq_scale_rcp_kept + b, exp_avg_sq_scale_rcp);
@@ -433,7 +470,9 @@ struct adamw_amsgrad_kernel {
                 const I exp_avg_word = bits(exp_avg_number_abs);
                 const I exp_avg_carry = (exp_avg_word >> 20 & 1) + 0x7ffff;
                 const I exp_avg_normal_2 = (exp_avg_word + exp_avg_carry >> 20) - 960;
-                const I exp_avg_pattern_2 = min(I(126), where(exp_avg_number_abs < 0.015625f, exp_avg_small, exp_avg_normal_2));
+                const I exp_avg_pattern_2 = min(
+                    I(126), where(exp_avg_number_abs < 0.015625f, exp_avg_small, exp_avg_normal_2)
+                );
                 const I exp_avg_pattern_3 = exp_avg_pattern_2 | bits(exp_avg_number_3) >> 24 & 128;
                 const F exp_avg_sq_number_3 = exp_avg_sq_scale_rcp * exp_avg_sq;
                 const F exp_avg_sq_number_abs = abs(exp_avg_sq_number_3);
@@ -441,15 +480,21 @@ struct adamw_amsgrad_kernel {
                 const I exp_avg_sq_word = bits(exp_avg_sq_number_abs);
                 const I exp_avg_sq_carry = (exp_avg_sq_word >> 20 & 1) + 0x7ffff;
                 const I exp_avg_sq_normal_2 = (exp_avg_sq_word + exp_avg_sq_carry >> 20) - 960;
-                const I exp_avg_sq_pattern_2 = min(I(126), where(exp_avg_sq_number_abs < 0.015625f, exp_avg_sq_small, exp_avg_sq_normal_2));
+                const I exp_avg_sq_pattern_2 = min(
+                    I(126), where(exp_avg_sq_number_abs < 0.015625f, exp_avg_sq_small, exp_avg_sq_normal_2)
+                );
                 const I exp_avg_sq_pattern_3 = exp_avg_sq_pattern_2 | bits(exp_avg_sq_number_3) >> 24 & 128;
                 const F max_exp_avg_sq_number_3 = max_exp_avg_sq_scale_rcp * max_exp_avg_sq;
                 const F max_exp_avg_sq_number_abs = abs(max_exp_avg_sq_number_3);
-                const I max_exp_avg_sq_small = bits(min(F(0.015625f), max_exp_avg_sq_number_abs) + 16384.0f) - 0x46800000;
+                const I max_exp_avg_sq_small = bits(
+                    min(F(0.015625f), max_exp_avg_sq_number_abs) + 16384.0f
+                ) - 0x46800000;
                 const I max_exp_avg_sq_word = bits(max_exp_avg_sq_number_abs);
                 const I max_exp_avg_sq_carry = (max_exp_avg_sq_word >> 20 & 1) + 0x7ffff;
                 const I max_exp_avg_sq_normal_2 = (max_exp_avg_sq_word + max_exp_avg_sq_carry >> 20) - 960;
-                const I max_exp_avg_sq_pattern_2 = min(I(126), where(max_exp_avg_sq_number_abs < 0.015625f, max_exp_avg_sq_small, max_exp_avg_sq_normal_2));
+                const I max_exp_avg_sq_pattern_2 = min(
+                    I(126), where(max_exp_avg_sq_number_abs < 0.015625f, max_exp_avg_sq_small, max_exp_avg_sq_normal_2)
+                );
                 const I max_exp_avg_sq_pattern_3 = max_exp_avg_sq_pattern_2 | bits(max_exp_avg_sq_number_3) >> 24 & 128;
                 store(exp_avg_codes_at + i, exp_avg_pattern_3);
                 store(exp_avg_sq_codes_at + i, exp_avg_sq_pattern_3);
@@ -466,7 +511,8 @@ struct adamw_amsgrad_small_kernel {
     static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}});
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT,
+        true}});
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -500,7 +546,8 @@ struct adamw_amsgrad_small_kernel {
             const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
+            // 30  p = decoupled(p, rate, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
             weight.encode(i, p_3, noise);

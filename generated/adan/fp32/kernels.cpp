@@ -65,7 +65,9 @@ struct adan_kernel {
     static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 13;
     // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}});
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>(
+        {{4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}}
+    );
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -112,7 +114,9 @@ struct adan_kernel {
             // 29  exp_avg_sq = beta3 * exp_avg_sq + (1 - beta3) * ahead * ahead
             const F exp_avg_sq_2 = fma(one_minus_beta3 * ahead_, ahead_, beta3 * exp_avg_sq);
             // 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
-            const F p_2 = fma(-fma(diff_lr, exp_avg_diff_2, avg_lr * exp_avg_2), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_6, scalar_7), p);
+            const F p_2 = fma(
+                -fma(diff_lr, exp_avg_diff_2, avg_lr * exp_avg_2), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_6, scalar_7), p
+            );
             const F p_3 = one_over_one_plus_lr_times_weight_decay * p_2;  // 34  p = proximal(p, lr, weight_decay)
             weight.encode(i, p_3, noise);
             store(exp_avg_at + i, exp_avg_2);

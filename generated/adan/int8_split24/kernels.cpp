@@ -64,7 +64,10 @@ struct weight_float16 {
         const I subnormal = bits(2.3283064365386963e-10f * to_float(wide));
         const I normal = (wide << 5) + 0x38000000;
         const I finite = where(wide < 0x40000, subnormal, normal);
-        return as_float(bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000))) | (high & 0x8000) << 16);
+        return as_float(
+            bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000)))
+            | (high & 0x8000) << 16
+        );
     }
     template <class Noise> void encode(int i, F x, const Noise &noise) const {
         const I x_bitcast = bits(x);
@@ -91,7 +94,12 @@ struct adan_kernel {
     static constexpr int DRAWN = NOISE.mask({P, 2, 1, 0}), KEPT = NOISE.mask({P, 2, 1, 0});
     static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 4 + count(KEPT)), SCALARS = 13;
     // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}});
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>(
+        {
+            {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true},
+            {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}
+        }
+    );
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -156,19 +164,27 @@ struct adan_kernel {
             const I16 prev_grad_scale = raw(prev_grad_scale_at + b);
             const I prev_grad_scale_bits = to_int(prev_grad_scale) << 15;
             const I prev_grad_scale_bits_2 = prev_grad_scale_bits & 0x7fffffff;
-            const F prev_grad_scale_2 = as_float(where(prev_grad_scale_bits_2 == 0x7f800000, I(0x7f7fffff), prev_grad_scale_bits_2));
+            const F prev_grad_scale_2 = as_float(
+                where(prev_grad_scale_bits_2 == 0x7f800000, I(0x7f7fffff), prev_grad_scale_bits_2)
+            );
             const I16 exp_avg_diff_scale = raw(exp_avg_diff_scale_at + b);
             const I exp_avg_diff_scale_bits = to_int(exp_avg_diff_scale) << 15;
             const I exp_avg_diff_scale_bits_2 = exp_avg_diff_scale_bits & 0x7fffffff;
-            const F exp_avg_diff_scale_2 = as_float(where(exp_avg_diff_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_diff_scale_bits_2));
+            const F exp_avg_diff_scale_2 = as_float(
+                where(exp_avg_diff_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_diff_scale_bits_2)
+            );
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
+            const F exp_avg_scale_2 = as_float(
+                where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2)
+            );
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
             const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_step = bits(
+                fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)
+            ) - 0x4b400000;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             const F prev_grad_scale_neg = -prev_grad_scale_2;
@@ -215,11 +231,19 @@ struct adan_kernel {
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 // 25  change = where(t > 1, g - prev_grad, 0.0)
-                const F change = where(0.0f < where_lt_one_t_one_zero, fma(prev_grad_scale_neg, prev_grad_code_2 / (254.0f - prev_grad_bend), g_2), F(0.0f));
+                const F change = where(
+                    0.0f < where_lt_one_t_one_zero,
+                    fma(prev_grad_scale_neg, prev_grad_code_2 / (254.0f - prev_grad_bend), g_2), F(0.0f)
+                );
                 // 27  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
-                const F exp_avg_diff = fma(one_minus_beta2, change, exp_avg_diff_scale_mul * (exp_avg_diff_code_2 / (254.0f - exp_avg_diff_bend)));
+                const F exp_avg_diff = fma(
+                    one_minus_beta2, change,
+                    exp_avg_diff_scale_mul * (exp_avg_diff_code_2 / (254.0f - exp_avg_diff_bend))
+                );
                 // 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
+                const F exp_avg = fma(
+                    one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend))
+                );
                 const F ahead_ = fma(beta2, change, g_2);                  // 28  ahead = g + beta2 * change
                 // 29  exp_avg_sq = beta3 * exp_avg_sq + (1 - beta3) * ahead * ahead
                 const F exp_avg_sq_2 = fma(one_minus_beta3 * ahead_, ahead_, beta3 * exp_avg_sq);
@@ -303,7 +327,9 @@ struct adan_kernel {
                 const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
                 const F p = weight.decode(i);
                 // 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
-                const F p_2 = fma(-fma(diff_lr, exp_avg_diff, avg_lr * exp_avg), 1.0f / fma(exp_avg_sq_sqrt, scalar_6, scalar_7), p);
+                const F p_2 = fma(
+                    -fma(diff_lr, exp_avg_diff, avg_lr * exp_avg), 1.0f / fma(exp_avg_sq_sqrt, scalar_6, scalar_7), p
+                );
                 const F p_3 = one_over_one_plus_lr_times_weight_decay * p_2;  // 34  p = proximal(p, lr, weight_decay)
                 weight.encode(i, p_3, noise);
             }
@@ -328,14 +354,25 @@ struct adan_kernel {
                 const F exp_avg_diff = load(exp_avg_diff_kept + i);
                 const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
                 const F g_2 = load(g_2_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
-                const I exp_avg_diff_pattern = bits(fma(exp_avg_diff, 1.0f / fma(0.003937007859349251f, abs(exp_avg_diff), exp_avg_diff_divisor_mul), 3200.0f));
+                const I exp_avg_pattern = bits(
+                    fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f)
+                );
+                const I exp_avg_diff_pattern = bits(
+                    fma(
+                        exp_avg_diff, 1.0f / fma(0.003937007859349251f, abs(exp_avg_diff), exp_avg_diff_divisor_mul),
+                        3200.0f
+                    )
+                );
                 const I exp_avg_sq_offset = fraction<2, 24>(noise) + exp_avg_sq_half_add;
-                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base,
+                    exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 store(exp_avg_codes_at + i, exp_avg_pattern + integer<0>(noise) >> 12);
                 store(exp_avg_diff_codes_at + i, exp_avg_diff_pattern + integer<1>(noise) >> 12);
                 store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
-                store(prev_grad_codes_at + i, bits(fma(g_2, 1.0f / fma(0.003937007859349251f, abs(g_2), prev_grad_divisor_mul), 12583040.0f)));
+                store(
+                    prev_grad_codes_at + i,
+                    bits(fma(g_2, 1.0f / fma(0.003937007859349251f, abs(g_2), prev_grad_divisor_mul), 12583040.0f))
+                );
             }
         }
     }
@@ -348,7 +385,9 @@ struct adan_small_kernel {
     static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 13;
     // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}});
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>(
+        {{4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}}
+    );
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -395,7 +434,9 @@ struct adan_small_kernel {
             // 29  exp_avg_sq = beta3 * exp_avg_sq + (1 - beta3) * ahead * ahead
             const F exp_avg_sq_2 = fma(one_minus_beta3 * ahead_, ahead_, beta3 * exp_avg_sq);
             // 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
-            const F p_2 = fma(-fma(diff_lr, exp_avg_diff_2, avg_lr * exp_avg_2), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_6, scalar_7), p);
+            const F p_2 = fma(
+                -fma(diff_lr, exp_avg_diff_2, avg_lr * exp_avg_2), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_6, scalar_7), p
+            );
             const F p_3 = one_over_one_plus_lr_times_weight_decay * p_2;  // 34  p = proximal(p, lr, weight_decay)
             weight.encode(i, p_3, noise);
             store(exp_avg_at + i, exp_avg_2);

@@ -63,7 +63,8 @@ struct ademamix_kernel {
     static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 11;
     // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}});
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT,
+        true}});
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -101,9 +102,13 @@ struct ademamix_kernel {
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             // 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_4 * g, g, beta2 * exp_avg_sq);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                    // 32  p = decoupled(p, lr, weight_decay)
+            // 32  p = decoupled(p, lr, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;
             // 37  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
-            const F p_3 = fma(-fma(scalar_6, exp_avg_slow_2, lr_times_one_over_one_minus_beta1_pow_t * exp_avg_2), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_7, scalar_8), p_2);
+            const F p_3 = fma(
+                -fma(scalar_6, exp_avg_slow_2, lr_times_one_over_one_minus_beta1_pow_t * exp_avg_2),
+                1.0f / fma(sqrt(exp_avg_sq_2), scalar_7, scalar_8), p_2
+            );
             weight.encode(i, p_3, noise);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_slow_at + i, exp_avg_slow_2);

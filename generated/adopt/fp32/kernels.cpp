@@ -162,9 +162,12 @@ struct adopt_decoupled_weight_decay_kernel {
 template <class Grad> using adopt_float32 = adopt_kernel<weight_float32, Grad>;
 template <class Grad> using adopt_bfloat16 = adopt_kernel<weight_bfloat16, Grad>;
 template <class Grad> using adopt_float16 = adopt_kernel<weight_float16, Grad>;
-template <class Grad> using adopt_float32_decoupled_weight_decay = adopt_decoupled_weight_decay_kernel<weight_float32, Grad>;
-template <class Grad> using adopt_bfloat16_decoupled_weight_decay = adopt_decoupled_weight_decay_kernel<weight_bfloat16, Grad>;
-template <class Grad> using adopt_float16_decoupled_weight_decay = adopt_decoupled_weight_decay_kernel<weight_float16, Grad>;
+template <class Grad> using adopt_float32_decoupled_weight_decay = adopt_decoupled_weight_decay_kernel<weight_float32,
+    Grad>;
+template <class Grad> using adopt_bfloat16_decoupled_weight_decay = adopt_decoupled_weight_decay_kernel<weight_bfloat16,
+    Grad>;
+template <class Grad> using adopt_float16_decoupled_weight_decay = adopt_decoupled_weight_decay_kernel<weight_float16,
+    Grad>;
 
 }  // namespace
 

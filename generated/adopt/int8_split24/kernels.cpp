@@ -60,7 +60,10 @@ struct weight_float16 {
         const I subnormal = bits(2.3283064365386963e-10f * to_float(wide));
         const I normal = (wide << 5) + 0x38000000;
         const I finite = where(wide < 0x40000, subnormal, normal);
-        return as_float(bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000))) | (high & 0x8000) << 16);
+        return as_float(
+            bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000)))
+            | (high & 0x8000) << 16
+        );
     }
     template <class Noise> void encode(int i, F x, const Noise &noise) const {
         const I x_bitcast = bits(x);
@@ -87,7 +90,9 @@ struct adopt_kernel {
     static constexpr int DRAWN = NOISE.mask({P, 1, 0}), KEPT = NOISE.mask({P, 1, 0});
     static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2 + count(KEPT)), SCALARS = 10;
     // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}});
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>(
+        {{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}}
+    );
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -133,13 +138,17 @@ struct adopt_kernel {
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
             const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_step = bits(
+                fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)
+            ) - 0x4b400000;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
+            const F exp_avg_scale_2 = as_float(
+                where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2)
+            );
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
             store(exp_avg_sq_step_kept + b, exp_avg_sq_step);
@@ -155,7 +164,9 @@ struct adopt_kernel {
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             fetch_weight<BLOCK>(weight, b);
-            if constexpr (!apart<Weight>()) { fetch_weight<BLOCK>(weight, b + TILE / BLOCK); fetch<BLOCK>(g_at, b + TILE / BLOCK); }
+            if constexpr (!apart<Weight>()) {
+                fetch_weight<BLOCK>(weight, b + TILE / BLOCK); fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            }
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -180,7 +191,9 @@ struct adopt_kernel {
                 // 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
                 const F scaled = min(max(g_3 / max(sqrt(exp_avg_sq), eps), minus_t_minus_one_pow_0p25), bound);
                 // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
-                const F exp_avg = fma(one_minus_beta1, scaled, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
+                const F exp_avg = fma(
+                    one_minus_beta1, scaled, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend))
+                );
                 // 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
                 const F exp_avg_sq_2 = fma(one_minus_where_lt_one_t_beta2_zero * g_3, g_3, decay * exp_avg_sq);
                 const F exp_avg_abs = abs(exp_avg);
@@ -256,9 +269,12 @@ struct adopt_kernel {
                 const auto noise = words.kept(i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
+                const I exp_avg_pattern = bits(
+                    fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f)
+                );
                 const I exp_avg_sq_offset = fraction<1, 24>(noise) + exp_avg_sq_half_add;
-                const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub))
+                    * exp_avg_sq_scale + exp_avg_sq_offset;
                 store(exp_avg_codes_at + i, exp_avg_pattern + integer<0>(noise) >> 12);
                 store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
             }
@@ -325,7 +341,9 @@ struct adopt_decoupled_weight_decay_kernel {
     static constexpr int DRAWN = NOISE.mask({P, 1, 0}), KEPT = NOISE.mask({P, 1, 0});
     static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2 + count(KEPT)), SCALARS = 10;
     // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}});
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>(
+        {{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}}
+    );
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -371,13 +389,17 @@ struct adopt_decoupled_weight_decay_kernel {
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
             const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_step = bits(
+                fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)
+            ) - 0x4b400000;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
+            const F exp_avg_scale_2 = as_float(
+                where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2)
+            );
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
             store(exp_avg_sq_step_kept + b, exp_avg_sq_step);
@@ -417,7 +439,9 @@ struct adopt_decoupled_weight_decay_kernel {
                 // 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
                 const F scaled = min(max(g_2 / max(sqrt(exp_avg_sq), eps), minus_t_minus_one_pow_0p25), bound);
                 // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
-                const F exp_avg = fma(one_minus_beta1, scaled, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
+                const F exp_avg = fma(
+                    one_minus_beta1, scaled, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend))
+                );
                 // 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
                 const F exp_avg_sq_2 = fma(scalar_5 * g, g, decay * exp_avg_sq);
                 const F exp_avg_abs = abs(exp_avg);
@@ -492,9 +516,12 @@ struct adopt_decoupled_weight_decay_kernel {
                 const auto noise = words.kept(i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
+                const I exp_avg_pattern = bits(
+                    fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f)
+                );
                 const I exp_avg_sq_offset = fraction<1, 24>(noise) + exp_avg_sq_half_add;
-                const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub))
+                    * exp_avg_sq_scale + exp_avg_sq_offset;
                 store(exp_avg_codes_at + i, exp_avg_pattern + integer<0>(noise) >> 12);
                 store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
             }
@@ -561,12 +588,18 @@ template <class Grad> using adopt_bfloat16 = adopt_kernel<weight_bfloat16, Grad>
 template <class Grad> using adopt_bfloat16_small = adopt_small_kernel<weight_bfloat16, Grad>;
 template <class Grad> using adopt_float16 = adopt_kernel<weight_float16, Grad>;
 template <class Grad> using adopt_float16_small = adopt_small_kernel<weight_float16, Grad>;
-template <class Grad> using adopt_float32_decoupled_weight_decay = adopt_decoupled_weight_decay_kernel<weight_float32, Grad>;
-template <class Grad> using adopt_float32_decoupled_weight_decay_small = adopt_decoupled_weight_decay_small_kernel<weight_float32, Grad>;
-template <class Grad> using adopt_bfloat16_decoupled_weight_decay = adopt_decoupled_weight_decay_kernel<weight_bfloat16, Grad>;
-template <class Grad> using adopt_bfloat16_decoupled_weight_decay_small = adopt_decoupled_weight_decay_small_kernel<weight_bfloat16, Grad>;
-template <class Grad> using adopt_float16_decoupled_weight_decay = adopt_decoupled_weight_decay_kernel<weight_float16, Grad>;
-template <class Grad> using adopt_float16_decoupled_weight_decay_small = adopt_decoupled_weight_decay_small_kernel<weight_float16, Grad>;
+template <class Grad> using adopt_float32_decoupled_weight_decay = adopt_decoupled_weight_decay_kernel<weight_float32,
+    Grad>;
+template <class Grad> using adopt_float32_decoupled_weight_decay_small =
+    adopt_decoupled_weight_decay_small_kernel<weight_float32, Grad>;
+template <class Grad> using adopt_bfloat16_decoupled_weight_decay = adopt_decoupled_weight_decay_kernel<weight_bfloat16,
+    Grad>;
+template <class Grad> using adopt_bfloat16_decoupled_weight_decay_small =
+    adopt_decoupled_weight_decay_small_kernel<weight_bfloat16, Grad>;
+template <class Grad> using adopt_float16_decoupled_weight_decay = adopt_decoupled_weight_decay_kernel<weight_float16,
+    Grad>;
+template <class Grad> using adopt_float16_decoupled_weight_decay_small =
+    adopt_decoupled_weight_decay_small_kernel<weight_float16, Grad>;
 
 }  // namespace
 

@@ -120,7 +120,10 @@ struct came_kernel_2 {
             const F row_sum_for_exp_avg_sq_row = load(row_sum_for_exp_avg_sq_row_at + i);
             const F exp_avg_sq_row = load(exp_avg_sq_row_at + i);
             // 30  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
-            const F exp_avg_sq_row_2 = fma(one_minus_beta2, grad_scale_times_grad_scale * row_sum_for_exp_avg_sq_row / F(extent[1]) + eps1, beta2 * exp_avg_sq_row);
+            const F exp_avg_sq_row_2 = fma(
+                one_minus_beta2, grad_scale_times_grad_scale * row_sum_for_exp_avg_sq_row / F(extent[1]) + eps1,
+                beta2 * exp_avg_sq_row
+            );
             store(exp_avg_sq_row_at + i, exp_avg_sq_row_2);
             store(mat_sum_of_exp_avg_sq_row_at + i, exp_avg_sq_row_2);
         }
@@ -158,7 +161,10 @@ struct came_kernel_3 {
             const F col_sum_for_exp_avg_sq_col = load(col_sum_for_exp_avg_sq_col_at + i);
             const F exp_avg_sq_col = load(exp_avg_sq_col_at + i);
             // 31  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
-            const F exp_avg_sq_col_2 = fma(one_minus_beta2, grad_scale_times_grad_scale * col_sum_for_exp_avg_sq_col / F(extent[0]) + eps1, beta2 * exp_avg_sq_col);
+            const F exp_avg_sq_col_2 = fma(
+                one_minus_beta2, grad_scale_times_grad_scale * col_sum_for_exp_avg_sq_col / F(extent[0]) + eps1,
+                beta2 * exp_avg_sq_col
+            );
             store(exp_avg_sq_col_at + i, exp_avg_sq_col_2);
             store(one_over_sqrt_exp_avg_sq_col_2_at + i, 1.0f / sqrt(exp_avg_sq_col_2));
         }
@@ -252,7 +258,8 @@ struct came_kernel_6 {
         // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
-            const F one_over_sqrt_row_div_mul = g * load(one_over_sqrt_exp_avg_sq_col_2_at + i) * load(one_over_sqrt_row_div_at + (i & row_mask));
+            const F one_over_sqrt_row_div_mul = g * load(one_over_sqrt_exp_avg_sq_col_2_at + i) *
+                load(one_over_sqrt_row_div_at + (i & row_mask));
             store(row_sum_of_g_at + i, one_over_sqrt_row_div_mul * one_over_sqrt_row_div_mul);
         }
     }
@@ -308,7 +315,10 @@ struct came_kernel_8 {
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
-            store(one_over_one_max_tensor_div_at + i, 1.0f / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
+            store(
+                one_over_one_max_tensor_div_at + i,
+                1.0f / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold)
+            );
         }
     }
 };
@@ -380,7 +390,9 @@ struct came_kernel_10 {
             const F exp_avg = load(exp_avg_at + i);
             const F g_mul = g * load(one_over_sqrt_exp_avg_sq_col_2_at + i);
             // 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * load(row_mul_3_at + (i & row_mask)), g_mul, beta1 * exp_avg);
+            const F exp_avg_2 = fma(
+                one_minus_beta1_times_grad_scale * load(row_mul_3_at + (i & row_mask)), g_mul, beta1 * exp_avg
+            );
             const F row_mul_3_fma = fma(grad_scale * load(row_mul_3_at + (i & row_mask)), g_mul, -exp_avg_2);
             const F row_mul_3_mul = row_mul_3_fma * row_mul_3_fma;
             store(exp_avg_at + i, exp_avg_2);
@@ -419,7 +431,9 @@ struct came_kernel_11 {
             const F row_sum_for_exp_avg_res_row = load(row_sum_for_exp_avg_res_row_at + i);
             const F exp_avg_res_row = load(exp_avg_res_row_at + i);
             // 40  exp_avg_res_row = beta3 * exp_avg_res_row + (1 - beta3) * row_mean(residual)
-            const F exp_avg_res_row_2 = fma(one_minus_beta3, row_sum_for_exp_avg_res_row / F(extent[1]) + eps2, beta3 * exp_avg_res_row);
+            const F exp_avg_res_row_2 = fma(
+                one_minus_beta3, row_sum_for_exp_avg_res_row / F(extent[1]) + eps2, beta3 * exp_avg_res_row
+            );
             store(exp_avg_res_row_at + i, exp_avg_res_row_2);
             store(mat_sum_of_exp_avg_res_row_at + i, exp_avg_res_row_2);
         }
@@ -456,7 +470,9 @@ struct came_kernel_12 {
             const F col_sum_for_exp_avg_res_col = load(col_sum_for_exp_avg_res_col_at + i);
             const F exp_avg_res_col = load(exp_avg_res_col_at + i);
             // 41  exp_avg_res_col = beta3 * exp_avg_res_col + (1 - beta3) * col_mean(residual)
-            const F exp_avg_res_col_2 = fma(one_minus_beta3, col_sum_for_exp_avg_res_col / F(extent[0]) + eps2, beta3 * exp_avg_res_col);
+            const F exp_avg_res_col_2 = fma(
+                one_minus_beta3, col_sum_for_exp_avg_res_col / F(extent[0]) + eps2, beta3 * exp_avg_res_col
+            );
             store(exp_avg_res_col_at + i, exp_avg_res_col_2);
             store(one_over_sqrt_exp_avg_res_col_2_at + i, 1.0f / sqrt(exp_avg_res_col_2));
         }
@@ -516,7 +532,9 @@ struct came_kernel_14 {
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F exp_avg_res_row = load(exp_avg_res_row_at + i);
-            const F mat_sum_of_exp_avg_res_row_over_rows = load(mat_sum_of_exp_avg_res_row_over_rows_at + (i & row_mask));
+            const F mat_sum_of_exp_avg_res_row_over_rows = load(
+                mat_sum_of_exp_avg_res_row_over_rows_at + (i & row_mask)
+            );
             store(one_over_sqrt_row_div_2_at + i, 1.0f / sqrt(exp_avg_res_row / mat_sum_of_exp_avg_res_row_over_rows));
         }
     }
@@ -560,7 +578,10 @@ struct came_kernel_15 {
             const F p = weight.decode(i);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 45  p = policies.decoupled(p, lr, weight_decay)
             // 46  p = p - lr * step
-            const F p_3 = fma(-(lr * load(one_over_sqrt_row_div_2_at + (i & row_mask))), exp_avg * load(one_over_sqrt_exp_avg_res_col_2_at + i), p_2);
+            const F p_3 = fma(
+                -(lr * load(one_over_sqrt_row_div_2_at + (i & row_mask))),
+                exp_avg * load(one_over_sqrt_exp_avg_res_col_2_at + i), p_2
+            );
             weight.encode(i, p_3, noise);
         }
     }
@@ -628,7 +649,10 @@ struct came_no_factored_kernel_2 {
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
-            store(one_over_one_max_tensor_div_at + i, 1.0f / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
+            store(
+                one_over_one_max_tensor_div_at + i,
+                1.0f / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold)
+            );
         }
     }
 };
@@ -684,8 +708,11 @@ struct came_no_factored_kernel_3 {
             // 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
             const F exp_avg_sq_2 = fma(one_minus_beta2, square, beta2 * exp_avg_sq);
             // 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g / sqrt(exp_avg_sq_2), beta1 * exp_avg);
-            const F p_2 = one_minus_lr_times_weight_decay * p;               // 45  p = policies.decoupled(p, lr, weight_decay)
+            const F exp_avg_2 = fma(
+                one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g / sqrt(exp_avg_sq_2), beta1 * exp_avg
+            );
+            // 45  p = policies.decoupled(p, lr, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;
             const F p_3 = fma(minus_lr, exp_avg_2, p_2);                     // 46  p = p - lr * step
             weight.encode(i, p_3, noise);
             store(exp_avg_at + i, exp_avg_2);

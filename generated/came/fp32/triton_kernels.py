@@ -65,7 +65,10 @@ def came_float32_2_values(
     row_sum_for_exp_avg_sq_row = get(row_sum_for_exp_avg_sq_row_ptr, at, live, True)
     exp_avg_sq_row = get(exp_avg_sq_row_ptr, at, live, True)
     # 30  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
-    exp_avg_sq_row = tl.fma(one_minus_beta2, grad_scale_times_grad_scale * row_sum_for_exp_avg_sq_row / extent_columns + eps1, beta2 * exp_avg_sq_row)
+    exp_avg_sq_row = tl.fma(
+        one_minus_beta2, grad_scale_times_grad_scale * row_sum_for_exp_avg_sq_row / extent_columns + eps1,
+        beta2 * exp_avg_sq_row
+    )
     put(exp_avg_sq_row_ptr, at, exp_avg_sq_row, live, True)
     return term(exp_avg_sq_row, at, live, True)
 
@@ -88,7 +91,10 @@ def came_float32_2_round(
                     grad_scale_times_grad_scale, one_minus_beta2,
                 )
                 exp_avg_sq_row_terms += tl.sum(exp_avg_sq_row_term, 0)
-            tl.store(mat_sum_of_exp_avg_sq_row_ptr + number + tl.arange(0, 1), tl.sum(tl.reshape(exp_avg_sq_row_terms, [1, 256]), 1))
+            tl.store(
+                mat_sum_of_exp_avg_sq_row_ptr + number + tl.arange(0, 1),
+                tl.sum(tl.reshape(exp_avg_sq_row_terms, [1, 256]), 1)
+            )
     else:
         for group in range(first, end, 2048 // LANES):
             number = group + tl.arange(0, 2048 // LANES)
@@ -111,7 +117,10 @@ def came_float32_3_values(
     col_sum_for_exp_avg_sq_col = get(col_sum_for_exp_avg_sq_col_ptr, at, live, True)
     exp_avg_sq_col = get(exp_avg_sq_col_ptr, at, live, True)
     # 31  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
-    exp_avg_sq_col = tl.fma(one_minus_beta2, grad_scale_times_grad_scale * col_sum_for_exp_avg_sq_col / extent_rows + eps1, beta2 * exp_avg_sq_col)
+    exp_avg_sq_col = tl.fma(
+        one_minus_beta2, grad_scale_times_grad_scale * col_sum_for_exp_avg_sq_col / extent_rows + eps1,
+        beta2 * exp_avg_sq_col
+    )
     put(exp_avg_sq_col_ptr, at, exp_avg_sq_col, live, True)
     put(one_over_sqrt_exp_avg_sq_col_2_ptr, at, 1.0 / tl.sqrt(exp_avg_sq_col), live, True)
 
@@ -296,7 +305,13 @@ def came_float32_8_values(
 ):
     """Values of the tensor."""
     tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
-    tl.store(one_over_one_max_tensor_div_ptr, 1.0 / tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
+    tl.store(
+        one_over_one_max_tensor_div_ptr,
+        1.0 / tl.maximum(
+            1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold,
+            propagate_nan=tl.PropagateNan.ALL
+        )
+    )
 
 
 @triton.jit
@@ -430,7 +445,9 @@ def came_float32_11_values(
     row_sum_for_exp_avg_res_row = get(row_sum_for_exp_avg_res_row_ptr, at, live, True)
     exp_avg_res_row = get(exp_avg_res_row_ptr, at, live, True)
     # 40  exp_avg_res_row = beta3 * exp_avg_res_row + (1 - beta3) * row_mean(residual)
-    exp_avg_res_row = tl.fma(one_minus_beta3, row_sum_for_exp_avg_res_row / extent_columns + eps2, beta3 * exp_avg_res_row)
+    exp_avg_res_row = tl.fma(
+        one_minus_beta3, row_sum_for_exp_avg_res_row / extent_columns + eps2, beta3 * exp_avg_res_row
+    )
     put(exp_avg_res_row_ptr, at, exp_avg_res_row, live, True)
     return term(exp_avg_res_row, at, live, True)
 
@@ -453,7 +470,10 @@ def came_float32_11_round(
                     one_minus_beta3,
                 )
                 exp_avg_res_row_terms += tl.sum(exp_avg_res_row_term, 0)
-            tl.store(mat_sum_of_exp_avg_res_row_ptr + number + tl.arange(0, 1), tl.sum(tl.reshape(exp_avg_res_row_terms, [1, 256]), 1))
+            tl.store(
+                mat_sum_of_exp_avg_res_row_ptr + number + tl.arange(0, 1),
+                tl.sum(tl.reshape(exp_avg_res_row_terms, [1, 256]), 1)
+            )
     else:
         for group in range(first, end, 2048 // LANES):
             number = group + tl.arange(0, 2048 // LANES)
@@ -527,7 +547,10 @@ def came_float32_14_values(
     """Values of rows."""
     exp_avg_res_row = get(exp_avg_res_row_ptr, at, live, True)
     mat_sum_of_exp_avg_res_row_over_rows = get(mat_sum_of_exp_avg_res_row_over_rows_ptr, at_mat, live, True)
-    put(one_over_sqrt_row_div_2_ptr, at, 1.0 / tl.sqrt(exp_avg_res_row / mat_sum_of_exp_avg_res_row_over_rows), live, True)
+    put(
+        one_over_sqrt_row_div_2_ptr, at, 1.0 / tl.sqrt(exp_avg_res_row / mat_sum_of_exp_avg_res_row_over_rows), live,
+        True
+    )
 
 
 @triton.jit
@@ -783,7 +806,10 @@ def came_bfloat16_15_tile(
     # -- encode and store
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(
+        p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live,
+        MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1058,7 +1084,10 @@ def came_float32_no_factored_3_tile(
     # 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     exp_avg_sq = tl.fma(one_minus_beta2, square, beta2 * exp_avg_sq)
     # 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g * reciprocal(tl.sqrt(exp_avg_sq)), beta1 * exp_avg)
+    exp_avg = tl.fma(
+        one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g * reciprocal(tl.sqrt(exp_avg_sq)),
+        beta1 * exp_avg
+    )
     p = one_minus_lr_times_weight_decay * p                           # 45  p = policies.decoupled(p, lr, weight_decay)
     p = tl.fma(minus_lr, exp_avg, p)                                  # 46  p = p - lr * step
     # -- encode and store
@@ -1139,7 +1168,10 @@ def came_bfloat16_no_factored_3_tile(
     # 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     exp_avg_sq = tl.fma(one_minus_beta2, square, beta2 * exp_avg_sq)
     # 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_cast * reciprocal(tl.sqrt(exp_avg_sq)), beta1 * exp_avg)
+    exp_avg = tl.fma(
+        one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_cast * reciprocal(tl.sqrt(exp_avg_sq)),
+        beta1 * exp_avg
+    )
     # 45  p = policies.decoupled(p, lr, weight_decay)
     p = one_minus_lr_times_weight_decay * p
     p = tl.fma(minus_lr, exp_avg, p)                                     # 46  p = p - lr * step
@@ -1148,7 +1180,10 @@ def came_bfloat16_no_factored_3_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(
+        p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live,
+        MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1223,7 +1258,10 @@ def came_float16_no_factored_3_tile(
     # 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     exp_avg_sq = tl.fma(one_minus_beta2, square, beta2 * exp_avg_sq)
     # 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_cast * reciprocal(tl.sqrt(exp_avg_sq)), beta1 * exp_avg)
+    exp_avg = tl.fma(
+        one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_cast * reciprocal(tl.sqrt(exp_avg_sq)),
+        beta1 * exp_avg
+    )
     # 45  p = policies.decoupled(p, lr, weight_decay)
     p = one_minus_lr_times_weight_decay * p
     p = tl.fma(minus_lr, exp_avg, p)                                     # 46  p = p - lr * step
@@ -1262,7 +1300,8 @@ TILE = {
     "came_float16_no_factored_3": 256,
 }
 
-# What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
+# What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a
+#     time.
 OPTIONS = {
     "came_float32_no_factored_1": {"maxnreg": 80},
     "came_float32_no_factored_3": {"maxnreg": 64},

@@ -63,7 +63,10 @@ struct weight_float16 {
         const I subnormal = bits(2.3283064365386963e-10f * to_float(wide));
         const I normal = (wide << 5) + 0x38000000;
         const I finite = where(wide < 0x40000, subnormal, normal);
-        return as_float(bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000))) | (high & 0x8000) << 16);
+        return as_float(
+            bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000)))
+            | (high & 0x8000) << 16
+        );
     }
     template <class Noise> void encode(int i, F x, const Noise &noise) const {
         const I x_bitcast = bits(x);
@@ -143,7 +146,10 @@ struct came_kernel_2 {
             const F row_sum_for_exp_avg_sq_row = load(row_sum_for_exp_avg_sq_row_at + i);
             const F exp_avg_sq_row = load(exp_avg_sq_row_at + i);
             // 30  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
-            const F exp_avg_sq_row_2 = fma(one_minus_beta2, grad_scale_times_grad_scale * row_sum_for_exp_avg_sq_row / F(extent[1]) + eps1, beta2 * exp_avg_sq_row);
+            const F exp_avg_sq_row_2 = fma(
+                one_minus_beta2, grad_scale_times_grad_scale * row_sum_for_exp_avg_sq_row / F(extent[1]) + eps1,
+                beta2 * exp_avg_sq_row
+            );
             store(exp_avg_sq_row_at + i, exp_avg_sq_row_2);
             store(mat_sum_of_exp_avg_sq_row_at + i, exp_avg_sq_row_2);
         }
@@ -181,7 +187,10 @@ struct came_kernel_3 {
             const F col_sum_for_exp_avg_sq_col = load(col_sum_for_exp_avg_sq_col_at + i);
             const F exp_avg_sq_col = load(exp_avg_sq_col_at + i);
             // 31  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
-            const F exp_avg_sq_col_2 = fma(one_minus_beta2, grad_scale_times_grad_scale * col_sum_for_exp_avg_sq_col / F(extent[0]) + eps1, beta2 * exp_avg_sq_col);
+            const F exp_avg_sq_col_2 = fma(
+                one_minus_beta2, grad_scale_times_grad_scale * col_sum_for_exp_avg_sq_col / F(extent[0]) + eps1,
+                beta2 * exp_avg_sq_col
+            );
             store(exp_avg_sq_col_at + i, exp_avg_sq_col_2);
             store(one_over_sqrt_exp_avg_sq_col_2_at + i, 1.0f / sqrt(exp_avg_sq_col_2));
         }
@@ -275,7 +284,8 @@ struct came_kernel_6 {
         // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
-            const F one_over_sqrt_row_div_mul = g * load(one_over_sqrt_exp_avg_sq_col_2_at + i) * load(one_over_sqrt_row_div_at + (i & row_mask));
+            const F one_over_sqrt_row_div_mul = g * load(one_over_sqrt_exp_avg_sq_col_2_at + i) *
+                load(one_over_sqrt_row_div_at + (i & row_mask));
             store(row_sum_of_g_at + i, one_over_sqrt_row_div_mul * one_over_sqrt_row_div_mul);
         }
     }
@@ -331,7 +341,10 @@ struct came_kernel_8 {
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
-            store(one_over_one_max_tensor_div_at + i, 1.0f / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
+            store(
+                one_over_one_max_tensor_div_at + i,
+                1.0f / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold)
+            );
         }
     }
 };
@@ -414,7 +427,9 @@ struct came_kernel_10 {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
+            const F exp_avg_scale_2 = as_float(
+                where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2)
+            );
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
         }
@@ -434,7 +449,10 @@ struct came_kernel_10 {
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const F g_mul = g * load(one_over_sqrt_exp_avg_sq_col_2_at + i);
                 // 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale * load(row_mul_3_at + (i & row_mask)), g_mul, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
+                const F exp_avg = fma(
+                    one_minus_beta1_times_grad_scale * load(row_mul_3_at + (i & row_mask)), g_mul,
+                    exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend))
+                );
                 const F exp_avg_abs = abs(exp_avg);
                 const F row_mul_3_fma = fma(grad_scale * load(row_mul_3_at + (i & row_mask)), g_mul, -exp_avg);
                 const F row_mul_3_mul = row_mul_3_fma * row_mul_3_fma;
@@ -465,7 +483,9 @@ struct came_kernel_10 {
                 const int i = b * BLOCK + k;
                 const auto noise = words.kept(i);
                 const F exp_avg = load(exp_avg_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
+                const I exp_avg_pattern = bits(
+                    fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f)
+                );
                 store(exp_avg_codes_at + i, exp_avg_pattern + integer<0>(noise) >> 12);
             }
         }
@@ -502,7 +522,9 @@ struct came_kernel_11 {
             const F row_sum_for_exp_avg_res_row = load(row_sum_for_exp_avg_res_row_at + i);
             const F exp_avg_res_row = load(exp_avg_res_row_at + i);
             // 40  exp_avg_res_row = beta3 * exp_avg_res_row + (1 - beta3) * row_mean(residual)
-            const F exp_avg_res_row_2 = fma(one_minus_beta3, row_sum_for_exp_avg_res_row / F(extent[1]) + eps2, beta3 * exp_avg_res_row);
+            const F exp_avg_res_row_2 = fma(
+                one_minus_beta3, row_sum_for_exp_avg_res_row / F(extent[1]) + eps2, beta3 * exp_avg_res_row
+            );
             store(exp_avg_res_row_at + i, exp_avg_res_row_2);
             store(mat_sum_of_exp_avg_res_row_at + i, exp_avg_res_row_2);
         }
@@ -539,7 +561,9 @@ struct came_kernel_12 {
             const F col_sum_for_exp_avg_res_col = load(col_sum_for_exp_avg_res_col_at + i);
             const F exp_avg_res_col = load(exp_avg_res_col_at + i);
             // 41  exp_avg_res_col = beta3 * exp_avg_res_col + (1 - beta3) * col_mean(residual)
-            const F exp_avg_res_col_2 = fma(one_minus_beta3, col_sum_for_exp_avg_res_col / F(extent[0]) + eps2, beta3 * exp_avg_res_col);
+            const F exp_avg_res_col_2 = fma(
+                one_minus_beta3, col_sum_for_exp_avg_res_col / F(extent[0]) + eps2, beta3 * exp_avg_res_col
+            );
             store(exp_avg_res_col_at + i, exp_avg_res_col_2);
             store(one_over_sqrt_exp_avg_res_col_2_at + i, 1.0f / sqrt(exp_avg_res_col_2));
         }
@@ -599,7 +623,9 @@ struct came_kernel_14 {
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F exp_avg_res_row = load(exp_avg_res_row_at + i);
-            const F mat_sum_of_exp_avg_res_row_over_rows = load(mat_sum_of_exp_avg_res_row_over_rows_at + (i & row_mask));
+            const F mat_sum_of_exp_avg_res_row_over_rows = load(
+                mat_sum_of_exp_avg_res_row_over_rows_at + (i & row_mask)
+            );
             store(one_over_sqrt_row_div_2_at + i, 1.0f / sqrt(exp_avg_res_row / mat_sum_of_exp_avg_res_row_over_rows));
         }
     }
@@ -644,7 +670,9 @@ struct came_kernel_15 {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
+            const F exp_avg_scale_2 = as_float(
+                where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2)
+            );
             const F exp_avg_scale_neg = -(lr * exp_avg_scale_2);
             store(exp_avg_scale_neg_kept + b, exp_avg_scale_neg);
         }
@@ -663,7 +691,12 @@ struct came_kernel_15 {
                 const F p = weight.decode(i);
                 const F p_2 = one_minus_lr_times_weight_decay * p;  // 45  p = policies.decoupled(p, lr, weight_decay)
                 // 46  p = p - lr * step
-                const F p_3 = fma(exp_avg_scale_neg, exp_avg_code_2 / (254.0f - exp_avg_bend) * load(one_over_sqrt_row_div_2_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_res_col_2_at + i), p_2);
+                const F p_3 = fma(
+                    exp_avg_scale_neg,
+                    exp_avg_code_2 / (254.0f - exp_avg_bend) * load(one_over_sqrt_row_div_2_at + (i & row_mask)) *
+                        load(one_over_sqrt_exp_avg_res_col_2_at + i),
+                    p_2
+                );
                 weight.encode(i, p_3, noise);
             }
         }
@@ -730,7 +763,10 @@ struct came_small_kernel_2 {
             const F row_sum_for_exp_avg_sq_row = load(row_sum_for_exp_avg_sq_row_at + i);
             const F exp_avg_sq_row = load(exp_avg_sq_row_at + i);
             // 30  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
-            const F exp_avg_sq_row_2 = fma(one_minus_beta2, grad_scale_times_grad_scale * row_sum_for_exp_avg_sq_row / F(extent[1]) + eps1, beta2 * exp_avg_sq_row);
+            const F exp_avg_sq_row_2 = fma(
+                one_minus_beta2, grad_scale_times_grad_scale * row_sum_for_exp_avg_sq_row / F(extent[1]) + eps1,
+                beta2 * exp_avg_sq_row
+            );
             store(exp_avg_sq_row_at + i, exp_avg_sq_row_2);
             store(mat_sum_of_exp_avg_sq_row_at + i, exp_avg_sq_row_2);
         }
@@ -768,7 +804,10 @@ struct came_small_kernel_3 {
             const F col_sum_for_exp_avg_sq_col = load(col_sum_for_exp_avg_sq_col_at + i);
             const F exp_avg_sq_col = load(exp_avg_sq_col_at + i);
             // 31  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
-            const F exp_avg_sq_col_2 = fma(one_minus_beta2, grad_scale_times_grad_scale * col_sum_for_exp_avg_sq_col / F(extent[0]) + eps1, beta2 * exp_avg_sq_col);
+            const F exp_avg_sq_col_2 = fma(
+                one_minus_beta2, grad_scale_times_grad_scale * col_sum_for_exp_avg_sq_col / F(extent[0]) + eps1,
+                beta2 * exp_avg_sq_col
+            );
             store(exp_avg_sq_col_at + i, exp_avg_sq_col_2);
             store(one_over_sqrt_exp_avg_sq_col_2_at + i, 1.0f / sqrt(exp_avg_sq_col_2));
         }
@@ -862,7 +901,8 @@ struct came_small_kernel_6 {
         // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
-            const F one_over_sqrt_row_div_mul = g * load(one_over_sqrt_exp_avg_sq_col_2_at + i) * load(one_over_sqrt_row_div_at + (i & row_mask));
+            const F one_over_sqrt_row_div_mul = g * load(one_over_sqrt_exp_avg_sq_col_2_at + i) *
+                load(one_over_sqrt_row_div_at + (i & row_mask));
             store(row_sum_of_g_at + i, one_over_sqrt_row_div_mul * one_over_sqrt_row_div_mul);
         }
     }
@@ -918,7 +958,10 @@ struct came_small_kernel_8 {
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
-            store(one_over_one_max_tensor_div_at + i, 1.0f / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
+            store(
+                one_over_one_max_tensor_div_at + i,
+                1.0f / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold)
+            );
         }
     }
 };
@@ -990,7 +1033,9 @@ struct came_small_kernel_10 {
             const F exp_avg = load(exp_avg_at + i);
             const F g_mul = g * load(one_over_sqrt_exp_avg_sq_col_2_at + i);
             // 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * load(row_mul_3_at + (i & row_mask)), g_mul, beta1 * exp_avg);
+            const F exp_avg_2 = fma(
+                one_minus_beta1_times_grad_scale * load(row_mul_3_at + (i & row_mask)), g_mul, beta1 * exp_avg
+            );
             const F row_mul_3_fma = fma(grad_scale * load(row_mul_3_at + (i & row_mask)), g_mul, -exp_avg_2);
             const F row_mul_3_mul = row_mul_3_fma * row_mul_3_fma;
             store(exp_avg_at + i, exp_avg_2);
@@ -1029,7 +1074,9 @@ struct came_small_kernel_11 {
             const F row_sum_for_exp_avg_res_row = load(row_sum_for_exp_avg_res_row_at + i);
             const F exp_avg_res_row = load(exp_avg_res_row_at + i);
             // 40  exp_avg_res_row = beta3 * exp_avg_res_row + (1 - beta3) * row_mean(residual)
-            const F exp_avg_res_row_2 = fma(one_minus_beta3, row_sum_for_exp_avg_res_row / F(extent[1]) + eps2, beta3 * exp_avg_res_row);
+            const F exp_avg_res_row_2 = fma(
+                one_minus_beta3, row_sum_for_exp_avg_res_row / F(extent[1]) + eps2, beta3 * exp_avg_res_row
+            );
             store(exp_avg_res_row_at + i, exp_avg_res_row_2);
             store(mat_sum_of_exp_avg_res_row_at + i, exp_avg_res_row_2);
         }
@@ -1066,7 +1113,9 @@ struct came_small_kernel_12 {
             const F col_sum_for_exp_avg_res_col = load(col_sum_for_exp_avg_res_col_at + i);
             const F exp_avg_res_col = load(exp_avg_res_col_at + i);
             // 41  exp_avg_res_col = beta3 * exp_avg_res_col + (1 - beta3) * col_mean(residual)
-            const F exp_avg_res_col_2 = fma(one_minus_beta3, col_sum_for_exp_avg_res_col / F(extent[0]) + eps2, beta3 * exp_avg_res_col);
+            const F exp_avg_res_col_2 = fma(
+                one_minus_beta3, col_sum_for_exp_avg_res_col / F(extent[0]) + eps2, beta3 * exp_avg_res_col
+            );
             store(exp_avg_res_col_at + i, exp_avg_res_col_2);
             store(one_over_sqrt_exp_avg_res_col_2_at + i, 1.0f / sqrt(exp_avg_res_col_2));
         }
@@ -1126,7 +1175,9 @@ struct came_small_kernel_14 {
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F exp_avg_res_row = load(exp_avg_res_row_at + i);
-            const F mat_sum_of_exp_avg_res_row_over_rows = load(mat_sum_of_exp_avg_res_row_over_rows_at + (i & row_mask));
+            const F mat_sum_of_exp_avg_res_row_over_rows = load(
+                mat_sum_of_exp_avg_res_row_over_rows_at + (i & row_mask)
+            );
             store(one_over_sqrt_row_div_2_at + i, 1.0f / sqrt(exp_avg_res_row / mat_sum_of_exp_avg_res_row_over_rows));
         }
     }
@@ -1170,7 +1221,10 @@ struct came_small_kernel_15 {
             const F p = weight.decode(i);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 45  p = policies.decoupled(p, lr, weight_decay)
             // 46  p = p - lr * step
-            const F p_3 = fma(-(lr * load(one_over_sqrt_row_div_2_at + (i & row_mask))), exp_avg * load(one_over_sqrt_exp_avg_res_col_2_at + i), p_2);
+            const F p_3 = fma(
+                -(lr * load(one_over_sqrt_row_div_2_at + (i & row_mask))),
+                exp_avg * load(one_over_sqrt_exp_avg_res_col_2_at + i), p_2
+            );
             weight.encode(i, p_3, noise);
         }
     }
@@ -1210,7 +1264,9 @@ struct came_no_factored_kernel_1 {
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
             const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_step = bits(
+                fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)
+            ) - 0x4b400000;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
@@ -1265,7 +1321,10 @@ struct came_no_factored_kernel_2 {
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
-            store(one_over_one_max_tensor_div_at + i, 1.0f / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
+            store(
+                one_over_one_max_tensor_div_at + i,
+                1.0f / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold)
+            );
         }
     }
 };
@@ -1332,13 +1391,17 @@ struct came_no_factored_kernel_3 {
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
             const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_step = bits(
+                fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)
+            ) - 0x4b400000;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
+            const F exp_avg_scale_2 = as_float(
+                where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2)
+            );
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
             store(exp_avg_sq_step_kept + b, exp_avg_sq_step);
@@ -1379,7 +1442,10 @@ struct came_no_factored_kernel_3 {
                 const F exp_avg_sq_2 = fma(one_minus_beta2, square, beta2 * exp_avg_sq);
                 const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
                 // 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g / exp_avg_sq_sqrt, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
+                const F exp_avg = fma(
+                    one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g / exp_avg_sq_sqrt,
+                    exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend))
+                );
                 const F exp_avg_abs = abs(exp_avg);
                 const I exp_avg_sq_pattern = bits(exp_avg_sq_sqrt);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_abs), i, end);
@@ -1452,9 +1518,12 @@ struct came_no_factored_kernel_3 {
                 const auto noise = words.kept(i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
+                const I exp_avg_pattern = bits(
+                    fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f)
+                );
                 const I exp_avg_sq_offset = fraction<1, 24>(noise) + exp_avg_sq_half_add;
-                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base,
+                    exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 store(exp_avg_codes_at + i, exp_avg_pattern + integer<0>(noise) >> 12);
                 store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
             }
@@ -1524,7 +1593,10 @@ struct came_no_factored_small_kernel_2 {
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
-            store(one_over_one_max_tensor_div_at + i, 1.0f / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
+            store(
+                one_over_one_max_tensor_div_at + i,
+                1.0f / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold)
+            );
         }
     }
 };
@@ -1580,8 +1652,11 @@ struct came_no_factored_small_kernel_3 {
             // 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
             const F exp_avg_sq_2 = fma(one_minus_beta2, square, beta2 * exp_avg_sq);
             // 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g / sqrt(exp_avg_sq_2), beta1 * exp_avg);
-            const F p_2 = one_minus_lr_times_weight_decay * p;               // 45  p = policies.decoupled(p, lr, weight_decay)
+            const F exp_avg_2 = fma(
+                one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g / sqrt(exp_avg_sq_2), beta1 * exp_avg
+            );
+            // 45  p = policies.decoupled(p, lr, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;
             const F p_3 = fma(minus_lr, exp_avg_2, p_2);                     // 46  p = p - lr * step
             weight.encode(i, p_3, noise);
             store(exp_avg_at + i, exp_avg_2);

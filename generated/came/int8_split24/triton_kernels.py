@@ -68,7 +68,10 @@ def came_float32_2_values(
     row_sum_for_exp_avg_sq_row = get(row_sum_for_exp_avg_sq_row_ptr, at, live, True)
     exp_avg_sq_row = get(exp_avg_sq_row_ptr, at, live, True)
     # 30  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
-    exp_avg_sq_row = tl.fma(one_minus_beta2, grad_scale_times_grad_scale * row_sum_for_exp_avg_sq_row / extent_columns + eps1, beta2 * exp_avg_sq_row)
+    exp_avg_sq_row = tl.fma(
+        one_minus_beta2, grad_scale_times_grad_scale * row_sum_for_exp_avg_sq_row / extent_columns + eps1,
+        beta2 * exp_avg_sq_row
+    )
     put(exp_avg_sq_row_ptr, at, exp_avg_sq_row, live, True)
     return term(exp_avg_sq_row, at, live, True)
 
@@ -91,7 +94,10 @@ def came_float32_2_round(
                     grad_scale_times_grad_scale, one_minus_beta2,
                 )
                 exp_avg_sq_row_terms += tl.sum(exp_avg_sq_row_term, 0)
-            tl.store(mat_sum_of_exp_avg_sq_row_ptr + number + tl.arange(0, 1), tl.sum(tl.reshape(exp_avg_sq_row_terms, [1, 256]), 1))
+            tl.store(
+                mat_sum_of_exp_avg_sq_row_ptr + number + tl.arange(0, 1),
+                tl.sum(tl.reshape(exp_avg_sq_row_terms, [1, 256]), 1)
+            )
     else:
         for group in range(first, end, 2048 // LANES):
             number = group + tl.arange(0, 2048 // LANES)
@@ -114,7 +120,10 @@ def came_float32_3_values(
     col_sum_for_exp_avg_sq_col = get(col_sum_for_exp_avg_sq_col_ptr, at, live, True)
     exp_avg_sq_col = get(exp_avg_sq_col_ptr, at, live, True)
     # 31  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
-    exp_avg_sq_col = tl.fma(one_minus_beta2, grad_scale_times_grad_scale * col_sum_for_exp_avg_sq_col / extent_rows + eps1, beta2 * exp_avg_sq_col)
+    exp_avg_sq_col = tl.fma(
+        one_minus_beta2, grad_scale_times_grad_scale * col_sum_for_exp_avg_sq_col / extent_rows + eps1,
+        beta2 * exp_avg_sq_col
+    )
     put(exp_avg_sq_col_ptr, at, exp_avg_sq_col, live, True)
     put(one_over_sqrt_exp_avg_sq_col_2_ptr, at, 1.0 / tl.sqrt(exp_avg_sq_col), live, True)
 
@@ -299,7 +308,13 @@ def came_float32_8_values(
 ):
     """Values of the tensor."""
     tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
-    tl.store(one_over_one_max_tensor_div_ptr, 1.0 / tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
+    tl.store(
+        one_over_one_max_tensor_div_ptr,
+        1.0 / tl.maximum(
+            1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold,
+            propagate_nan=tl.PropagateNan.ALL
+        )
+    )
 
 
 @triton.jit
@@ -385,7 +400,9 @@ def came_float32_10_tile(
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(
+        exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits
+    ).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     index = within(index, exp_avg_code)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
@@ -394,7 +411,10 @@ def came_float32_10_tile(
     g_mul = g * one_over_sqrt_exp_avg_sq_col_2
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * row_mul_3, g_mul, exp_avg_scale_mul * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
+    exp_avg = tl.fma(
+        one_minus_beta1_times_grad_scale * row_mul_3, g_mul,
+        exp_avg_scale_mul * (exp_avg_code * reciprocal(254.0 - exp_avg_bend))
+    )
     # -- encode and store
     exp_avg_abs = tl.abs(exp_avg)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED, True)
@@ -403,15 +423,22 @@ def came_float32_10_tile(
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul)), 3200.0).to(tl.int32, bitcast=True)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    exp_avg_pattern = tl.fma(
+        exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul)), 3200.0
+    ).to(tl.int32, bitcast=True)
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
     row_mul_3_fma = tl.fma(grad_scale * row_mul_3, g_mul, minus(exp_avg))
     return term(row_mul_3_fma, at, live, MASKED),
@@ -460,7 +487,9 @@ def came_float32_11_values(
     row_sum_for_exp_avg_res_row = get(row_sum_for_exp_avg_res_row_ptr, at, live, True)
     exp_avg_res_row = get(exp_avg_res_row_ptr, at, live, True)
     # 40  exp_avg_res_row = beta3 * exp_avg_res_row + (1 - beta3) * row_mean(residual)
-    exp_avg_res_row = tl.fma(one_minus_beta3, row_sum_for_exp_avg_res_row / extent_columns + eps2, beta3 * exp_avg_res_row)
+    exp_avg_res_row = tl.fma(
+        one_minus_beta3, row_sum_for_exp_avg_res_row / extent_columns + eps2, beta3 * exp_avg_res_row
+    )
     put(exp_avg_res_row_ptr, at, exp_avg_res_row, live, True)
     return term(exp_avg_res_row, at, live, True)
 
@@ -483,7 +512,10 @@ def came_float32_11_round(
                     one_minus_beta3,
                 )
                 exp_avg_res_row_terms += tl.sum(exp_avg_res_row_term, 0)
-            tl.store(mat_sum_of_exp_avg_res_row_ptr + number + tl.arange(0, 1), tl.sum(tl.reshape(exp_avg_res_row_terms, [1, 256]), 1))
+            tl.store(
+                mat_sum_of_exp_avg_res_row_ptr + number + tl.arange(0, 1),
+                tl.sum(tl.reshape(exp_avg_res_row_terms, [1, 256]), 1)
+            )
     else:
         for group in range(first, end, 2048 // LANES):
             number = group + tl.arange(0, 2048 // LANES)
@@ -557,7 +589,10 @@ def came_float32_14_values(
     """Values of rows."""
     exp_avg_res_row = get(exp_avg_res_row_ptr, at, live, True)
     mat_sum_of_exp_avg_res_row_over_rows = get(mat_sum_of_exp_avg_res_row_over_rows_ptr, at_mat, live, True)
-    put(one_over_sqrt_row_div_2_ptr, at, 1.0 / tl.sqrt(exp_avg_res_row / mat_sum_of_exp_avg_res_row_over_rows), live, True)
+    put(
+        one_over_sqrt_row_div_2_ptr, at, 1.0 / tl.sqrt(exp_avg_res_row / mat_sum_of_exp_avg_res_row_over_rows), live,
+        True
+    )
 
 
 @triton.jit
@@ -635,7 +670,9 @@ def came_float32_15_tile(
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(
+        exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits
+    ).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
@@ -646,7 +683,10 @@ def came_float32_15_tile(
     exp_avg_scale_neg = minus(lr * exp_avg_scale)
     p = one_minus_lr_times_weight_decay * p  # 45  p = policies.decoupled(p, lr, weight_decay)
     # 46  p = p - lr * step
-    p = tl.fma(exp_avg_scale_neg, exp_avg_code * reciprocal(254.0 - exp_avg_bend) * one_over_sqrt_row_div_2 * one_over_sqrt_exp_avg_res_col_2, p)
+    p = tl.fma(
+        exp_avg_scale_neg,
+        exp_avg_code * reciprocal(254.0 - exp_avg_bend) * one_over_sqrt_row_div_2 * one_over_sqrt_exp_avg_res_col_2, p
+    )
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
 
@@ -1124,7 +1164,9 @@ def came_bfloat16_10_tile(
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(
+        exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits
+    ).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
@@ -1132,7 +1174,10 @@ def came_bfloat16_10_tile(
     one_over_sqrt_exp_avg_sq_col_2_mul = widened(g_stored) * one_over_sqrt_exp_avg_sq_col_2
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * row_mul_3, one_over_sqrt_exp_avg_sq_col_2_mul, exp_avg_scale_mul * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
+    exp_avg = tl.fma(
+        one_minus_beta1_times_grad_scale * row_mul_3, one_over_sqrt_exp_avg_sq_col_2_mul,
+        exp_avg_scale_mul * (exp_avg_code * reciprocal(254.0 - exp_avg_bend))
+    )
     # -- encode and store
     exp_avg_abs = tl.abs(exp_avg)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED, True)
@@ -1141,15 +1186,22 @@ def came_bfloat16_10_tile(
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul)), 3200.0).to(tl.int32, bitcast=True)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    exp_avg_pattern = tl.fma(
+        exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul)), 3200.0
+    ).to(tl.int32, bitcast=True)
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
     row_mul_3_fma = tl.fma(grad_scale * row_mul_3, one_over_sqrt_exp_avg_sq_col_2_mul, minus(exp_avg))
     return term(row_mul_3_fma, at, live, MASKED),
@@ -1248,7 +1300,9 @@ def came_bfloat16_15_tile(
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(
+        exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits
+    ).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     index = within(index, exp_avg_code)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
@@ -1263,16 +1317,24 @@ def came_bfloat16_15_tile(
     exp_avg_scale_neg = minus(lr * exp_avg_scale)
     p = one_minus_lr_times_weight_decay * p  # 45  p = policies.decoupled(p, lr, weight_decay)
     # 46  p = p - lr * step
-    p = tl.fma(exp_avg_scale_neg, exp_avg_code * reciprocal(254.0 - exp_avg_bend) * one_over_sqrt_row_div_2 * one_over_sqrt_exp_avg_res_col_2, p)
+    p = tl.fma(
+        exp_avg_scale_neg,
+        exp_avg_code * reciprocal(254.0 - exp_avg_bend) * one_over_sqrt_row_div_2 * one_over_sqrt_exp_avg_res_col_2, p
+    )
     # -- encode and store
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise & 255) + 0x8000)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
@@ -1426,15 +1488,22 @@ def came_bfloat16_small_15_tile(
     # 46  p = p - lr * step
     p = tl.fma(minus(lr * one_over_sqrt_row_div_2), exp_avg * one_over_sqrt_exp_avg_res_col_2, p)
     # -- encode and store
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 0x8000)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + (
+        (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 0x8000
+    )
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
@@ -1554,7 +1623,9 @@ def came_float16_10_tile(
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(
+        exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits
+    ).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
@@ -1562,7 +1633,10 @@ def came_float16_10_tile(
     one_over_sqrt_exp_avg_sq_col_2_mul = g_stored.to(tl.float32) * one_over_sqrt_exp_avg_sq_col_2
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * row_mul_3, one_over_sqrt_exp_avg_sq_col_2_mul, exp_avg_scale_mul * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
+    exp_avg = tl.fma(
+        one_minus_beta1_times_grad_scale * row_mul_3, one_over_sqrt_exp_avg_sq_col_2_mul,
+        exp_avg_scale_mul * (exp_avg_code * reciprocal(254.0 - exp_avg_bend))
+    )
     # -- encode and store
     exp_avg_abs = tl.abs(exp_avg)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED, True)
@@ -1571,15 +1645,22 @@ def came_float16_10_tile(
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul)), 3200.0).to(tl.int32, bitcast=True)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    exp_avg_pattern = tl.fma(
+        exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul)), 3200.0
+    ).to(tl.int32, bitcast=True)
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
     row_mul_3_fma = tl.fma(grad_scale * row_mul_3, one_over_sqrt_exp_avg_sq_col_2_mul, minus(exp_avg))
     return term(row_mul_3_fma, at, live, MASKED),
@@ -1630,7 +1711,9 @@ def came_float16_15_tile(
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(
+        exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits
+    ).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     index = within(index, exp_avg_code)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
@@ -1647,12 +1730,20 @@ def came_float16_15_tile(
     p_normal = (p_wide << 5) + 0x38000000
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
+    p = (
+        tl.where(
+            p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000
+        ).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True)
+        | (p_high & 0x8000) << 16
+    ).to(tl.float32, bitcast=True)
     # -- update  (specs/came.py)
     exp_avg_scale_neg = minus(lr * exp_avg_scale)
     p = one_minus_lr_times_weight_decay * p  # 45  p = policies.decoupled(p, lr, weight_decay)
     # 46  p = p - lr * step
-    p = tl.fma(exp_avg_scale_neg, exp_avg_code * reciprocal(254.0 - exp_avg_bend) * one_over_sqrt_row_div_2 * one_over_sqrt_exp_avg_res_col_2, p)
+    p = tl.fma(
+        exp_avg_scale_neg,
+        exp_avg_code * reciprocal(254.0 - exp_avg_bend) * one_over_sqrt_row_div_2 * one_over_sqrt_exp_avg_res_col_2, p
+    )
     # -- encode and store
     p_bitcast = p.to(tl.int32, bitcast=True)
     p_sign = p_bitcast >> 16 & 0x8000
@@ -1662,14 +1753,19 @@ def came_float16_15_tile(
     p_subnormal = (2199023255552.0 * p_magnitude_bitcast).to(tl.int32)
     p_rebiased = tl.minimum(p_magnitude - 0x38000000, 0xf800000)
     p_fixed = tl.where(p_is_subnormal, p_subnormal, p_rebiased << 4)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     p_wide = ((p_fixed + ((noise & 255) << 1 | 1)).to(tl.uint32, bitcast=True) >> 9).to(tl.int32, bitcast=True)
     p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
@@ -1825,7 +1921,12 @@ def came_float16_small_15_tile(
     p_normal = (p_wide << 5) + 0x38000000
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
+    p = (
+        tl.where(
+            p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000
+        ).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True)
+        | (p_high & 0x8000) << 16
+    ).to(tl.float32, bitcast=True)
     # -- update  (specs/came.py)
     p = one_minus_lr_times_weight_decay * p  # 45  p = policies.decoupled(p, lr, weight_decay)
     # 46  p = p - lr * step
@@ -1839,15 +1940,25 @@ def came_float16_small_15_tile(
     p_subnormal = (2199023255552.0 * p_magnitude_bitcast).to(tl.int32)
     p_rebiased = tl.minimum(p_magnitude - 0x38000000, 0xf800000)
     p_fixed = tl.where(p_is_subnormal, p_subnormal, p_rebiased << 4)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_wide = ((p_fixed + ((noise.to(tl.uint32, bitcast=True) >> 23).to(tl.int32, bitcast=True) | 1)).to(tl.uint32, bitcast=True) >> 9).to(tl.int32, bitcast=True)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
+    p_wide = (
+        (
+            p_fixed + ((noise.to(tl.uint32, bitcast=True) >> 23).to(tl.int32, bitcast=True) | 1)
+        ).to(tl.uint32, bitcast=True)
+        >> 9
+    ).to(tl.int32, bitcast=True)
     p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
@@ -1897,12 +2008,16 @@ def came_float32_no_factored_1_tile(
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_step = (
+        tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    )
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
-    exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    exp_avg_sq_value = (
+        exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]
+    ).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # -- update  (specs/came.py)
@@ -1964,18 +2079,24 @@ def came_float32_no_factored_3_tile(
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_step = (
+        tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    )
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
-    exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    exp_avg_sq_value = (
+        exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]
+    ).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(
+        exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits
+    ).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
@@ -1987,7 +2108,10 @@ def came_float32_no_factored_3_tile(
     exp_avg_sq_sqrt = tl.sqrt(exp_avg_sq)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g * reciprocal(exp_avg_sq_sqrt), exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
+    exp_avg = tl.fma(
+        one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g * reciprocal(exp_avg_sq_sqrt),
+        exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend))
+    )
     p = one_minus_lr_times_weight_decay * p                           # 45  p = policies.decoupled(p, lr, weight_decay)
     p = tl.fma(minus_lr, exp_avg, p)                                  # 46  p = p - lr * step
     # -- encode and store
@@ -1999,15 +2123,22 @@ def came_float32_no_factored_3_tile(
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    exp_avg_pattern = tl.fma(
+        exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 3200.0
+    ).to(tl.int32, bitcast=True)
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000010 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1000010 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
     exp_avg_sq_pattern = exp_avg_sq_sqrt.to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 0x20000000), 0x5f700000)
@@ -2023,7 +2154,9 @@ def came_float32_no_factored_3_tile(
     exp_avg_sq_scale = exp_avg_sq_cells << 2
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    exp_avg_sq_position = tl.maximum(
+        tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0
+    ) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
     put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
@@ -2120,7 +2253,10 @@ def came_float32_no_factored_small_3_tile(
     # 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     exp_avg_sq = tl.fma(one_minus_beta2, square, beta2 * exp_avg_sq)
     # 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g * reciprocal(tl.sqrt(exp_avg_sq)), beta1 * exp_avg)
+    exp_avg = tl.fma(
+        one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g * reciprocal(tl.sqrt(exp_avg_sq)),
+        beta1 * exp_avg
+    )
     p = one_minus_lr_times_weight_decay * p                           # 45  p = policies.decoupled(p, lr, weight_decay)
     p = tl.fma(minus_lr, exp_avg, p)                                  # 46  p = p - lr * step
     # -- encode and store
@@ -2159,12 +2295,16 @@ def came_bfloat16_no_factored_1_tile(
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_step = (
+        tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    )
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
-    exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    exp_avg_sq_value = (
+        exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]
+    ).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # -- update  (specs/came.py)
@@ -2227,18 +2367,24 @@ def came_bfloat16_no_factored_3_tile(
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_step = (
+        tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    )
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
-    exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    exp_avg_sq_value = (
+        exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]
+    ).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(
+        exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits
+    ).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
@@ -2254,19 +2400,27 @@ def came_bfloat16_no_factored_3_tile(
     exp_avg_sq_sqrt = tl.sqrt(exp_avg_sq)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_cast * reciprocal(exp_avg_sq_sqrt), exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
+    exp_avg = tl.fma(
+        one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_cast * reciprocal(exp_avg_sq_sqrt),
+        exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend))
+    )
     # 45  p = policies.decoupled(p, lr, weight_decay)
     p = one_minus_lr_times_weight_decay * p
     p = tl.fma(minus_lr, exp_avg, p)                                     # 46  p = p - lr * step
     # -- encode and store
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1001001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1001001 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise & 255) + 0x8000)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
@@ -2278,7 +2432,9 @@ def came_bfloat16_no_factored_3_tile(
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    exp_avg_pattern = tl.fma(
+        exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 3200.0
+    ).to(tl.int32, bitcast=True)
     put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
     exp_avg_sq_pattern = exp_avg_sq_sqrt.to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 0x20000000), 0x5f700000)
@@ -2294,7 +2450,9 @@ def came_bfloat16_no_factored_3_tile(
     exp_avg_sq_scale = exp_avg_sq_cells << 2
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = ((noise >> 8 & 4095) << 12 | 2048) + exp_avg_sq_half_add[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    exp_avg_sq_position = tl.maximum(
+        tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0
+    ) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
     put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
@@ -2397,22 +2555,32 @@ def came_bfloat16_no_factored_small_3_tile(
     # 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     exp_avg_sq = tl.fma(one_minus_beta2, square, beta2 * exp_avg_sq)
     # 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_cast * reciprocal(tl.sqrt(exp_avg_sq)), beta1 * exp_avg)
+    exp_avg = tl.fma(
+        one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_cast * reciprocal(tl.sqrt(exp_avg_sq)),
+        beta1 * exp_avg
+    )
     # 45  p = policies.decoupled(p, lr, weight_decay)
     p = one_minus_lr_times_weight_decay * p
     p = tl.fma(minus_lr, exp_avg, p)                                     # 46  p = p - lr * step
     # -- encode and store
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 0x8000)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + (
+        (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 0x8000
+    )
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
@@ -2449,12 +2617,16 @@ def came_float16_no_factored_1_tile(
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_step = (
+        tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    )
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
-    exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    exp_avg_sq_value = (
+        exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]
+    ).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # -- update  (specs/came.py)
@@ -2497,18 +2669,24 @@ def came_float16_no_factored_3_tile(
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_step = (
+        tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    )
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
-    exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    exp_avg_sq_value = (
+        exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]
+    ).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(
+        exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits
+    ).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
@@ -2522,7 +2700,12 @@ def came_float16_no_factored_3_tile(
     p_normal = (p_wide << 5) + 0x38000000
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
+    p = (
+        tl.where(
+            p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000
+        ).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True)
+        | (p_high & 0x8000) << 16
+    ).to(tl.float32, bitcast=True)
     # -- update  (specs/came.py)
     g_cast = g_stored.to(tl.float32)
     square = tl.fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1)  # 28  square = g * g + eps1
@@ -2531,7 +2714,10 @@ def came_float16_no_factored_3_tile(
     exp_avg_sq_sqrt = tl.sqrt(exp_avg_sq)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_cast * reciprocal(exp_avg_sq_sqrt), exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
+    exp_avg = tl.fma(
+        one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_cast * reciprocal(exp_avg_sq_sqrt),
+        exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend))
+    )
     # 45  p = policies.decoupled(p, lr, weight_decay)
     p = one_minus_lr_times_weight_decay * p
     p = tl.fma(minus_lr, exp_avg, p)                                     # 46  p = p - lr * step
@@ -2544,14 +2730,19 @@ def came_float16_no_factored_3_tile(
     p_subnormal = (2199023255552.0 * p_magnitude_bitcast).to(tl.int32)
     p_rebiased = tl.minimum(p_magnitude - 0x38000000, 0xf800000)
     p_fixed = tl.where(p_is_subnormal, p_subnormal, p_rebiased << 4)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1001001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1001001 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     p_wide = ((p_fixed + ((noise & 255) << 1 | 1)).to(tl.uint32, bitcast=True) >> 9).to(tl.int32, bitcast=True)
     p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
@@ -2564,7 +2755,9 @@ def came_float16_no_factored_3_tile(
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    exp_avg_pattern = tl.fma(
+        exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 3200.0
+    ).to(tl.int32, bitcast=True)
     put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
     exp_avg_sq_pattern = exp_avg_sq_sqrt.to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 0x20000000), 0x5f700000)
@@ -2580,7 +2773,9 @@ def came_float16_no_factored_3_tile(
     exp_avg_sq_scale = exp_avg_sq_cells << 2
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = ((noise >> 8 & 4095) << 12 | 2048) + exp_avg_sq_half_add[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    exp_avg_sq_position = tl.maximum(
+        tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0
+    ) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
     put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
@@ -2663,14 +2858,22 @@ def came_float16_no_factored_small_3_tile(
     p_normal = (p_wide << 5) + 0x38000000
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
+    p = (
+        tl.where(
+            p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000
+        ).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True)
+        | (p_high & 0x8000) << 16
+    ).to(tl.float32, bitcast=True)
     # -- update  (specs/came.py)
     g_cast = g_stored.to(tl.float32)
     square = tl.fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1)  # 28  square = g * g + eps1
     # 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     exp_avg_sq = tl.fma(one_minus_beta2, square, beta2 * exp_avg_sq)
     # 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_cast * reciprocal(tl.sqrt(exp_avg_sq)), beta1 * exp_avg)
+    exp_avg = tl.fma(
+        one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_cast * reciprocal(tl.sqrt(exp_avg_sq)),
+        beta1 * exp_avg
+    )
     # 45  p = policies.decoupled(p, lr, weight_decay)
     p = one_minus_lr_times_weight_decay * p
     p = tl.fma(minus_lr, exp_avg, p)                                     # 46  p = p - lr * step
@@ -2685,15 +2888,25 @@ def came_float16_no_factored_small_3_tile(
     p_subnormal = (2199023255552.0 * p_magnitude_bitcast).to(tl.int32)
     p_rebiased = tl.minimum(p_magnitude - 0x38000000, 0xf800000)
     p_fixed = tl.where(p_is_subnormal, p_subnormal, p_rebiased << 4)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_wide = ((p_fixed + ((noise.to(tl.uint32, bitcast=True) >> 23).to(tl.int32, bitcast=True) | 1)).to(tl.uint32, bitcast=True) >> 9).to(tl.int32, bitcast=True)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
+    p_wide = (
+        (
+            p_fixed + ((noise.to(tl.uint32, bitcast=True) >> 23).to(tl.int32, bitcast=True) | 1)
+        ).to(tl.uint32, bitcast=True)
+        >> 9
+    ).to(tl.int32, bitcast=True)
     p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
@@ -2736,7 +2949,8 @@ TILE = {
     "came_float16_no_factored_small_3": 256,
 }
 
-# What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
+# What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a
+#     time.
 OPTIONS = {
     "came_float32_10": {"maxnreg": 128},
     "came_bfloat16_10": {"maxnreg": 128},

@@ -174,7 +174,9 @@ struct cautious_adamw_kernel_3 {
             const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;                // 20  p = decoupled(p, lr, weight_decay)
             // 26  p = p - lr / (1 - beta1**t) * scale * exp_avg / denom
-            const F p_3 = fma(-(tensor_div * (agrees * exp_avg_2)), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
+            const F p_3 = fma(
+                -(tensor_div * (agrees * exp_avg_2)), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2
+            );
             weight.encode(i, p_3, noise);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);

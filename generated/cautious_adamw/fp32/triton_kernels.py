@@ -58,7 +58,10 @@ def cautious_adamw_float32_1(
 def cautious_adamw_float32_2_values(tensor_div_ptr, tensor_sum_of_agrees_ptr, extent_elements):
     """Values of the tensor."""
     tensor_sum_of_agrees = tl.load(tensor_sum_of_agrees_ptr)
-    tl.store(tensor_div_ptr, 1.0 / tl.maximum(tensor_sum_of_agrees / extent_elements, 0.001, propagate_nan=tl.PropagateNan.ALL))
+    tl.store(
+        tensor_div_ptr,
+        1.0 / tl.maximum(tensor_sum_of_agrees / extent_elements, 0.001, propagate_nan=tl.PropagateNan.ALL)
+    )
 
 
 @triton.jit
@@ -199,7 +202,10 @@ def cautious_adamw_bfloat16_3_tile(
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(
+        p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live,
+        MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -313,7 +319,8 @@ TILE = {
     "cautious_adamw_float16_3": 256,
 }
 
-# What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
+# What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a
+#     time.
 OPTIONS = {
     "cautious_adamw_float32_1": {"maxnreg": 80},
     "cautious_adamw_float32_3": {"maxnreg": 64},

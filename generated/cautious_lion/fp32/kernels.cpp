@@ -164,7 +164,8 @@ struct cautious_lion_kernel_3 {
             const F update = sign(fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg));
             // 20  agrees = where(update * sign(g) > 0, 1.0, 0.0)
             const F agrees = where(0.0f < update * sign(g_2), F(1.0f), F(0.0f));
-            const F p_2 = one_minus_lr_times_weight_decay * p;                    // 18  p = decoupled(p, lr, weight_decay)
+            // 18  p = decoupled(p, lr, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;
             // 22  p = p - lr / maximum(mean(agrees), 1e-3) * agrees * update
             const F p_3 = fma(-(tensor_div * agrees), update, p_2);
             // 21  exp_avg = beta2 * exp_avg + (1 - beta2) * g

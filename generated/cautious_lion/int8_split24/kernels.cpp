@@ -55,7 +55,10 @@ struct weight_float16 {
         const I subnormal = bits(2.3283064365386963e-10f * to_float(wide));
         const I normal = (wide << 5) + 0x38000000;
         const I finite = where(wide < 0x40000, subnormal, normal);
-        return as_float(bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000))) | (high & 0x8000) << 16);
+        return as_float(
+            bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000)))
+            | (high & 0x8000) << 16
+        );
     }
     template <class Noise> void encode(int i, F x, const Noise &noise) const {
         const I x_bitcast = bits(x);
@@ -107,7 +110,9 @@ struct cautious_lion_kernel_1 {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
+            const F exp_avg_scale_2 = as_float(
+                where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2)
+            );
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
         }
@@ -125,7 +130,12 @@ struct cautious_lion_kernel_1 {
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const F g_2 = grad_scale * g;
                 // 19  update = sign(beta1 * exp_avg + (1 - beta1) * g)
-                const F update = sign(fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend))));
+                const F update = sign(
+                    fma(
+                        one_minus_beta1_times_grad_scale, g,
+                        exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend))
+                    )
+                );
                 // 20  agrees = where(update * sign(g) > 0, 1.0, 0.0)
                 const F agrees = where(0.0f < update * sign(g_2), F(1.0f), F(0.0f));
                 store(tensor_sum_of_agrees_at + i, agrees);
@@ -209,7 +219,9 @@ struct cautious_lion_kernel_3 {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
+            const F exp_avg_scale_2 = as_float(
+                where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2)
+            );
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             const F exp_avg_scale_mul_2 = beta2 * exp_avg_scale_2;
             store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
@@ -237,7 +249,8 @@ struct cautious_lion_kernel_3 {
                 const F update = sign(fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * exp_avg_code_mul));
                 // 20  agrees = where(update * sign(g) > 0, 1.0, 0.0)
                 const F agrees = where(0.0f < update * sign(g_2), F(1.0f), F(0.0f));
-                const F p_2 = one_minus_lr_times_weight_decay * p;                    // 18  p = decoupled(p, lr, weight_decay)
+                // 18  p = decoupled(p, lr, weight_decay)
+                const F p_2 = one_minus_lr_times_weight_decay * p;
                 // 22  p = p - lr / maximum(mean(agrees), 1e-3) * agrees * update
                 const F p_3 = fma(-(tensor_div * agrees), update, p_2);
                 // 21  exp_avg = beta2 * exp_avg + (1 - beta2) * g
@@ -271,7 +284,9 @@ struct cautious_lion_kernel_3 {
                 const int i = b * BLOCK + k;
                 const auto noise = words.kept(i);
                 const F exp_avg = load(exp_avg_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
+                const I exp_avg_pattern = bits(
+                    fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f)
+                );
                 store(exp_avg_codes_at + i, exp_avg_pattern + integer<0>(noise) >> 12);
             }
         }
@@ -390,7 +405,8 @@ struct cautious_lion_small_kernel_3 {
             const F update = sign(fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg));
             // 20  agrees = where(update * sign(g) > 0, 1.0, 0.0)
             const F agrees = where(0.0f < update * sign(g_2), F(1.0f), F(0.0f));
-            const F p_2 = one_minus_lr_times_weight_decay * p;                    // 18  p = decoupled(p, lr, weight_decay)
+            // 18  p = decoupled(p, lr, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;
             // 22  p = p - lr / maximum(mean(agrees), 1e-3) * agrees * update
             const F p_3 = fma(-(tensor_div * agrees), update, p_2);
             // 21  exp_avg = beta2 * exp_avg + (1 - beta2) * g

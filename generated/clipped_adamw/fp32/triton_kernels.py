@@ -77,7 +77,9 @@ def clipped_adamw_float32_2(table, work, LANES: tl.constexpr):
 def clipped_adamw_float32_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm):
     """Values of the model."""
     model_sum_of_g = tl.load(model_sum_of_g_ptr)
-    tl.store(model_min_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
+    tl.store(
+        model_min_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL)
+    )
 
 
 @triton.jit
@@ -198,7 +200,10 @@ def clipped_adamw_bfloat16_4_tile(
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(
+        p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live,
+        MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -429,7 +434,10 @@ def clipped_adamw_bfloat16_amsgrad_4_tile(
     put(max_exp_avg_sq_ptr, at, max_exp_avg_sq, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(
+        p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live,
+        MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -532,7 +540,8 @@ TILE = {
     "clipped_adamw_float16_amsgrad_4": 256,
 }
 
-# What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
+# What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a
+#     time.
 OPTIONS = {
     "clipped_adamw_float32_1": {"maxnreg": 80},
     "clipped_adamw_float32_4": {"maxnreg": 64},

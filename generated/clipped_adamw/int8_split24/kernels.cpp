@@ -61,7 +61,10 @@ struct weight_float16 {
         const I subnormal = bits(2.3283064365386963e-10f * to_float(wide));
         const I normal = (wide << 5) + 0x38000000;
         const I finite = where(wide < 0x40000, subnormal, normal);
-        return as_float(bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000))) | (high & 0x8000) << 16);
+        return as_float(
+            bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000)))
+            | (high & 0x8000) << 16
+        );
     }
     template <class Noise> void encode(int i, F x, const Noise &noise) const {
         const I x_bitcast = bits(x);
@@ -225,11 +228,15 @@ struct clipped_adamw_kernel_4 {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
+            const F exp_avg_scale_2 = as_float(
+                where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2)
+            );
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
             const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_step = bits(
+                fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)
+            ) - 0x4b400000;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
@@ -268,7 +275,10 @@ struct clipped_adamw_kernel_4 {
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale * model_min, g, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
+                const F exp_avg = fma(
+                    one_minus_beta1_times_grad_scale * model_min, g,
+                    exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value)
+                );
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq_2 = fma(scalar_2 * model_min * g, model_min * g, beta2 * exp_avg_sq);
                 const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
@@ -296,7 +306,9 @@ struct clipped_adamw_kernel_4 {
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
-            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_step_2 = bits(
+                fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)
+            ) - 0x4b400000;
             const I exp_avg_sq_start_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
@@ -342,7 +354,8 @@ struct clipped_adamw_kernel_4 {
                 const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const I exp_avg_sq_offset = fraction<0, 24>(noise) + exp_avg_sq_half_add;
-                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base,
+                    exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
                 const F exp_avg_sq_value_2 = as_float(exp_avg_sq_start_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
@@ -373,7 +386,12 @@ struct clipped_adamw_kernel_4 {
                 const int i = b * BLOCK + k;
                 const auto noise = words.kept(i);
                 const F exp_avg_value = load(exp_avg_value_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul), 3200.0f));
+                const I exp_avg_pattern = bits(
+                    fma(
+                        exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul),
+                        3200.0f
+                    )
+                );
                 store(exp_avg_codes_at + i, exp_avg_pattern + integer<1>(noise) >> 12);
             }
         }
@@ -676,18 +694,25 @@ struct clipped_adamw_amsgrad_kernel_4 {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
+            const F exp_avg_scale_2 = as_float(
+                where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2)
+            );
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
             const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_step = bits(
+                fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)
+            ) - 0x4b400000;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             const I16 max_exp_avg_sq_range = raw(max_exp_avg_sq_range_at + b);
             const I max_exp_avg_sq_header = to_int(max_exp_avg_sq_range);
             const I max_exp_avg_sq_cells = max(I(4), max_exp_avg_sq_header & 255);
-            const I max_exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(max_exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
-            const I max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (max_exp_avg_sq_step >> 1);
+            const I max_exp_avg_sq_step = bits(
+                fma(4194304.0f, 1.0f / to_float(max_exp_avg_sq_cells), 12582912.0f)
+            ) - 0x4b400000;
+            const I max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (max_exp_avg_sq_step
+                >> 1);
             const I max_exp_avg_sq_middle_2 = where(max_exp_avg_sq_header == 0, I(0), max_exp_avg_sq_middle);
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
@@ -730,13 +755,18 @@ struct clipped_adamw_amsgrad_kernel_4 {
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_codes_at + i);
                 const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_code);
-                const F max_exp_avg_sq_value = as_float(max_exp_avg_sq_middle_2 + max_exp_avg_sq_piece * max_exp_avg_sq_step);
+                const F max_exp_avg_sq_value = as_float(
+                    max_exp_avg_sq_middle_2 + max_exp_avg_sq_piece * max_exp_avg_sq_step
+                );
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
                 const F max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value;
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale * model_min, g, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
+                const F exp_avg = fma(
+                    one_minus_beta1_times_grad_scale * model_min, g,
+                    exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value)
+                );
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq_2 = fma(scalar_2 * model_min * g, model_min * g, beta2 * exp_avg_sq);
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
@@ -774,7 +804,9 @@ struct clipped_adamw_amsgrad_kernel_4 {
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
-            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_step_2 = bits(
+                fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)
+            ) - 0x4b400000;
             const I exp_avg_sq_start_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
@@ -785,7 +817,9 @@ struct clipped_adamw_amsgrad_kernel_4 {
             const I max_exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block_2));
             const I max_exp_avg_sq_above = (max_exp_avg_sq_largest >> 22) + 1;
             const I max_exp_avg_sq_below = smallest_of_block_2 >> 22;
-            const I max_exp_avg_sq_units = min(I(64), max(I(1), max_exp_avg_sq_above - max(I(128), max_exp_avg_sq_below)));
+            const I max_exp_avg_sq_units = min(
+                I(64), max(I(1), max_exp_avg_sq_above - max(I(128), max_exp_avg_sq_below))
+            );
             const I max_exp_avg_sq_first = max_exp_avg_sq_above - max_exp_avg_sq_units;
             const I max_exp_avg_sq_start = max_exp_avg_sq_first << 22;
             const I max_exp_avg_sq_start_sub = 0x5f700000 - max_exp_avg_sq_start;
@@ -838,12 +872,15 @@ struct clipped_adamw_amsgrad_kernel_4 {
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq_sqrt = load(max_exp_avg_sq_sqrt_kept + i);
                 const I exp_avg_sq_offset = fraction<0, 24>(noise) + exp_avg_sq_half_add;
-                const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub))
+                    * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
                 const F exp_avg_sq_value_2 = as_float(exp_avg_sq_start_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F exp_avg_value_abs = abs(exp_avg_value);
-                const I max_exp_avg_sq_position = max(I(0), min(bits(max_exp_avg_sq_sqrt) - max_exp_avg_sq_start, max_exp_avg_sq_start_sub)) * max_exp_avg_sq_scale;
+                const I max_exp_avg_sq_position = max(
+                    I(0), min(bits(max_exp_avg_sq_sqrt) - max_exp_avg_sq_start, max_exp_avg_sq_start_sub)
+                ) * max_exp_avg_sq_scale;
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
@@ -872,7 +909,12 @@ struct clipped_adamw_amsgrad_kernel_4 {
                 const int i = b * BLOCK + k;
                 const auto noise = words.kept(i);
                 const F exp_avg_value = load(exp_avg_value_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul), 3200.0f));
+                const I exp_avg_pattern = bits(
+                    fma(
+                        exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul),
+                        3200.0f
+                    )
+                );
                 store(exp_avg_codes_at + i, exp_avg_pattern + integer<1>(noise) >> 12);
             }
         }
@@ -1123,11 +1165,14 @@ template <class Grad> using clipped_adamw_bfloat16_small = clipped_adamw_small_s
 template <class Grad> using clipped_adamw_float16 = clipped_adamw_step<weight_float16, Grad>;
 template <class Grad> using clipped_adamw_float16_small = clipped_adamw_small_step<weight_float16, Grad>;
 template <class Grad> using clipped_adamw_float32_amsgrad = clipped_adamw_amsgrad_step<weight_float32, Grad>;
-template <class Grad> using clipped_adamw_float32_amsgrad_small = clipped_adamw_amsgrad_small_step<weight_float32, Grad>;
+template <class Grad> using clipped_adamw_float32_amsgrad_small = clipped_adamw_amsgrad_small_step<weight_float32,
+    Grad>;
 template <class Grad> using clipped_adamw_bfloat16_amsgrad = clipped_adamw_amsgrad_step<weight_bfloat16, Grad>;
-template <class Grad> using clipped_adamw_bfloat16_amsgrad_small = clipped_adamw_amsgrad_small_step<weight_bfloat16, Grad>;
+template <class Grad> using clipped_adamw_bfloat16_amsgrad_small = clipped_adamw_amsgrad_small_step<weight_bfloat16,
+    Grad>;
 template <class Grad> using clipped_adamw_float16_amsgrad = clipped_adamw_amsgrad_step<weight_float16, Grad>;
-template <class Grad> using clipped_adamw_float16_amsgrad_small = clipped_adamw_amsgrad_small_step<weight_float16, Grad>;
+template <class Grad> using clipped_adamw_float16_amsgrad_small = clipped_adamw_amsgrad_small_step<weight_float16,
+    Grad>;
 
 }  // namespace
 

@@ -84,7 +84,9 @@ def clipped_adamw_float32_2(table, work, LANES: tl.constexpr):
 def clipped_adamw_float32_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm):
     """Values of the model."""
     model_sum_of_g = tl.load(model_sum_of_g_ptr)
-    tl.store(model_min_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
+    tl.store(
+        model_min_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL)
+    )
 
 
 @triton.jit
@@ -123,26 +125,35 @@ def clipped_adamw_float32_4_tile(
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(
+        exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits
+    ).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_step = (
+        tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    )
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
-    exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    exp_avg_sq_value = (
+        exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]
+    ).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/clipped_adamw.py)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * model_min, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
+    exp_avg = tl.fma(
+        one_minus_beta1_times_grad_scale * model_min, g,
+        exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value)
+    )
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * model_min * g, model_min * g, beta2 * exp_avg_sq)
     exp_avg_sq_sqrt = tl.sqrt(exp_avg_sq)
@@ -159,26 +170,39 @@ def clipped_adamw_float32_4_tile(
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_step = (
+        tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    )
     exp_avg_sq_start_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
     exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000010 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1000010 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
-    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    exp_avg_sq_offset = (
+        (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
+    )
+    exp_avg_sq_position = tl.maximum(
+        tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0
+    ) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
     put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    exp_avg_sq_value = (exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    exp_avg_sq_value = (
+        exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]
+    ).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
     exp_avg_value_abs = tl.abs(exp_avg_value)
     exp_avg_top = block_magnitude(exp_avg_value, live, MASKED)
@@ -187,7 +211,9 @@ def clipped_adamw_float32_4_tile(
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    exp_avg_pattern = tl.fma(
+        exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3200.0
+    ).to(tl.int32, bitcast=True)
     put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 0), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
@@ -366,19 +392,25 @@ def clipped_adamw_bfloat16_4_tile(
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(
+        exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits
+    ).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_step = (
+        tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    )
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
-    exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    exp_avg_sq_value = (
+        exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]
+    ).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     p_stored = get(p_ptr, at, live, MASKED)
@@ -389,7 +421,10 @@ def clipped_adamw_bfloat16_4_tile(
     g_cast = widened(g_stored)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * model_min, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
+    exp_avg = tl.fma(
+        one_minus_beta1_times_grad_scale * model_min, g_cast,
+        exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value)
+    )
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * model_min * g_cast, model_min * g_cast, beta2 * exp_avg_sq)
     exp_avg_sq_sqrt = tl.sqrt(exp_avg_sq)
@@ -397,14 +432,19 @@ def clipped_adamw_bfloat16_4_tile(
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(exp_avg_sq_sqrt, scalar_3, scalar_4)), p)
     # -- encode and store
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1001001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1001001 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise & 255) + 0x8000)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
@@ -417,18 +457,26 @@ def clipped_adamw_bfloat16_4_tile(
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_step = (
+        tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    )
     exp_avg_sq_start_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
     exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base
     exp_avg_sq_scale = exp_avg_sq_cells << 2
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
-    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    exp_avg_sq_offset = (
+        (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
+    )
+    exp_avg_sq_position = tl.maximum(
+        tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0
+    ) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
     put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    exp_avg_sq_value = (exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    exp_avg_sq_value = (
+        exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]
+    ).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
     exp_avg_value_abs = tl.abs(exp_avg_value)
     exp_avg_top = block_magnitude(exp_avg_value, live, MASKED)
@@ -437,7 +485,9 @@ def clipped_adamw_bfloat16_4_tile(
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    exp_avg_pattern = tl.fma(
+        exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3200.0
+    ).to(tl.int32, bitcast=True)
     put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 8), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
@@ -536,15 +586,22 @@ def clipped_adamw_bfloat16_small_4_tile(
     # -- encode and store
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 0x8000)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + (
+        (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 0x8000
+    )
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
@@ -606,19 +663,25 @@ def clipped_adamw_float16_4_tile(
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(
+        exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits
+    ).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_step = (
+        tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    )
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
-    exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    exp_avg_sq_value = (
+        exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]
+    ).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     p_stored = get(p_ptr, at, live, MASKED)
@@ -631,12 +694,20 @@ def clipped_adamw_float16_4_tile(
     p_normal = (p_wide << 5) + 0x38000000
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
+    p = (
+        tl.where(
+            p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000
+        ).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True)
+        | (p_high & 0x8000) << 16
+    ).to(tl.float32, bitcast=True)
     # -- update  (specs/clipped_adamw.py)
     g_cast = g_stored.to(tl.float32)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * model_min, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
+    exp_avg = tl.fma(
+        one_minus_beta1_times_grad_scale * model_min, g_cast,
+        exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value)
+    )
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * model_min * g_cast, model_min * g_cast, beta2 * exp_avg_sq)
     exp_avg_sq_sqrt = tl.sqrt(exp_avg_sq)
@@ -652,14 +723,19 @@ def clipped_adamw_float16_4_tile(
     p_subnormal = (2199023255552.0 * p_magnitude_bitcast).to(tl.int32)
     p_rebiased = tl.minimum(p_magnitude - 0x38000000, 0xf800000)
     p_fixed = tl.where(p_is_subnormal, p_subnormal, p_rebiased << 4)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1001001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1001001 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     p_wide = ((p_fixed + ((noise & 255) << 1 | 1)).to(tl.uint32, bitcast=True) >> 9).to(tl.int32, bitcast=True)
     p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
@@ -673,18 +749,26 @@ def clipped_adamw_float16_4_tile(
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_step = (
+        tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    )
     exp_avg_sq_start_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
     exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base
     exp_avg_sq_scale = exp_avg_sq_cells << 2
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
-    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    exp_avg_sq_offset = (
+        (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
+    )
+    exp_avg_sq_position = tl.maximum(
+        tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0
+    ) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
     put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    exp_avg_sq_value = (exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    exp_avg_sq_value = (
+        exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]
+    ).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
     exp_avg_value_abs = tl.abs(exp_avg_value)
     exp_avg_top = block_magnitude(exp_avg_value, live, MASKED)
@@ -693,7 +777,9 @@ def clipped_adamw_float16_4_tile(
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    exp_avg_pattern = tl.fma(
+        exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3200.0
+    ).to(tl.int32, bitcast=True)
     put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 8), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
@@ -754,7 +840,12 @@ def clipped_adamw_float16_small_4_tile(
     p_normal = (p_wide << 5) + 0x38000000
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
+    p = (
+        tl.where(
+            p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000
+        ).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True)
+        | (p_high & 0x8000) << 16
+    ).to(tl.float32, bitcast=True)
     # -- update  (specs/clipped_adamw.py)
     g_cast = g_stored.to(tl.float32)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -775,15 +866,25 @@ def clipped_adamw_float16_small_4_tile(
     p_subnormal = (2199023255552.0 * p_magnitude_bitcast).to(tl.int32)
     p_rebiased = tl.minimum(p_magnitude - 0x38000000, 0xf800000)
     p_fixed = tl.where(p_is_subnormal, p_subnormal, p_rebiased << 4)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_wide = ((p_fixed + ((noise.to(tl.uint32, bitcast=True) >> 23).to(tl.int32, bitcast=True) | 1)).to(tl.uint32, bitcast=True) >> 9).to(tl.int32, bitcast=True)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
+    p_wide = (
+        (
+            p_fixed + ((noise.to(tl.uint32, bitcast=True) >> 23).to(tl.int32, bitcast=True) | 1)
+        ).to(tl.uint32, bitcast=True)
+        >> 9
+    ).to(tl.int32, bitcast=True)
     p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
@@ -868,28 +969,39 @@ def clipped_adamw_float32_amsgrad_4_tile(
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(
+        exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits
+    ).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_step = (
+        tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    )
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
-    exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    exp_avg_sq_value = (
+        exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]
+    ).to(tl.float32, bitcast=True)
     max_exp_avg_sq_range = get(max_exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     max_exp_avg_sq_header = max_exp_avg_sq_range.to(tl.int32)
     max_exp_avg_sq_cells = tl.maximum(max_exp_avg_sq_header & 255, 4)
-    max_exp_avg_sq_step = tl.fma(4194304.0, inverse(max_exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    max_exp_avg_sq_step = (
+        tl.fma(4194304.0, inverse(max_exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True)
+        - 0x4b400000
+    )
     max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (max_exp_avg_sq_step >> 1)
     max_exp_avg_sq_middle = tl.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
     max_exp_avg_sq_code = get(max_exp_avg_sq_codes_ptr, at, live, MASKED)
     max_exp_avg_sq_piece = apart(max_exp_avg_sq_code)
-    max_exp_avg_sq_value = (max_exp_avg_sq_middle[:, None] + max_exp_avg_sq_piece * max_exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    max_exp_avg_sq_value = (
+        max_exp_avg_sq_middle[:, None] + max_exp_avg_sq_piece * max_exp_avg_sq_step[:, None]
+    ).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
     max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -898,7 +1010,10 @@ def clipped_adamw_float32_amsgrad_4_tile(
     # -- update  (specs/clipped_adamw.py)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * model_min, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
+    exp_avg = tl.fma(
+        one_minus_beta1_times_grad_scale * model_min, g,
+        exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value)
+    )
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * model_min * g, model_min * g, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
@@ -917,26 +1032,39 @@ def clipped_adamw_float32_amsgrad_4_tile(
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_step = (
+        tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    )
     exp_avg_sq_start_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
     exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000010 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1000010 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
-    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    exp_avg_sq_offset = (
+        (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
+    )
+    exp_avg_sq_position = tl.maximum(
+        tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0
+    ) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
     put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    exp_avg_sq_value = (exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    exp_avg_sq_value = (
+        exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]
+    ).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
     exp_avg_value_abs = tl.abs(exp_avg_value)
     exp_avg_top = block_magnitude(exp_avg_value, live, MASKED)
@@ -945,12 +1073,16 @@ def clipped_adamw_float32_amsgrad_4_tile(
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    exp_avg_pattern = tl.fma(
+        exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3200.0
+    ).to(tl.int32, bitcast=True)
     put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 0), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
     max_exp_avg_sq_pattern = max_exp_avg_sq_sqrt.to(tl.int32, bitcast=True)
-    max_exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(max_exp_avg_sq_pattern, live, MASKED), 0x20000000), 0x5f700000)
+    max_exp_avg_sq_largest = tl.minimum(
+        tl.maximum(block_max(max_exp_avg_sq_pattern, live, MASKED), 0x20000000), 0x5f700000
+    )
     max_exp_avg_sq_above = (max_exp_avg_sq_largest >> 22) + 1
     max_exp_avg_sq_below = block_min(max_exp_avg_sq_pattern, live, MASKED) >> 22
     max_exp_avg_sq_units = tl.minimum(tl.maximum(max_exp_avg_sq_above - tl.maximum(max_exp_avg_sq_below, 128), 1), 64)
@@ -959,7 +1091,9 @@ def clipped_adamw_float32_amsgrad_4_tile(
     max_exp_avg_sq_start_sub = 0x5f700000 - max_exp_avg_sq_start
     max_exp_avg_sq_cells = tl.minimum((256.5 * inverse(max_exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
     max_exp_avg_sq_scale = max_exp_avg_sq_cells << 2
-    max_exp_avg_sq_position = tl.maximum(tl.minimum(max_exp_avg_sq_pattern - max_exp_avg_sq_start[:, None], max_exp_avg_sq_start_sub[:, None]), 0) * max_exp_avg_sq_scale[:, None]
+    max_exp_avg_sq_position = tl.maximum(
+        tl.minimum(max_exp_avg_sq_pattern - max_exp_avg_sq_start[:, None], max_exp_avg_sq_start_sub[:, None]), 0
+    ) * max_exp_avg_sq_scale[:, None]
     put(max_exp_avg_sq_codes_ptr, at, byte(max_exp_avg_sq_position, 3), live, MASKED)
     max_exp_avg_sq_header = max_exp_avg_sq_first - 128 << 8 | max_exp_avg_sq_cells
     put(max_exp_avg_sq_range_ptr, at_block, max_exp_avg_sq_header.to(tl.int16), live_block, MASKED)
@@ -1107,28 +1241,39 @@ def clipped_adamw_bfloat16_amsgrad_4_tile(
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(
+        exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits
+    ).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_step = (
+        tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    )
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
-    exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    exp_avg_sq_value = (
+        exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]
+    ).to(tl.float32, bitcast=True)
     max_exp_avg_sq_range = get(max_exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     max_exp_avg_sq_header = max_exp_avg_sq_range.to(tl.int32)
     max_exp_avg_sq_cells = tl.maximum(max_exp_avg_sq_header & 255, 4)
-    max_exp_avg_sq_step = tl.fma(4194304.0, inverse(max_exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    max_exp_avg_sq_step = (
+        tl.fma(4194304.0, inverse(max_exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True)
+        - 0x4b400000
+    )
     max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (max_exp_avg_sq_step >> 1)
     max_exp_avg_sq_middle = tl.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
     max_exp_avg_sq_code = get(max_exp_avg_sq_codes_ptr, at, live, MASKED)
     max_exp_avg_sq_piece = apart(max_exp_avg_sq_code)
-    max_exp_avg_sq_value = (max_exp_avg_sq_middle[:, None] + max_exp_avg_sq_piece * max_exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    max_exp_avg_sq_value = (
+        max_exp_avg_sq_middle[:, None] + max_exp_avg_sq_piece * max_exp_avg_sq_step[:, None]
+    ).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
     max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1141,7 +1286,10 @@ def clipped_adamw_bfloat16_amsgrad_4_tile(
     g_cast = widened(g_stored)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * model_min, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
+    exp_avg = tl.fma(
+        one_minus_beta1_times_grad_scale * model_min, g_cast,
+        exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value)
+    )
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * model_min * g_cast, model_min * g_cast, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
@@ -1151,14 +1299,19 @@ def clipped_adamw_bfloat16_amsgrad_4_tile(
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(max_exp_avg_sq_sqrt, scalar_3, scalar_4)), p)
     # -- encode and store
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1001001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1001001 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise & 255) + 0x8000)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
@@ -1171,18 +1324,26 @@ def clipped_adamw_bfloat16_amsgrad_4_tile(
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_step = (
+        tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    )
     exp_avg_sq_start_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
     exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base
     exp_avg_sq_scale = exp_avg_sq_cells << 2
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
-    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    exp_avg_sq_offset = (
+        (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
+    )
+    exp_avg_sq_position = tl.maximum(
+        tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0
+    ) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
     put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    exp_avg_sq_value = (exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    exp_avg_sq_value = (
+        exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]
+    ).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
     exp_avg_value_abs = tl.abs(exp_avg_value)
     exp_avg_top = block_magnitude(exp_avg_value, live, MASKED)
@@ -1191,12 +1352,16 @@ def clipped_adamw_bfloat16_amsgrad_4_tile(
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    exp_avg_pattern = tl.fma(
+        exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3200.0
+    ).to(tl.int32, bitcast=True)
     put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 8), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
     max_exp_avg_sq_pattern = max_exp_avg_sq_sqrt.to(tl.int32, bitcast=True)
-    max_exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(max_exp_avg_sq_pattern, live, MASKED), 0x20000000), 0x5f700000)
+    max_exp_avg_sq_largest = tl.minimum(
+        tl.maximum(block_max(max_exp_avg_sq_pattern, live, MASKED), 0x20000000), 0x5f700000
+    )
     max_exp_avg_sq_above = (max_exp_avg_sq_largest >> 22) + 1
     max_exp_avg_sq_below = block_min(max_exp_avg_sq_pattern, live, MASKED) >> 22
     max_exp_avg_sq_units = tl.minimum(tl.maximum(max_exp_avg_sq_above - tl.maximum(max_exp_avg_sq_below, 128), 1), 64)
@@ -1205,7 +1370,9 @@ def clipped_adamw_bfloat16_amsgrad_4_tile(
     max_exp_avg_sq_start_sub = 0x5f700000 - max_exp_avg_sq_start
     max_exp_avg_sq_cells = tl.minimum((256.5 * inverse(max_exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
     max_exp_avg_sq_scale = max_exp_avg_sq_cells << 2
-    max_exp_avg_sq_position = tl.maximum(tl.minimum(max_exp_avg_sq_pattern - max_exp_avg_sq_start[:, None], max_exp_avg_sq_start_sub[:, None]), 0) * max_exp_avg_sq_scale[:, None]
+    max_exp_avg_sq_position = tl.maximum(
+        tl.minimum(max_exp_avg_sq_pattern - max_exp_avg_sq_start[:, None], max_exp_avg_sq_start_sub[:, None]), 0
+    ) * max_exp_avg_sq_scale[:, None]
     put(max_exp_avg_sq_codes_ptr, at, byte(max_exp_avg_sq_position, 3), live, MASKED)
     max_exp_avg_sq_header = max_exp_avg_sq_first - 128 << 8 | max_exp_avg_sq_cells
     put(max_exp_avg_sq_range_ptr, at_block, max_exp_avg_sq_header.to(tl.int16), live_block, MASKED)
@@ -1276,15 +1443,22 @@ def clipped_adamw_bfloat16_amsgrad_small_4_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(max_exp_avg_sq_ptr, at, max_exp_avg_sq, live, MASKED)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 0x8000)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + (
+        (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 0x8000
+    )
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
@@ -1336,28 +1510,39 @@ def clipped_adamw_float16_amsgrad_4_tile(
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(
+        exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits
+    ).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_step = (
+        tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    )
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
-    exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    exp_avg_sq_value = (
+        exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]
+    ).to(tl.float32, bitcast=True)
     max_exp_avg_sq_range = get(max_exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     max_exp_avg_sq_header = max_exp_avg_sq_range.to(tl.int32)
     max_exp_avg_sq_cells = tl.maximum(max_exp_avg_sq_header & 255, 4)
-    max_exp_avg_sq_step = tl.fma(4194304.0, inverse(max_exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    max_exp_avg_sq_step = (
+        tl.fma(4194304.0, inverse(max_exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True)
+        - 0x4b400000
+    )
     max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (max_exp_avg_sq_step >> 1)
     max_exp_avg_sq_middle = tl.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
     max_exp_avg_sq_code = get(max_exp_avg_sq_codes_ptr, at, live, MASKED)
     max_exp_avg_sq_piece = apart(max_exp_avg_sq_code)
-    max_exp_avg_sq_value = (max_exp_avg_sq_middle[:, None] + max_exp_avg_sq_piece * max_exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    max_exp_avg_sq_value = (
+        max_exp_avg_sq_middle[:, None] + max_exp_avg_sq_piece * max_exp_avg_sq_step[:, None]
+    ).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
     max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1372,12 +1557,20 @@ def clipped_adamw_float16_amsgrad_4_tile(
     p_normal = (p_wide << 5) + 0x38000000
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
+    p = (
+        tl.where(
+            p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000
+        ).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True)
+        | (p_high & 0x8000) << 16
+    ).to(tl.float32, bitcast=True)
     # -- update  (specs/clipped_adamw.py)
     g_cast = g_stored.to(tl.float32)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * model_min, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
+    exp_avg = tl.fma(
+        one_minus_beta1_times_grad_scale * model_min, g_cast,
+        exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value)
+    )
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * model_min * g_cast, model_min * g_cast, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
@@ -1395,14 +1588,19 @@ def clipped_adamw_float16_amsgrad_4_tile(
     p_subnormal = (2199023255552.0 * p_magnitude_bitcast).to(tl.int32)
     p_rebiased = tl.minimum(p_magnitude - 0x38000000, 0xf800000)
     p_fixed = tl.where(p_is_subnormal, p_subnormal, p_rebiased << 4)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1001001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1001001 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     p_wide = ((p_fixed + ((noise & 255) << 1 | 1)).to(tl.uint32, bitcast=True) >> 9).to(tl.int32, bitcast=True)
     p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
@@ -1416,18 +1614,26 @@ def clipped_adamw_float16_amsgrad_4_tile(
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_step = (
+        tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    )
     exp_avg_sq_start_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
     exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base
     exp_avg_sq_scale = exp_avg_sq_cells << 2
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
-    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    exp_avg_sq_offset = (
+        (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
+    )
+    exp_avg_sq_position = tl.maximum(
+        tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0
+    ) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
     put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    exp_avg_sq_value = (exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    exp_avg_sq_value = (
+        exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]
+    ).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
     exp_avg_value_abs = tl.abs(exp_avg_value)
     exp_avg_top = block_magnitude(exp_avg_value, live, MASKED)
@@ -1436,12 +1642,16 @@ def clipped_adamw_float16_amsgrad_4_tile(
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    exp_avg_pattern = tl.fma(
+        exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3200.0
+    ).to(tl.int32, bitcast=True)
     put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 8), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
     max_exp_avg_sq_pattern = max_exp_avg_sq_sqrt.to(tl.int32, bitcast=True)
-    max_exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(max_exp_avg_sq_pattern, live, MASKED), 0x20000000), 0x5f700000)
+    max_exp_avg_sq_largest = tl.minimum(
+        tl.maximum(block_max(max_exp_avg_sq_pattern, live, MASKED), 0x20000000), 0x5f700000
+    )
     max_exp_avg_sq_above = (max_exp_avg_sq_largest >> 22) + 1
     max_exp_avg_sq_below = block_min(max_exp_avg_sq_pattern, live, MASKED) >> 22
     max_exp_avg_sq_units = tl.minimum(tl.maximum(max_exp_avg_sq_above - tl.maximum(max_exp_avg_sq_below, 128), 1), 64)
@@ -1450,7 +1660,9 @@ def clipped_adamw_float16_amsgrad_4_tile(
     max_exp_avg_sq_start_sub = 0x5f700000 - max_exp_avg_sq_start
     max_exp_avg_sq_cells = tl.minimum((256.5 * inverse(max_exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
     max_exp_avg_sq_scale = max_exp_avg_sq_cells << 2
-    max_exp_avg_sq_position = tl.maximum(tl.minimum(max_exp_avg_sq_pattern - max_exp_avg_sq_start[:, None], max_exp_avg_sq_start_sub[:, None]), 0) * max_exp_avg_sq_scale[:, None]
+    max_exp_avg_sq_position = tl.maximum(
+        tl.minimum(max_exp_avg_sq_pattern - max_exp_avg_sq_start[:, None], max_exp_avg_sq_start_sub[:, None]), 0
+    ) * max_exp_avg_sq_scale[:, None]
     put(max_exp_avg_sq_codes_ptr, at, byte(max_exp_avg_sq_position, 3), live, MASKED)
     max_exp_avg_sq_header = max_exp_avg_sq_first - 128 << 8 | max_exp_avg_sq_cells
     put(max_exp_avg_sq_range_ptr, at_block, max_exp_avg_sq_header.to(tl.int16), live_block, MASKED)
@@ -1512,7 +1724,12 @@ def clipped_adamw_float16_amsgrad_small_4_tile(
     p_normal = (p_wide << 5) + 0x38000000
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
+    p = (
+        tl.where(
+            p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000
+        ).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True)
+        | (p_high & 0x8000) << 16
+    ).to(tl.float32, bitcast=True)
     # -- update  (specs/clipped_adamw.py)
     g_cast = g_stored.to(tl.float32)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -1536,15 +1753,25 @@ def clipped_adamw_float16_amsgrad_small_4_tile(
     p_subnormal = (2199023255552.0 * p_magnitude_bitcast).to(tl.int32)
     p_rebiased = tl.minimum(p_magnitude - 0x38000000, 0xf800000)
     p_fixed = tl.where(p_is_subnormal, p_subnormal, p_rebiased << 4)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_wide = ((p_fixed + ((noise.to(tl.uint32, bitcast=True) >> 23).to(tl.int32, bitcast=True) | 1)).to(tl.uint32, bitcast=True) >> 9).to(tl.int32, bitcast=True)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
+    p_wide = (
+        (
+            p_fixed + ((noise.to(tl.uint32, bitcast=True) >> 23).to(tl.int32, bitcast=True) | 1)
+        ).to(tl.uint32, bitcast=True)
+        >> 9
+    ).to(tl.int32, bitcast=True)
     p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
@@ -1598,7 +1825,8 @@ TILE = {
     "clipped_adamw_float16_amsgrad_small_4": 256,
 }
 
-# What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
+# What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a
+#     time.
 OPTIONS = {
     "clipped_adamw_float32_1": {"maxnreg": 80},
     "clipped_adamw_float32_4": {"maxnreg": 64},

@@ -455,9 +455,12 @@ struct dadapt_adam_use_bias_correction_step {
 template <class Grad> using dadapt_adam_float32 = dadapt_adam_step<weight_float32, Grad>;
 template <class Grad> using dadapt_adam_bfloat16 = dadapt_adam_step<weight_bfloat16, Grad>;
 template <class Grad> using dadapt_adam_float16 = dadapt_adam_step<weight_float16, Grad>;
-template <class Grad> using dadapt_adam_float32_use_bias_correction = dadapt_adam_use_bias_correction_step<weight_float32, Grad>;
-template <class Grad> using dadapt_adam_bfloat16_use_bias_correction = dadapt_adam_use_bias_correction_step<weight_bfloat16, Grad>;
-template <class Grad> using dadapt_adam_float16_use_bias_correction = dadapt_adam_use_bias_correction_step<weight_float16, Grad>;
+template <class Grad> using dadapt_adam_float32_use_bias_correction =
+    dadapt_adam_use_bias_correction_step<weight_float32, Grad>;
+template <class Grad> using dadapt_adam_bfloat16_use_bias_correction =
+    dadapt_adam_use_bias_correction_step<weight_bfloat16, Grad>;
+template <class Grad> using dadapt_adam_float16_use_bias_correction =
+    dadapt_adam_use_bias_correction_step<weight_float16, Grad>;
 
 }  // namespace
 

@@ -110,7 +110,9 @@ def dadapt_adam_float32_2_tile(
     put(exp_avg_sq_ptr, at, exp_avg_sq_2, live, MASKED)
     put(p_ptr, at, p, live, MASKED)
     put(s_ptr, at, s_2, live, MASKED)
-    return term(moves * tl.abs(s_2), at, live, MASKED), term(lr * (g * s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
+    return term(moves * tl.abs(s_2), at, live, MASKED), term(
+        lr * (g * s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -193,7 +195,10 @@ def dadapt_adam_float32_4_values(
     # 45  d_hat = numerator_weighted / maximum((1 - beta3) * total, 1e-37)
     d_hat = numerator_weighted / tl.maximum(one_minus_sqrt_beta2 * total, 1e-37, propagate_nan=tl.PropagateNan.ALL)
     # 48  d = maximum(d, where(total > 0, minimum(d_hat, d * growth_rate), 0.0))
-    d = tl.maximum(d, tl.where(total_lt, tl.minimum(d_hat, d * growth_rate, propagate_nan=tl.PropagateNan.ALL), 0.0), propagate_nan=tl.PropagateNan.ALL)
+    d = tl.maximum(
+        d, tl.where(total_lt, tl.minimum(d_hat, d * growth_rate, propagate_nan=tl.PropagateNan.ALL), 0.0),
+        propagate_nan=tl.PropagateNan.ALL
+    )
     tl.store(d_ptr, d)
     tl.store(numerator_weighted_ptr, numerator_weighted)
 
@@ -267,8 +272,13 @@ def dadapt_adam_bfloat16_2_tile(
     put(s_ptr, at, s_2, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    return term(moves * tl.abs(s_2), at, live, MASKED), term(lr * (g * s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
+    put(
+        p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live,
+        MASKED
+    )
+    return term(moves * tl.abs(s_2), at, live, MASKED), term(
+        lr * (g * s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -324,7 +334,9 @@ def dadapt_adam_float16_2_tile(
     put(exp_avg_sq_ptr, at, exp_avg_sq_2, live, MASKED)
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
     put(s_ptr, at, s_2, live, MASKED)
-    return term(moves * tl.abs(s_2), at, live, MASKED), term(lr * (g * s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
+    return term(moves * tl.abs(s_2), at, live, MASKED), term(
+        lr * (g * s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -428,7 +440,9 @@ def dadapt_adam_float32_use_bias_correction_2_tile(
     put(exp_avg_sq_ptr, at, exp_avg_sq_2, live, MASKED)
     put(p_ptr, at, p, live, MASKED)
     put(s_ptr, at, s_2, live, MASKED)
-    return term(moves * tl.abs(s_2), at, live, MASKED), term(own * (g * s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
+    return term(moves * tl.abs(s_2), at, live, MASKED), term(
+        own * (g * s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -485,8 +499,13 @@ def dadapt_adam_bfloat16_use_bias_correction_2_tile(
     put(s_ptr, at, s_2, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    return term(moves * tl.abs(s_2), at, live, MASKED), term(own * (g * s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
+    put(
+        p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live,
+        MASKED
+    )
+    return term(moves * tl.abs(s_2), at, live, MASKED), term(
+        own * (g * s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -542,7 +561,9 @@ def dadapt_adam_float16_use_bias_correction_2_tile(
     put(exp_avg_sq_ptr, at, exp_avg_sq_2, live, MASKED)
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
     put(s_ptr, at, s_2, live, MASKED)
-    return term(moves * tl.abs(s_2), at, live, MASKED), term(own * (g * s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
+    return term(moves * tl.abs(s_2), at, live, MASKED), term(
+        own * (g * s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -574,6 +595,7 @@ TILE = {
     "dadapt_adam_float16_use_bias_correction_2": 256,
 }
 
-# What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
+# What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a
+#     time.
 OPTIONS = {
 }

@@ -9,7 +9,7 @@
 //                       |error| <= 3.05e-05 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-17); absolute 2^-141 below, Inf above
 //   exp_avg             1.03125 B  8-bit signed blocks of 64: softsign, ue8m8 scale, stochastic
 //                       |error| <= 0.0156 scale; scale <= max(largest |x| of the block, 3.01e-36) * (1 + 0.00391)
-//   exp_avg_sq          1.03125 B  8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+// exp_avg_sq          1.03125 B  8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
 //                       |error| <= 0.118 root; for a block whose roots span at most 31.2 octaves; what lies further
 //                       below the block's maximum reads as at most 31.1 octaves under it, what lies under 2^-63 as
 //                       at most 1.5 cells more than that; Inf reads as a number, so that steps which it divides
@@ -66,7 +66,10 @@ struct weight_float16 {
         const I subnormal = bits(2.3283064365386963e-10f * to_float(wide));
         const I normal = (wide << 5) + 0x38000000;
         const I finite = where(wide < 0x40000, subnormal, normal);
-        return as_float(bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000))) | (high & 0x8000) << 16);
+        return as_float(
+            bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000)))
+            | (high & 0x8000) << 16
+        );
     }
     template <class Noise> void encode(int i, F x, const Noise &noise) const {
         const I x_bitcast = bits(x);
@@ -211,11 +214,15 @@ struct dadapt_adam_kernel_2 {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
+            const F exp_avg_scale_2 = as_float(
+                where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2)
+            );
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
             const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_step = bits(
+                fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)
+            ) - 0x4b400000;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             const I16 s_scale = raw(s_scale_at + b);
@@ -243,7 +250,9 @@ struct dadapt_adam_kernel_2 {
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             fetch_weight<BLOCK>(weight, b);
-            if constexpr (!apart<Weight>()) { fetch<BLOCK>(g_at, b + TILE / BLOCK); fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK); }
+            if constexpr (!apart<Weight>()) {
+                fetch<BLOCK>(g_at, b + TILE / BLOCK); fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
+            }
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -271,7 +280,10 @@ struct dadapt_adam_kernel_2 {
                 const F s_bend = abs(s_code_2);
                 const F g_3 = where(0.0f < moves, g_2, F(0.0f));                   // 30  g = where(lr > 0, g, 0.0)
                 // 39  exp_avg = keep1 * exp_avg + gain1 * rate * g
-                const F exp_avg = fma(one_times_one_minus_beta1_times_rate, g_3, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
+                const F exp_avg = fma(
+                    one_times_one_minus_beta1_times_rate, g_3,
+                    exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend))
+                );
                 // 40  exp_avg_sq = keep2 * exp_avg_sq + gain2 * g * g
                 const F exp_avg_sq_2 = fma(gain2 * g_3, g_3, keep2 * exp_avg_sq);
                 const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
@@ -290,7 +302,10 @@ struct dadapt_adam_kernel_2 {
                 store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
                 store(s_kept + i, s);
                 store(tensor_sum_for_total_at + i, moves * s_abs);
-                store(tensor_sum_for_numerator_at + i, scale_mul_2 * (g_3 * s_code_2 * s_bend_rcp / (sqrt(exp_avg_sq) + eps)));
+                store(
+                    tensor_sum_for_numerator_at + i,
+                    scale_mul_2 * (g_3 * s_code_2 * s_bend_rcp / (sqrt(exp_avg_sq) + eps))
+                );
                 if constexpr (!apart<Weight>())
                     update_weight(i, exp_avg, exp_avg_sq_sqrt, noise);
             }
@@ -367,9 +382,12 @@ struct dadapt_adam_kernel_2 {
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
                 const F s = load(s_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
+                const I exp_avg_pattern = bits(
+                    fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f)
+                );
                 const I exp_avg_sq_offset = fraction<1, 24>(noise) + exp_avg_sq_half_add;
-                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base,
+                    exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
                 store(exp_avg_codes_at + i, exp_avg_pattern + integer<0>(noise) >> 12);
                 store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
@@ -794,11 +812,15 @@ struct dadapt_adam_use_bias_correction_kernel_2 {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
+            const F exp_avg_scale_2 = as_float(
+                where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2)
+            );
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
             const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_step = bits(
+                fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)
+            ) - 0x4b400000;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             const I16 s_scale = raw(s_scale_at + b);
@@ -826,7 +848,9 @@ struct dadapt_adam_use_bias_correction_kernel_2 {
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             fetch_weight<BLOCK>(weight, b);
-            if constexpr (!apart<Weight>()) { fetch<BLOCK>(g_at, b + TILE / BLOCK); fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK); }
+            if constexpr (!apart<Weight>()) {
+                fetch<BLOCK>(g_at, b + TILE / BLOCK); fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
+            }
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -854,7 +878,10 @@ struct dadapt_adam_use_bias_correction_kernel_2 {
                 const F s_bend = abs(s_code_2);
                 const F g_3 = where(0.0f < moves, g_2, F(0.0f));                   // 30  g = where(lr > 0, g, 0.0)
                 // 39  exp_avg = keep1 * exp_avg + gain1 * rate * g
-                const F exp_avg = fma(one_times_one_minus_beta1_times_rate, g_3, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
+                const F exp_avg = fma(
+                    one_times_one_minus_beta1_times_rate, g_3,
+                    exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend))
+                );
                 // 40  exp_avg_sq = keep2 * exp_avg_sq + gain2 * g * g
                 const F exp_avg_sq_2 = fma(gain2 * g_3, g_3, keep2 * exp_avg_sq);
                 const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
@@ -873,7 +900,10 @@ struct dadapt_adam_use_bias_correction_kernel_2 {
                 store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
                 store(s_kept + i, s);
                 store(tensor_sum_for_total_at + i, moves * s_abs);
-                store(tensor_sum_for_numerator_at + i, scale_mul_2 * (g_3 * s_code_2 * s_bend_rcp / (sqrt(exp_avg_sq) + eps)));
+                store(
+                    tensor_sum_for_numerator_at + i,
+                    scale_mul_2 * (g_3 * s_code_2 * s_bend_rcp / (sqrt(exp_avg_sq) + eps))
+                );
                 if constexpr (!apart<Weight>())
                     update_weight(i, exp_avg, exp_avg_sq_sqrt, noise);
             }
@@ -950,9 +980,12 @@ struct dadapt_adam_use_bias_correction_kernel_2 {
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
                 const F s = load(s_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
+                const I exp_avg_pattern = bits(
+                    fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f)
+                );
                 const I exp_avg_sq_offset = fraction<1, 24>(noise) + exp_avg_sq_half_add;
-                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base,
+                    exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
                 store(exp_avg_codes_at + i, exp_avg_pattern + integer<0>(noise) >> 12);
                 store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
@@ -1216,12 +1249,18 @@ template <class Grad> using dadapt_adam_bfloat16 = dadapt_adam_step<weight_bfloa
 template <class Grad> using dadapt_adam_bfloat16_small = dadapt_adam_small_step<weight_bfloat16, Grad>;
 template <class Grad> using dadapt_adam_float16 = dadapt_adam_step<weight_float16, Grad>;
 template <class Grad> using dadapt_adam_float16_small = dadapt_adam_small_step<weight_float16, Grad>;
-template <class Grad> using dadapt_adam_float32_use_bias_correction = dadapt_adam_use_bias_correction_step<weight_float32, Grad>;
-template <class Grad> using dadapt_adam_float32_use_bias_correction_small = dadapt_adam_use_bias_correction_small_step<weight_float32, Grad>;
-template <class Grad> using dadapt_adam_bfloat16_use_bias_correction = dadapt_adam_use_bias_correction_step<weight_bfloat16, Grad>;
-template <class Grad> using dadapt_adam_bfloat16_use_bias_correction_small = dadapt_adam_use_bias_correction_small_step<weight_bfloat16, Grad>;
-template <class Grad> using dadapt_adam_float16_use_bias_correction = dadapt_adam_use_bias_correction_step<weight_float16, Grad>;
-template <class Grad> using dadapt_adam_float16_use_bias_correction_small = dadapt_adam_use_bias_correction_small_step<weight_float16, Grad>;
+template <class Grad> using dadapt_adam_float32_use_bias_correction =
+    dadapt_adam_use_bias_correction_step<weight_float32, Grad>;
+template <class Grad> using dadapt_adam_float32_use_bias_correction_small =
+    dadapt_adam_use_bias_correction_small_step<weight_float32, Grad>;
+template <class Grad> using dadapt_adam_bfloat16_use_bias_correction =
+    dadapt_adam_use_bias_correction_step<weight_bfloat16, Grad>;
+template <class Grad> using dadapt_adam_bfloat16_use_bias_correction_small =
+    dadapt_adam_use_bias_correction_small_step<weight_bfloat16, Grad>;
+template <class Grad> using dadapt_adam_float16_use_bias_correction =
+    dadapt_adam_use_bias_correction_step<weight_float16, Grad>;
+template <class Grad> using dadapt_adam_float16_use_bias_correction_small =
+    dadapt_adam_use_bias_correction_small_step<weight_float16, Grad>;
 
 }  // namespace
 

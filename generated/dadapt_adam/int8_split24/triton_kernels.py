@@ -99,19 +99,25 @@ def dadapt_adam_float32_2_tile(
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(
+        exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits
+    ).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_step = (
+        tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    )
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
-    exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    exp_avg_sq_value = (
+        exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]
+    ).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     p = get(p_ptr, at, live, MASKED)
@@ -128,7 +134,10 @@ def dadapt_adam_float32_2_tile(
     g = tl.where(0.0 < moves, g, 0.0)                        # 30  g = where(lr > 0, g, 0.0)
     exp_avg_scale_mul = keep1 * exp_avg_scale
     # 39  exp_avg = keep1 * exp_avg + gain1 * rate * g
-    exp_avg = tl.fma(one_times_one_minus_beta1_times_rate, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
+    exp_avg = tl.fma(
+        one_times_one_minus_beta1_times_rate, g,
+        exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend))
+    )
     exp_avg_sq_2 = tl.fma(gain2 * g, g, keep2 * exp_avg_sq)  # 40  exp_avg_sq = keep2 * exp_avg_sq + gain2 * g * g
     exp_avg_sq_sqrt = tl.sqrt(exp_avg_sq_2)
     p = p * one_minus_rate_times_weight_decay                # 46  p = policies.decoupled(p, rate, weight_decay)
@@ -147,7 +156,9 @@ def dadapt_adam_float32_2_tile(
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    exp_avg_pattern = tl.fma(
+        exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 3200.0
+    ).to(tl.int32, bitcast=True)
     word_xor = (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
     word_mul = word_xor * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -157,7 +168,9 @@ def dadapt_adam_float32_2_tile(
     word_and = index & 7
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor_2 ^ (step_key & 255) * 0x1000010 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
+    noise = word_xor_2 ^ (step_key & 255) * 0x1000010 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add
+    )
     put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
     exp_avg_sq_pattern = exp_avg_sq_sqrt.to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 0x20000000), 0x5f700000)
@@ -173,7 +186,9 @@ def dadapt_adam_float32_2_tile(
     exp_avg_sq_scale = exp_avg_sq_cells << 2
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    exp_avg_sq_position = tl.maximum(
+        tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0
+    ) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
     put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
@@ -184,17 +199,23 @@ def dadapt_adam_float32_2_tile(
     put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
     s_divisor = tl.minimum(s_up & 0x7fff8000, 0x7f7fffff)
     s_divisor_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_abs, s_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    s_pattern = tl.fma(
+        s, reciprocal(tl.fma(0.003937007874015748, s_abs, s_divisor_mul[:, None])), 3200.0
+    ).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ 0x3c6ef372) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise_2 = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
+    noise_2 = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add
+    )
     put(s_codes_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
     scale_mul = lr * scale
-    return term(moves * s_abs, at, live, MASKED), term(scale_mul[:, None] * (g * s_code * s_bend_rcp * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
+    return term(moves * s_abs, at, live, MASKED), term(
+        scale_mul[:, None] * (g * s_code * s_bend_rcp * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -278,7 +299,10 @@ def dadapt_adam_float32_4_values(
     # 45  d_hat = numerator_weighted / maximum((1 - beta3) * total, 1e-37)
     d_hat = numerator_weighted / tl.maximum(one_minus_sqrt_beta2 * total, 1e-37, propagate_nan=tl.PropagateNan.ALL)
     # 48  d = maximum(d, where(total > 0, minimum(d_hat, d * growth_rate), 0.0))
-    d = tl.maximum(d, tl.where(total_lt, tl.minimum(d_hat, d * growth_rate, propagate_nan=tl.PropagateNan.ALL), 0.0), propagate_nan=tl.PropagateNan.ALL)
+    d = tl.maximum(
+        d, tl.where(total_lt, tl.minimum(d_hat, d * growth_rate, propagate_nan=tl.PropagateNan.ALL), 0.0),
+        propagate_nan=tl.PropagateNan.ALL
+    )
     tl.store(d_ptr, d)
     tl.store(numerator_weighted_ptr, numerator_weighted)
 
@@ -373,7 +397,9 @@ def dadapt_adam_float32_small_2_tile(
     put(exp_avg_sq_ptr, at, exp_avg_sq_2, live, MASKED)
     put(p_ptr, at, p, live, MASKED)
     put(s_ptr, at, s_2, live, MASKED)
-    return term(moves * tl.abs(s_2), at, live, MASKED), term(lr * (g * s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
+    return term(moves * tl.abs(s_2), at, live, MASKED), term(
+        lr * (g * s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -475,19 +501,25 @@ def dadapt_adam_bfloat16_2_tile(
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(
+        exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits
+    ).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_step = (
+        tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    )
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
-    exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    exp_avg_sq_value = (
+        exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]
+    ).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     p_stored = get(p_ptr, at, live, MASKED)
@@ -507,7 +539,10 @@ def dadapt_adam_bfloat16_2_tile(
     g = tl.where(0.0 < moves, g, 0.0)                        # 30  g = where(lr > 0, g, 0.0)
     exp_avg_scale_mul = keep1 * exp_avg_scale
     # 39  exp_avg = keep1 * exp_avg + gain1 * rate * g
-    exp_avg = tl.fma(one_times_one_minus_beta1_times_rate, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
+    exp_avg = tl.fma(
+        one_times_one_minus_beta1_times_rate, g,
+        exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend))
+    )
     exp_avg_sq_2 = tl.fma(gain2 * g, g, keep2 * exp_avg_sq)  # 40  exp_avg_sq = keep2 * exp_avg_sq + gain2 * g * g
     exp_avg_sq_sqrt = tl.sqrt(exp_avg_sq_2)
     p = p * one_minus_rate_times_weight_decay                # 46  p = policies.decoupled(p, rate, weight_decay)
@@ -527,7 +562,9 @@ def dadapt_adam_bfloat16_2_tile(
     word_and = index & 7
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise_2 = word_xor_2 ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
+    noise_2 = word_xor_2 ^ (step_key & 255) * 0x1000001 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add
+    )
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise_2 & 255) + 0x8000)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
@@ -539,14 +576,18 @@ def dadapt_adam_bfloat16_2_tile(
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    exp_avg_pattern = tl.fma(
+        exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 3200.0
+    ).to(tl.int32, bitcast=True)
     word_mul = word_xor * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000010 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
+    noise = word_xor ^ (step_key & 255) * 0x1000010 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add
+    )
     put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
     exp_avg_sq_pattern = exp_avg_sq_sqrt.to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 0x20000000), 0x5f700000)
@@ -562,7 +603,9 @@ def dadapt_adam_bfloat16_2_tile(
     exp_avg_sq_scale = exp_avg_sq_cells << 2
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    exp_avg_sq_position = tl.maximum(
+        tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0
+    ) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
     put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
@@ -573,10 +616,14 @@ def dadapt_adam_bfloat16_2_tile(
     put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
     s_divisor = tl.minimum(s_up & 0x7fff8000, 0x7f7fffff)
     s_divisor_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_abs, s_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    s_pattern = tl.fma(
+        s, reciprocal(tl.fma(0.003937007874015748, s_abs, s_divisor_mul[:, None])), 3200.0
+    ).to(tl.int32, bitcast=True)
     put(s_codes_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
     scale_mul = lr * scale
-    return term(moves * s_abs, at, live, MASKED), term(scale_mul[:, None] * (g * s_code * s_bend_rcp * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
+    return term(moves * s_abs, at, live, MASKED), term(
+        scale_mul[:, None] * (g * s_code * s_bend_rcp * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -699,19 +746,28 @@ def dadapt_adam_bfloat16_small_2_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq_2, live, MASKED)
     put(s_ptr, at, s_2, live, MASKED)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 0x8000)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + (
+        (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 0x8000
+    )
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
-    return term(moves * tl.abs(s_2), at, live, MASKED), term(lr * (g * s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
+    return term(moves * tl.abs(s_2), at, live, MASKED), term(
+        lr * (g * s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -790,19 +846,25 @@ def dadapt_adam_float16_2_tile(
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(
+        exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits
+    ).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_step = (
+        tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    )
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
-    exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    exp_avg_sq_value = (
+        exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]
+    ).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     p_stored = get(p_ptr, at, live, MASKED)
@@ -815,7 +877,12 @@ def dadapt_adam_float16_2_tile(
     p_normal = (p_wide << 5) + 0x38000000
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
+    p = (
+        tl.where(
+            p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000
+        ).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True)
+        | (p_high & 0x8000) << 16
+    ).to(tl.float32, bitcast=True)
     one_minus_rate_times_weight_decay = tl.load(one_minus_rate_times_weight_decay_ptr)
     one_times_one_minus_sqrt_beta2_times_rate = tl.load(one_times_one_minus_sqrt_beta2_times_rate_ptr)
     s_scale = get(s_scale_ptr, at_block, live_block, MASKED)
@@ -829,7 +896,10 @@ def dadapt_adam_float16_2_tile(
     g = tl.where(0.0 < moves, g, 0.0)                        # 30  g = where(lr > 0, g, 0.0)
     exp_avg_scale_mul = keep1 * exp_avg_scale
     # 39  exp_avg = keep1 * exp_avg + gain1 * rate * g
-    exp_avg = tl.fma(one_times_one_minus_beta1_times_rate, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
+    exp_avg = tl.fma(
+        one_times_one_minus_beta1_times_rate, g,
+        exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend))
+    )
     exp_avg_sq_2 = tl.fma(gain2 * g, g, keep2 * exp_avg_sq)  # 40  exp_avg_sq = keep2 * exp_avg_sq + gain2 * g * g
     exp_avg_sq_sqrt = tl.sqrt(exp_avg_sq_2)
     p = p * one_minus_rate_times_weight_decay                # 46  p = policies.decoupled(p, rate, weight_decay)
@@ -857,7 +927,9 @@ def dadapt_adam_float16_2_tile(
     word_and = index & 7
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise_2 = word_xor_2 ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
+    noise_2 = word_xor_2 ^ (step_key & 255) * 0x1000001 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add
+    )
     p_wide = ((p_fixed + ((noise_2 & 255) << 1 | 1)).to(tl.uint32, bitcast=True) >> 9).to(tl.int32, bitcast=True)
     p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
@@ -870,14 +942,18 @@ def dadapt_adam_float16_2_tile(
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    exp_avg_pattern = tl.fma(
+        exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 3200.0
+    ).to(tl.int32, bitcast=True)
     word_mul = word_xor * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000010 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
+    noise = word_xor ^ (step_key & 255) * 0x1000010 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add
+    )
     put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
     exp_avg_sq_pattern = exp_avg_sq_sqrt.to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 0x20000000), 0x5f700000)
@@ -893,7 +969,9 @@ def dadapt_adam_float16_2_tile(
     exp_avg_sq_scale = exp_avg_sq_cells << 2
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    exp_avg_sq_position = tl.maximum(
+        tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0
+    ) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
     put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
@@ -904,10 +982,14 @@ def dadapt_adam_float16_2_tile(
     put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
     s_divisor = tl.minimum(s_up & 0x7fff8000, 0x7f7fffff)
     s_divisor_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_abs, s_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    s_pattern = tl.fma(
+        s, reciprocal(tl.fma(0.003937007874015748, s_abs, s_divisor_mul[:, None])), 3200.0
+    ).to(tl.int32, bitcast=True)
     put(s_codes_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
     scale_mul = lr * scale
-    return term(moves * s_abs, at, live, MASKED), term(scale_mul[:, None] * (g * s_code * s_bend_rcp * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
+    return term(moves * s_abs, at, live, MASKED), term(
+        scale_mul[:, None] * (g * s_code * s_bend_rcp * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -954,7 +1036,12 @@ def dadapt_adam_float16_small_2_tile(
     p_normal = (p_wide << 5) + 0x38000000
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
+    p = (
+        tl.where(
+            p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000
+        ).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True)
+        | (p_high & 0x8000) << 16
+    ).to(tl.float32, bitcast=True)
     one_minus_rate_times_weight_decay = tl.load(one_minus_rate_times_weight_decay_ptr)
     one_times_one_minus_sqrt_beta2_times_rate = tl.load(one_times_one_minus_sqrt_beta2_times_rate_ptr)
     s = get(s_ptr, at, live, MASKED)
@@ -981,20 +1068,32 @@ def dadapt_adam_float16_small_2_tile(
     p_subnormal = (2199023255552.0 * p_magnitude_bitcast).to(tl.int32)
     p_rebiased = tl.minimum(p_magnitude - 0x38000000, 0xf800000)
     p_fixed = tl.where(p_is_subnormal, p_subnormal, p_rebiased << 4)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_wide = ((p_fixed + ((noise.to(tl.uint32, bitcast=True) >> 23).to(tl.int32, bitcast=True) | 1)).to(tl.uint32, bitcast=True) >> 9).to(tl.int32, bitcast=True)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
+    p_wide = (
+        (
+            p_fixed + ((noise.to(tl.uint32, bitcast=True) >> 23).to(tl.int32, bitcast=True) | 1)
+        ).to(tl.uint32, bitcast=True)
+        >> 9
+    ).to(tl.int32, bitcast=True)
     p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)
-    return term(moves * tl.abs(s_2), at, live, MASKED), term(lr * (g * s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
+    return term(moves * tl.abs(s_2), at, live, MASKED), term(
+        lr * (g * s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1081,19 +1180,25 @@ def dadapt_adam_float32_use_bias_correction_2_tile(
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(
+        exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits
+    ).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_step = (
+        tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    )
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
-    exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    exp_avg_sq_value = (
+        exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]
+    ).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     p = get(p_ptr, at, live, MASKED)
@@ -1110,7 +1215,10 @@ def dadapt_adam_float32_use_bias_correction_2_tile(
     g = tl.where(0.0 < moves, g, 0.0)                        # 30  g = where(lr > 0, g, 0.0)
     exp_avg_scale_mul = keep1 * exp_avg_scale
     # 39  exp_avg = keep1 * exp_avg + gain1 * rate * g
-    exp_avg = tl.fma(one_times_one_minus_beta1_times_rate, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
+    exp_avg = tl.fma(
+        one_times_one_minus_beta1_times_rate, g,
+        exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend))
+    )
     exp_avg_sq_2 = tl.fma(gain2 * g, g, keep2 * exp_avg_sq)  # 40  exp_avg_sq = keep2 * exp_avg_sq + gain2 * g * g
     exp_avg_sq_sqrt = tl.sqrt(exp_avg_sq_2)
     p = p * one_minus_rate_times_weight_decay                # 46  p = policies.decoupled(p, rate, weight_decay)
@@ -1129,7 +1237,9 @@ def dadapt_adam_float32_use_bias_correction_2_tile(
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    exp_avg_pattern = tl.fma(
+        exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 3200.0
+    ).to(tl.int32, bitcast=True)
     word_xor = (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
     word_mul = word_xor * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -1139,7 +1249,9 @@ def dadapt_adam_float32_use_bias_correction_2_tile(
     word_and = index & 7
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor_2 ^ (step_key & 255) * 0x1000010 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
+    noise = word_xor_2 ^ (step_key & 255) * 0x1000010 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add
+    )
     put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
     exp_avg_sq_pattern = exp_avg_sq_sqrt.to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 0x20000000), 0x5f700000)
@@ -1155,7 +1267,9 @@ def dadapt_adam_float32_use_bias_correction_2_tile(
     exp_avg_sq_scale = exp_avg_sq_cells << 2
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    exp_avg_sq_position = tl.maximum(
+        tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0
+    ) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
     put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
@@ -1166,17 +1280,23 @@ def dadapt_adam_float32_use_bias_correction_2_tile(
     put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
     s_divisor = tl.minimum(s_up & 0x7fff8000, 0x7f7fffff)
     s_divisor_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_abs, s_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    s_pattern = tl.fma(
+        s, reciprocal(tl.fma(0.003937007874015748, s_abs, s_divisor_mul[:, None])), 3200.0
+    ).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ 0x3c6ef372) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise_2 = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
+    noise_2 = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add
+    )
     put(s_codes_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
     scale_mul = own * scale
-    return term(moves * s_abs, at, live, MASKED), term(scale_mul[:, None] * (g * s_code * s_bend_rcp * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
+    return term(moves * s_abs, at, live, MASKED), term(
+        scale_mul[:, None] * (g * s_code * s_bend_rcp * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1255,7 +1375,9 @@ def dadapt_adam_float32_use_bias_correction_small_2_tile(
     put(exp_avg_sq_ptr, at, exp_avg_sq_2, live, MASKED)
     put(p_ptr, at, p, live, MASKED)
     put(s_ptr, at, s_2, live, MASKED)
-    return term(moves * tl.abs(s_2), at, live, MASKED), term(own * (g * s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
+    return term(moves * tl.abs(s_2), at, live, MASKED), term(
+        own * (g * s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1316,19 +1438,25 @@ def dadapt_adam_bfloat16_use_bias_correction_2_tile(
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(
+        exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits
+    ).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_step = (
+        tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    )
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
-    exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    exp_avg_sq_value = (
+        exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]
+    ).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     p_stored = get(p_ptr, at, live, MASKED)
@@ -1348,7 +1476,10 @@ def dadapt_adam_bfloat16_use_bias_correction_2_tile(
     g = tl.where(0.0 < moves, g, 0.0)                        # 30  g = where(lr > 0, g, 0.0)
     exp_avg_scale_mul = keep1 * exp_avg_scale
     # 39  exp_avg = keep1 * exp_avg + gain1 * rate * g
-    exp_avg = tl.fma(one_times_one_minus_beta1_times_rate, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
+    exp_avg = tl.fma(
+        one_times_one_minus_beta1_times_rate, g,
+        exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend))
+    )
     exp_avg_sq_2 = tl.fma(gain2 * g, g, keep2 * exp_avg_sq)  # 40  exp_avg_sq = keep2 * exp_avg_sq + gain2 * g * g
     exp_avg_sq_sqrt = tl.sqrt(exp_avg_sq_2)
     p = p * one_minus_rate_times_weight_decay                # 46  p = policies.decoupled(p, rate, weight_decay)
@@ -1368,7 +1499,9 @@ def dadapt_adam_bfloat16_use_bias_correction_2_tile(
     word_and = index & 7
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise_2 = word_xor_2 ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
+    noise_2 = word_xor_2 ^ (step_key & 255) * 0x1000001 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add
+    )
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise_2 & 255) + 0x8000)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
@@ -1380,14 +1513,18 @@ def dadapt_adam_bfloat16_use_bias_correction_2_tile(
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    exp_avg_pattern = tl.fma(
+        exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 3200.0
+    ).to(tl.int32, bitcast=True)
     word_mul = word_xor * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000010 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
+    noise = word_xor ^ (step_key & 255) * 0x1000010 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add
+    )
     put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
     exp_avg_sq_pattern = exp_avg_sq_sqrt.to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 0x20000000), 0x5f700000)
@@ -1403,7 +1540,9 @@ def dadapt_adam_bfloat16_use_bias_correction_2_tile(
     exp_avg_sq_scale = exp_avg_sq_cells << 2
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    exp_avg_sq_position = tl.maximum(
+        tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0
+    ) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
     put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
@@ -1414,10 +1553,14 @@ def dadapt_adam_bfloat16_use_bias_correction_2_tile(
     put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
     s_divisor = tl.minimum(s_up & 0x7fff8000, 0x7f7fffff)
     s_divisor_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_abs, s_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    s_pattern = tl.fma(
+        s, reciprocal(tl.fma(0.003937007874015748, s_abs, s_divisor_mul[:, None])), 3200.0
+    ).to(tl.int32, bitcast=True)
     put(s_codes_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
     scale_mul = own * scale
-    return term(moves * s_abs, at, live, MASKED), term(scale_mul[:, None] * (g * s_code * s_bend_rcp * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
+    return term(moves * s_abs, at, live, MASKED), term(
+        scale_mul[:, None] * (g * s_code * s_bend_rcp * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1499,19 +1642,28 @@ def dadapt_adam_bfloat16_use_bias_correction_small_2_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq_2, live, MASKED)
     put(s_ptr, at, s_2, live, MASKED)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 0x8000)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + (
+        (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 0x8000
+    )
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
-    return term(moves * tl.abs(s_2), at, live, MASKED), term(own * (g * s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
+    return term(moves * tl.abs(s_2), at, live, MASKED), term(
+        own * (g * s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1549,19 +1701,25 @@ def dadapt_adam_float16_use_bias_correction_2_tile(
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(
+        exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits
+    ).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_step = (
+        tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    )
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
-    exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    exp_avg_sq_value = (
+        exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]
+    ).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     p_stored = get(p_ptr, at, live, MASKED)
@@ -1574,7 +1732,12 @@ def dadapt_adam_float16_use_bias_correction_2_tile(
     p_normal = (p_wide << 5) + 0x38000000
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
+    p = (
+        tl.where(
+            p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000
+        ).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True)
+        | (p_high & 0x8000) << 16
+    ).to(tl.float32, bitcast=True)
     one_minus_rate_times_weight_decay = tl.load(one_minus_rate_times_weight_decay_ptr)
     one_times_one_minus_sqrt_beta2_times_rate = tl.load(one_times_one_minus_sqrt_beta2_times_rate_ptr)
     s_scale = get(s_scale_ptr, at_block, live_block, MASKED)
@@ -1588,7 +1751,10 @@ def dadapt_adam_float16_use_bias_correction_2_tile(
     g = tl.where(0.0 < moves, g, 0.0)                        # 30  g = where(lr > 0, g, 0.0)
     exp_avg_scale_mul = keep1 * exp_avg_scale
     # 39  exp_avg = keep1 * exp_avg + gain1 * rate * g
-    exp_avg = tl.fma(one_times_one_minus_beta1_times_rate, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
+    exp_avg = tl.fma(
+        one_times_one_minus_beta1_times_rate, g,
+        exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend))
+    )
     exp_avg_sq_2 = tl.fma(gain2 * g, g, keep2 * exp_avg_sq)  # 40  exp_avg_sq = keep2 * exp_avg_sq + gain2 * g * g
     exp_avg_sq_sqrt = tl.sqrt(exp_avg_sq_2)
     p = p * one_minus_rate_times_weight_decay                # 46  p = policies.decoupled(p, rate, weight_decay)
@@ -1616,7 +1782,9 @@ def dadapt_adam_float16_use_bias_correction_2_tile(
     word_and = index & 7
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise_2 = word_xor_2 ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
+    noise_2 = word_xor_2 ^ (step_key & 255) * 0x1000001 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add
+    )
     p_wide = ((p_fixed + ((noise_2 & 255) << 1 | 1)).to(tl.uint32, bitcast=True) >> 9).to(tl.int32, bitcast=True)
     p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
@@ -1629,14 +1797,18 @@ def dadapt_adam_float16_use_bias_correction_2_tile(
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    exp_avg_pattern = tl.fma(
+        exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 3200.0
+    ).to(tl.int32, bitcast=True)
     word_mul = word_xor * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000010 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
+    noise = word_xor ^ (step_key & 255) * 0x1000010 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add
+    )
     put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
     exp_avg_sq_pattern = exp_avg_sq_sqrt.to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 0x20000000), 0x5f700000)
@@ -1652,7 +1824,9 @@ def dadapt_adam_float16_use_bias_correction_2_tile(
     exp_avg_sq_scale = exp_avg_sq_cells << 2
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    exp_avg_sq_position = tl.maximum(
+        tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0
+    ) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
     put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
@@ -1663,10 +1837,14 @@ def dadapt_adam_float16_use_bias_correction_2_tile(
     put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
     s_divisor = tl.minimum(s_up & 0x7fff8000, 0x7f7fffff)
     s_divisor_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_abs, s_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    s_pattern = tl.fma(
+        s, reciprocal(tl.fma(0.003937007874015748, s_abs, s_divisor_mul[:, None])), 3200.0
+    ).to(tl.int32, bitcast=True)
     put(s_codes_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
     scale_mul = own * scale
-    return term(moves * s_abs, at, live, MASKED), term(scale_mul[:, None] * (g * s_code * s_bend_rcp * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
+    return term(moves * s_abs, at, live, MASKED), term(
+        scale_mul[:, None] * (g * s_code * s_bend_rcp * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1713,7 +1891,12 @@ def dadapt_adam_float16_use_bias_correction_small_2_tile(
     p_normal = (p_wide << 5) + 0x38000000
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
+    p = (
+        tl.where(
+            p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000
+        ).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True)
+        | (p_high & 0x8000) << 16
+    ).to(tl.float32, bitcast=True)
     one_minus_rate_times_weight_decay = tl.load(one_minus_rate_times_weight_decay_ptr)
     one_times_one_minus_sqrt_beta2_times_rate = tl.load(one_times_one_minus_sqrt_beta2_times_rate_ptr)
     s = get(s_ptr, at, live, MASKED)
@@ -1740,20 +1923,32 @@ def dadapt_adam_float16_use_bias_correction_small_2_tile(
     p_subnormal = (2199023255552.0 * p_magnitude_bitcast).to(tl.int32)
     p_rebiased = tl.minimum(p_magnitude - 0x38000000, 0xf800000)
     p_fixed = tl.where(p_is_subnormal, p_subnormal, p_rebiased << 4)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_wide = ((p_fixed + ((noise.to(tl.uint32, bitcast=True) >> 23).to(tl.int32, bitcast=True) | 1)).to(tl.uint32, bitcast=True) >> 9).to(tl.int32, bitcast=True)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
+    p_wide = (
+        (
+            p_fixed + ((noise.to(tl.uint32, bitcast=True) >> 23).to(tl.int32, bitcast=True) | 1)
+        ).to(tl.uint32, bitcast=True)
+        >> 9
+    ).to(tl.int32, bitcast=True)
     p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)
-    return term(moves * tl.abs(s_2), at, live, MASKED), term(own * (g * s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
+    return term(moves * tl.abs(s_2), at, live, MASKED), term(
+        own * (g * s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1791,6 +1986,7 @@ TILE = {
     "dadapt_adam_float16_use_bias_correction_small_2": 256,
 }
 
-# What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
+# What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a
+#     time.
 OPTIONS = {
 }

@@ -162,7 +162,10 @@ def fromage_bfloat16_3_tile(
     # -- encode and store
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(
+        p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live,
+        MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -241,7 +244,8 @@ TILE = {
     "fromage_float16_3": 256,
 }
 
-# What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
+# What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a
+#     time.
 OPTIONS = {
     "fromage_float32_1": {"maxnreg": 96},
     "fromage_float32_3": {"maxnreg": 64},

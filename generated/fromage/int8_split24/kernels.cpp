@@ -53,7 +53,10 @@ struct weight_float16 {
         const I subnormal = bits(2.3283064365386963e-10f * to_float(wide));
         const I normal = (wide << 5) + 0x38000000;
         const I finite = where(wide < 0x40000, subnormal, normal);
-        return as_float(bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000))) | (high & 0x8000) << 16);
+        return as_float(
+            bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000)))
+            | (high & 0x8000) << 16
+        );
     }
     template <class Noise> void encode(int i, F x, const Noise &noise) const {
         const I x_bitcast = bits(x);

@@ -96,7 +96,10 @@ struct grams_kernel {
             const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;                // 20  p = decoupled(p, lr, weight_decay)
             // 25  p = p - lr / (1 - beta1**t) * sign(g) * size
-            const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, sign(g_2) * abs(exp_avg_2) / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
+            const F p_3 = fma(
+                minus_lr_over_one_minus_beta1_pow_t,
+                sign(g_2) * abs(exp_avg_2) / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2
+            );
             weight.encode(i, p_3, noise);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);

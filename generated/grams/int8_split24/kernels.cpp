@@ -61,7 +61,10 @@ struct weight_float16 {
         const I subnormal = bits(2.3283064365386963e-10f * to_float(wide));
         const I normal = (wide << 5) + 0x38000000;
         const I finite = where(wide < 0x40000, subnormal, normal);
-        return as_float(bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000))) | (high & 0x8000) << 16);
+        return as_float(
+            bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000)))
+            | (high & 0x8000) << 16
+        );
     }
     template <class Noise> void encode(int i, F x, const Noise &noise) const {
         const I x_bitcast = bits(x);
@@ -88,7 +91,9 @@ struct grams_kernel {
     static constexpr int DRAWN = NOISE.mask({P, 0, 1}), KEPT = NOISE.mask({P, 0, 1});
     static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3 + count(KEPT)), SCALARS = 9;
     // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}});
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>(
+        {{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}}
+    );
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -136,11 +141,15 @@ struct grams_kernel {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
+            const F exp_avg_scale_2 = as_float(
+                where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2)
+            );
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
             const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_step = bits(
+                fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)
+            ) - 0x4b400000;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
@@ -172,7 +181,10 @@ struct grams_kernel {
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 // 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
+                const F exp_avg = fma(
+                    one_minus_beta1_times_grad_scale, g,
+                    exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value)
+                );
                 // 22  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
                 const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
@@ -198,7 +210,9 @@ struct grams_kernel {
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
-            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_step_2 = bits(
+                fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)
+            ) - 0x4b400000;
             const I exp_avg_sq_start_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
@@ -228,7 +242,10 @@ struct grams_kernel {
                 const F p = weight.decode(i);
                 const F p_2 = one_minus_lr_times_weight_decay * p;  // 20  p = decoupled(p, lr, weight_decay)
                 // 25  p = p - lr / (1 - beta1**t) * sign(g) * size
-                const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, sign(g_2) * abs(exp_avg) / fma(exp_avg_sq_sqrt, scalar_3, scalar_4), p_2);
+                const F p_3 = fma(
+                    minus_lr_over_one_minus_beta1_pow_t,
+                    sign(g_2) * abs(exp_avg) / fma(exp_avg_sq_sqrt, scalar_3, scalar_4), p_2
+                );
                 weight.encode(i, p_3, noise);
             }
         }
@@ -250,7 +267,8 @@ struct grams_kernel {
                 const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const I exp_avg_sq_offset = fraction<0, 24>(noise) + exp_avg_sq_half_add;
-                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base,
+                    exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
                 const F exp_avg_sq_value_2 = as_float(exp_avg_sq_start_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
@@ -281,7 +299,12 @@ struct grams_kernel {
                 const int i = b * BLOCK + k;
                 const auto noise = words.kept(i);
                 const F exp_avg_value = load(exp_avg_value_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul), 3200.0f));
+                const I exp_avg_pattern = bits(
+                    fma(
+                        exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul),
+                        3200.0f
+                    )
+                );
                 store(exp_avg_codes_at + i, exp_avg_pattern + integer<1>(noise) >> 12);
             }
         }
@@ -330,7 +353,10 @@ struct grams_small_kernel {
             const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;                // 20  p = decoupled(p, lr, weight_decay)
             // 25  p = p - lr / (1 - beta1**t) * sign(g) * size
-            const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, sign(g_2) * abs(exp_avg_2) / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
+            const F p_3 = fma(
+                minus_lr_over_one_minus_beta1_pow_t,
+                sign(g_2) * abs(exp_avg_2) / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2
+            );
             weight.encode(i, p_3, noise);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);

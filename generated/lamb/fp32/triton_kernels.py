@@ -73,7 +73,10 @@ def lamb_float32_2_values(
     tensor_sum_for_weight_norm = tl.load(tensor_sum_for_weight_norm_ptr)
     tensor_sum_for_update_norm = tl.load(tensor_sum_for_update_norm_ptr)
     # 28  weight_norm = minimum(maximum(norm(p), min_norm), max_norm)
-    weight_norm = tl.minimum(tl.maximum(tl.sqrt(tensor_sum_for_weight_norm), min_norm, propagate_nan=tl.PropagateNan.ALL), max_norm, propagate_nan=tl.PropagateNan.ALL)
+    weight_norm = tl.minimum(
+        tl.maximum(tl.sqrt(tensor_sum_for_weight_norm), min_norm, propagate_nan=tl.PropagateNan.ALL), max_norm,
+        propagate_nan=tl.PropagateNan.ALL
+    )
     update_norm = tl.sqrt(tensor_sum_for_update_norm)  # 29  update_norm = norm(update)
     # 30  trust = where((weight_norm <= 0) | (update_norm <= 0), 1.0, weight_norm / update_norm)
     trust = tl.where((weight_norm <= 0.0) | (update_norm <= 0.0), 1.0, weight_norm / update_norm)
@@ -210,7 +213,10 @@ def lamb_bfloat16_3_tile(
     # -- encode and store
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(
+        p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live,
+        MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -319,7 +325,8 @@ TILE = {
     "lamb_float16_3": 256,
 }
 
-# What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
+# What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a
+#     time.
 OPTIONS = {
     "lamb_float32_1": {"maxnreg": 96},
     "lamb_float32_3": {"maxnreg": 64},

@@ -90,9 +90,13 @@ struct laprop_kernel {
             // 23  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_0 * g, g, beta2 * exp_avg_sq);
             // 25  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
-            const F exp_avg_2 = fma(scalar_2, g / (sqrt(exp_avg_sq_2) + eps_times_sqrt_one_minus_beta2_pow_t), beta1 * exp_avg);
-            const F p_2 = fma(minus_lr_over_one_minus_beta1_pow_t, exp_avg_2, p);  // 26  p = p - lr / (1 - beta1**t) * exp_avg
-            const F p_3 = one_minus_lr_times_weight_decay * p_2;                   // 27  p = decoupled(p, lr, weight_decay)
+            const F exp_avg_2 = fma(
+                scalar_2, g / (sqrt(exp_avg_sq_2) + eps_times_sqrt_one_minus_beta2_pow_t), beta1 * exp_avg
+            );
+            // 26  p = p - lr / (1 - beta1**t) * exp_avg
+            const F p_2 = fma(minus_lr_over_one_minus_beta1_pow_t, exp_avg_2, p);
+            // 27  p = decoupled(p, lr, weight_decay)
+            const F p_3 = one_minus_lr_times_weight_decay * p_2;
             weight.encode(i, p_3, noise);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);

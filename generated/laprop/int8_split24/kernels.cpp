@@ -60,7 +60,10 @@ struct weight_float16 {
         const I subnormal = bits(2.3283064365386963e-10f * to_float(wide));
         const I normal = (wide << 5) + 0x38000000;
         const I finite = where(wide < 0x40000, subnormal, normal);
-        return as_float(bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000))) | (high & 0x8000) << 16);
+        return as_float(
+            bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000)))
+            | (high & 0x8000) << 16
+        );
     }
     template <class Noise> void encode(int i, F x, const Noise &noise) const {
         const I x_bitcast = bits(x);
@@ -87,7 +90,9 @@ struct laprop_kernel {
     static constexpr int DRAWN = NOISE.mask({P, 1, 0}), KEPT = NOISE.mask({P, 1, 0});
     static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2 + count(KEPT)), SCALARS = 7;
     // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}});
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>(
+        {{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}}
+    );
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -130,13 +135,17 @@ struct laprop_kernel {
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
             const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_step = bits(
+                fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)
+            ) - 0x4b400000;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
+            const F exp_avg_scale_2 = as_float(
+                where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2)
+            );
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
             store(exp_avg_sq_step_kept + b, exp_avg_sq_step);
@@ -145,8 +154,10 @@ struct laprop_kernel {
 
         const auto update_weight = [&](int i, F exp_avg, const auto &noise) {
             const F p = weight.decode(i);
-            const F p_2 = fma(minus_lr_over_one_minus_beta1_pow_t, exp_avg, p);  // 26  p = p - lr / (1 - beta1**t) * exp_avg
-            const F p_3 = one_minus_lr_times_weight_decay * p_2;                 // 27  p = decoupled(p, lr, weight_decay)
+            // 26  p = p - lr / (1 - beta1**t) * exp_avg
+            const F p_2 = fma(minus_lr_over_one_minus_beta1_pow_t, exp_avg, p);
+            // 27  p = decoupled(p, lr, weight_decay)
+            const F p_3 = one_minus_lr_times_weight_decay * p_2;
             weight.encode(i, p_3, noise);
         };
         // -- elements: decode, update, encode  (specs/laprop.py)
@@ -176,7 +187,10 @@ struct laprop_kernel {
                 const F exp_avg_sq_2 = fma(scalar_0 * g, g, beta2 * exp_avg_sq);
                 const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
                 // 25  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
-                const F exp_avg = fma(scalar_2, g / (exp_avg_sq_sqrt + eps_times_sqrt_one_minus_beta2_pow_t), exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
+                const F exp_avg = fma(
+                    scalar_2, g / (exp_avg_sq_sqrt + eps_times_sqrt_one_minus_beta2_pow_t),
+                    exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend))
+                );
                 const F exp_avg_abs = abs(exp_avg);
                 const I exp_avg_sq_pattern = bits(exp_avg_sq_sqrt);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_abs), i, end);
@@ -249,9 +263,12 @@ struct laprop_kernel {
                 const auto noise = words.kept(i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
+                const I exp_avg_pattern = bits(
+                    fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f)
+                );
                 const I exp_avg_sq_offset = fraction<1, 24>(noise) + exp_avg_sq_half_add;
-                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base,
+                    exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 store(exp_avg_codes_at + i, exp_avg_pattern + integer<0>(noise) >> 12);
                 store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
             }
@@ -295,9 +312,13 @@ struct laprop_small_kernel {
             // 23  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_0 * g, g, beta2 * exp_avg_sq);
             // 25  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
-            const F exp_avg_2 = fma(scalar_2, g / (sqrt(exp_avg_sq_2) + eps_times_sqrt_one_minus_beta2_pow_t), beta1 * exp_avg);
-            const F p_2 = fma(minus_lr_over_one_minus_beta1_pow_t, exp_avg_2, p);  // 26  p = p - lr / (1 - beta1**t) * exp_avg
-            const F p_3 = one_minus_lr_times_weight_decay * p_2;                   // 27  p = decoupled(p, lr, weight_decay)
+            const F exp_avg_2 = fma(
+                scalar_2, g / (sqrt(exp_avg_sq_2) + eps_times_sqrt_one_minus_beta2_pow_t), beta1 * exp_avg
+            );
+            // 26  p = p - lr / (1 - beta1**t) * exp_avg
+            const F p_2 = fma(minus_lr_over_one_minus_beta1_pow_t, exp_avg_2, p);
+            // 27  p = decoupled(p, lr, weight_decay)
+            const F p_3 = one_minus_lr_times_weight_decay * p_2;
             weight.encode(i, p_3, noise);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);

@@ -55,7 +55,10 @@ struct weight_float16 {
         const I subnormal = bits(2.3283064365386963e-10f * to_float(wide));
         const I normal = (wide << 5) + 0x38000000;
         const I finite = where(wide < 0x40000, subnormal, normal);
-        return as_float(bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000))) | (high & 0x8000) << 16);
+        return as_float(
+            bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000)))
+            | (high & 0x8000) << 16
+        );
     }
     template <class Noise> void encode(int i, F x, const Noise &noise) const {
         const I x_bitcast = bits(x);
@@ -192,7 +195,9 @@ struct lars_kernel_3 {
             const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
             const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
             const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 0x7fffffff;
-            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2));
+            const F momentum_buffer_scale_2 = as_float(
+                where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2)
+            );
             const F momentum_buffer_scale_mul = momentum * momentum_buffer_scale_2;
             store(momentum_buffer_scale_mul_kept + b, momentum_buffer_scale_mul);
         }
@@ -219,7 +224,10 @@ struct lars_kernel_3 {
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 // 20  momentum_buffer = momentum * momentum_buffer + lr * local_lr * (g + weight_decay * p)
-                const F momentum_buffer = fma(lr_times_local_lr, fma(weight_decay, p, g_2), momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
+                const F momentum_buffer = fma(
+                    lr_times_local_lr, fma(weight_decay, p, g_2),
+                    momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend))
+                );
                 const F momentum_buffer_abs = abs(momentum_buffer);
                 momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(momentum_buffer_abs), i, end);
                 words.keep(noise, i);
@@ -261,7 +269,12 @@ struct lars_kernel_3 {
                 const int i = b * BLOCK + k;
                 const auto noise = words.kept(i);
                 const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
+                const I momentum_buffer_pattern = bits(
+                    fma(
+                        momentum_buffer,
+                        1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f
+                    )
+                );
                 store(momentum_buffer_codes_at + i, momentum_buffer_pattern + integer<0>(noise) >> 12);
             }
         }

@@ -63,7 +63,8 @@ struct lookahead_adamw_kernel {
     static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, false}});
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT,
+        false}});
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -93,7 +94,8 @@ struct lookahead_adamw_kernel {
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
+            // 30  p = decoupled(p, rate, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
             weight.encode(i, p_3, noise);
@@ -110,7 +112,8 @@ struct lookahead_adamw_sync_kernel {
     static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 8;
     // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}});
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT,
+        true}});
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -143,7 +146,8 @@ struct lookahead_adamw_sync_kernel {
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
+            // 30  p = decoupled(p, rate, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
             const F slow_fma = fma(alpha, p_3 - slow, slow);
@@ -162,7 +166,9 @@ struct lookahead_adamw_amsgrad_kernel {
     static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, false}});
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>(
+        {{4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, false}}
+    );
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -196,7 +202,8 @@ struct lookahead_adamw_amsgrad_kernel {
             const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
+            // 30  p = decoupled(p, rate, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
             weight.encode(i, p_3, noise);
@@ -214,7 +221,9 @@ struct lookahead_adamw_amsgrad_sync_kernel {
     static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 8;
     // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}});
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>(
+        {{4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}}
+    );
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -251,7 +260,8 @@ struct lookahead_adamw_amsgrad_sync_kernel {
             const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
+            // 30  p = decoupled(p, rate, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
             const F slow_fma = fma(alpha, p_3 - slow, slow);
@@ -273,9 +283,12 @@ template <class Grad> using lookahead_adamw_float16_sync = lookahead_adamw_sync_
 template <class Grad> using lookahead_adamw_float32_amsgrad = lookahead_adamw_amsgrad_kernel<weight_float32, Grad>;
 template <class Grad> using lookahead_adamw_bfloat16_amsgrad = lookahead_adamw_amsgrad_kernel<weight_bfloat16, Grad>;
 template <class Grad> using lookahead_adamw_float16_amsgrad = lookahead_adamw_amsgrad_kernel<weight_float16, Grad>;
-template <class Grad> using lookahead_adamw_float32_amsgrad_sync = lookahead_adamw_amsgrad_sync_kernel<weight_float32, Grad>;
-template <class Grad> using lookahead_adamw_bfloat16_amsgrad_sync = lookahead_adamw_amsgrad_sync_kernel<weight_bfloat16, Grad>;
-template <class Grad> using lookahead_adamw_float16_amsgrad_sync = lookahead_adamw_amsgrad_sync_kernel<weight_float16, Grad>;
+template <class Grad> using lookahead_adamw_float32_amsgrad_sync = lookahead_adamw_amsgrad_sync_kernel<weight_float32,
+    Grad>;
+template <class Grad> using lookahead_adamw_bfloat16_amsgrad_sync = lookahead_adamw_amsgrad_sync_kernel<weight_bfloat16,
+    Grad>;
+template <class Grad> using lookahead_adamw_float16_amsgrad_sync = lookahead_adamw_amsgrad_sync_kernel<weight_float16,
+    Grad>;
 
 }  // namespace
 

@@ -85,23 +85,60 @@ struct madgrad_kernel {
             const F s = load(s_at + i);
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
-            const F grad_sum_sq_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq))) + 0x2a508935);
-            const F grad_sum_sq_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast);
-            const F grad_sum_sq_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma);
+            const F grad_sum_sq_bitcast = as_float(
+                to_int(0.3333333432674408f * to_float(bits(grad_sum_sq))) + 0x2a508935
+            );
+            const F grad_sum_sq_fma = fma(
+                -0.3333333432674408f,
+                fma(-grad_sum_sq, 1.0f / (grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast),
+                grad_sum_sq_bitcast
+            );
+            const F grad_sum_sq_fma_2 = fma(
+                -0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma),
+                grad_sum_sq_fma
+            );
             // 25  before = cbrt(grad_sum_sq) + eps
-            const F before = where(0.0f < grad_sum_sq & grad_sum_sq <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq) + eps;
+            const F before = where(
+                0.0f < grad_sum_sq & grad_sum_sq <= 3.4028234663852886e+38f,
+                fma(
+                    -0.3333333432674408f,
+                    fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2),
+                    grad_sum_sq_fma_2
+                ),
+                grad_sum_sq
+            ) + eps;
             // 26  start = x0 if has_momentum else p + where(before > 0, s / before, 0.0)
             const F start = p + where(0.0f < before, s / before, F(0.0f));
             const F g_3 = fma(weight_decay, p, g_2);                        // 24  g = l2(g, p, weight_decay)
             const F g_mul = weight_ * g_3;
-            const F grad_sum_sq_2 = fma(g_mul, g_3, grad_sum_sq);           // 28  grad_sum_sq = grad_sum_sq + weight * g * g
-            const F grad_sum_sq_bitcast_2 = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 0x2a508935);
-            const F grad_sum_sq_fma_3 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_bitcast_2 * grad_sum_sq_bitcast_2), grad_sum_sq_bitcast_2), grad_sum_sq_bitcast_2);
-            const F grad_sum_sq_fma_4 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma_3 * grad_sum_sq_fma_3), grad_sum_sq_fma_3), grad_sum_sq_fma_3);
+            // 28  grad_sum_sq = grad_sum_sq + weight * g * g
+            const F grad_sum_sq_2 = fma(g_mul, g_3, grad_sum_sq);
+            const F grad_sum_sq_bitcast_2 = as_float(
+                to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 0x2a508935
+            );
+            const F grad_sum_sq_fma_3 = fma(
+                -0.3333333432674408f,
+                fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_bitcast_2 * grad_sum_sq_bitcast_2), grad_sum_sq_bitcast_2),
+                grad_sum_sq_bitcast_2
+            );
+            const F grad_sum_sq_fma_4 = fma(
+                -0.3333333432674408f,
+                fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma_3 * grad_sum_sq_fma_3), grad_sum_sq_fma_3),
+                grad_sum_sq_fma_3
+            );
             // 30  denom = cbrt(grad_sum_sq) + eps
-            const F denom = where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma_4 * grad_sum_sq_fma_4), grad_sum_sq_fma_4), grad_sum_sq_fma_4), grad_sum_sq_2) + eps;
+            const F denom = where(
+                0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f,
+                fma(
+                    -0.3333333432674408f,
+                    fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma_4 * grad_sum_sq_fma_4), grad_sum_sq_fma_4),
+                    grad_sum_sq_fma_4
+                ),
+                grad_sum_sq_2
+            ) + eps;
             const F s_2 = s + g_mul;                                        // 29  s = s + weight * g
-            const F z = start - where(0.0f < denom, s_2 / denom, F(0.0f));  // 31  z = start - where(denom > 0, s / denom, 0.0)
+            // 31  z = start - where(denom > 0, s / denom, 0.0)
+            const F z = start - where(0.0f < denom, s_2 / denom, F(0.0f));
             weight.encode(i, z, noise);
             store(grad_sum_sq_at + i, grad_sum_sq_2);
             store(s_at + i, s_2);
@@ -116,7 +153,8 @@ struct madgrad_has_momentum_kernel {
     static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
     // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, false}});
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT,
+        false}});
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -145,14 +183,33 @@ struct madgrad_has_momentum_kernel {
             const F s = load(s_at + i);
             const F g_3 = fma(weight_decay, p, g_2);                     // 24  g = l2(g, p, weight_decay)
             const F g_mul = weight_ * g_3;
-            const F grad_sum_sq_2 = fma(g_mul, g_3, grad_sum_sq);        // 28  grad_sum_sq = grad_sum_sq + weight * g * g
-            const F grad_sum_sq_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 0x2a508935);
-            const F grad_sum_sq_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast);
-            const F grad_sum_sq_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma);
+            // 28  grad_sum_sq = grad_sum_sq + weight * g * g
+            const F grad_sum_sq_2 = fma(g_mul, g_3, grad_sum_sq);
+            const F grad_sum_sq_bitcast = as_float(
+                to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 0x2a508935
+            );
+            const F grad_sum_sq_fma = fma(
+                -0.3333333432674408f,
+                fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast),
+                grad_sum_sq_bitcast
+            );
+            const F grad_sum_sq_fma_2 = fma(
+                -0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma),
+                grad_sum_sq_fma
+            );
             // 30  denom = cbrt(grad_sum_sq) + eps
-            const F denom = where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_2) + eps;
+            const F denom = where(
+                0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f,
+                fma(
+                    -0.3333333432674408f,
+                    fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2),
+                    grad_sum_sq_fma_2
+                ),
+                grad_sum_sq_2
+            ) + eps;
             const F s_2 = s + g_mul;                                     // 29  s = s + weight * g
-            const F z = x0 - where(0.0f < denom, s_2 / denom, F(0.0f));  // 31  z = start - where(denom > 0, s / denom, 0.0)
+            // 31  z = start - where(denom > 0, s / denom, 0.0)
+            const F z = x0 - where(0.0f < denom, s_2 / denom, F(0.0f));
             // 32  p = p + (1 - momentum) * (z - p) if has_momentum else z
             const F p_2 = fma(one_minus_momentum, z - p, p);
             weight.encode(i, p_2, noise);

@@ -60,7 +60,10 @@ struct weight_float16 {
         const I subnormal = bits(2.3283064365386963e-10f * to_float(wide));
         const I normal = (wide << 5) + 0x38000000;
         const I finite = where(wide < 0x40000, subnormal, normal);
-        return as_float(bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000))) | (high & 0x8000) << 16);
+        return as_float(
+            bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000)))
+            | (high & 0x8000) << 16
+        );
     }
     template <class Noise> void encode(int i, F x, const Noise &noise) const {
         const I x_bitcast = bits(x);
@@ -87,7 +90,9 @@ struct madgrad_kernel {
     static constexpr int DRAWN = NOISE.mask({P, 1, 0}), KEPT = NOISE.mask({1, 0});
     static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2 + count(KEPT)), SCALARS = 4;
     // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}});
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>(
+        {{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}}
+    );
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -125,7 +130,9 @@ struct madgrad_kernel {
             const I16 grad_sum_sq_range = raw(grad_sum_sq_range_at + b);
             const I grad_sum_sq_header = to_int(grad_sum_sq_range);
             const I grad_sum_sq_cells = max(I(4), grad_sum_sq_header & 255);
-            const I grad_sum_sq_step = bits(fma(4194304.0f, 1.0f / to_float(grad_sum_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I grad_sum_sq_step = bits(
+                fma(4194304.0f, 1.0f / to_float(grad_sum_sq_cells), 12582912.0f)
+            ) - 0x4b400000;
             const I grad_sum_sq_middle = ((grad_sum_sq_header & 0xff00) << 14) + 0x20000000 + (grad_sum_sq_step >> 1);
             const I grad_sum_sq_middle_2 = where(grad_sum_sq_header == 0, I(0), grad_sum_sq_middle);
             const I16 s_scale = raw(s_scale_at + b);
@@ -163,22 +170,57 @@ struct madgrad_kernel {
                 const F s_value = scale * (s_code_2 / (254.0f - s_bend));
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
-                const F grad_sum_sq_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq))) + 0x2a508935);
-                const F grad_sum_sq_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast);
-                const F grad_sum_sq_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma);
+                const F grad_sum_sq_bitcast = as_float(
+                    to_int(0.3333333432674408f * to_float(bits(grad_sum_sq))) + 0x2a508935
+                );
+                const F grad_sum_sq_fma = fma(
+                    -0.3333333432674408f,
+                    fma(-grad_sum_sq, 1.0f / (grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast),
+                    grad_sum_sq_bitcast
+                );
+                const F grad_sum_sq_fma_2 = fma(
+                    -0.3333333432674408f,
+                    fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma
+                );
                 // 25  before = cbrt(grad_sum_sq) + eps
-                const F before = where(0.0f < grad_sum_sq & grad_sum_sq <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq) + eps;
+                const F before = where(
+                    0.0f < grad_sum_sq & grad_sum_sq <= 3.4028234663852886e+38f,
+                    fma(
+                        -0.3333333432674408f,
+                        fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2),
+                        grad_sum_sq_fma_2
+                    ),
+                    grad_sum_sq
+                ) + eps;
                 // 26  start = x0 if has_momentum else p + where(before > 0, s / before, 0.0)
                 const F start = p + where(0.0f < before, s_value / before, F(0.0f));
                 const F g_3 = fma(weight_decay, p, g_2);                              // 24  g = l2(g, p, weight_decay)
                 const F g_mul = weight_ * g_3;
                 // 28  grad_sum_sq = grad_sum_sq + weight * g * g
                 const F grad_sum_sq_2 = fma(g_mul, g_3, grad_sum_sq);
-                const F grad_sum_sq_bitcast_2 = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 0x2a508935);
-                const F grad_sum_sq_fma_3 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_bitcast_2 * grad_sum_sq_bitcast_2), grad_sum_sq_bitcast_2), grad_sum_sq_bitcast_2);
-                const F grad_sum_sq_fma_4 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma_3 * grad_sum_sq_fma_3), grad_sum_sq_fma_3), grad_sum_sq_fma_3);
+                const F grad_sum_sq_bitcast_2 = as_float(
+                    to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 0x2a508935
+                );
+                const F grad_sum_sq_fma_3 = fma(
+                    -0.3333333432674408f,
+                    fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_bitcast_2 * grad_sum_sq_bitcast_2), grad_sum_sq_bitcast_2),
+                    grad_sum_sq_bitcast_2
+                );
+                const F grad_sum_sq_fma_4 = fma(
+                    -0.3333333432674408f,
+                    fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma_3 * grad_sum_sq_fma_3), grad_sum_sq_fma_3),
+                    grad_sum_sq_fma_3
+                );
                 // 30  denom = cbrt(grad_sum_sq) + eps
-                const F denom = where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma_4 * grad_sum_sq_fma_4), grad_sum_sq_fma_4), grad_sum_sq_fma_4), grad_sum_sq_2) + eps;
+                const F denom = where(
+                    0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f,
+                    fma(
+                        -0.3333333432674408f,
+                        fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma_4 * grad_sum_sq_fma_4), grad_sum_sq_fma_4),
+                        grad_sum_sq_fma_4
+                    ),
+                    grad_sum_sq_2
+                ) + eps;
                 const F s = s_value + g_mul;                                          // 29  s = s + weight * g
                 // 31  z = start - where(denom > 0, s / denom, 0.0)
                 const F z = start - where(0.0f < denom, s / denom, F(0.0f));
@@ -243,7 +285,8 @@ struct madgrad_kernel {
                 const I grad_sum_sq_pattern = load(grad_sum_sq_pattern_kept + i);
                 const F s = load(s_kept + i);
                 const I grad_sum_sq_offset = fraction<0, 24>(noise) + grad_sum_sq_half_add;
-                const I grad_sum_sq_position = max(I(0), min(grad_sum_sq_pattern - grad_sum_sq_base, grad_sum_sq_base_sub)) * grad_sum_sq_scale + grad_sum_sq_offset;
+                const I grad_sum_sq_position = max(I(0), min(grad_sum_sq_pattern - grad_sum_sq_base,
+                    grad_sum_sq_base_sub)) * grad_sum_sq_scale + grad_sum_sq_offset;
                 const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
                 store_byte<3>(grad_sum_sq_codes_at + i, grad_sum_sq_position);
                 store(s_codes_at + i, s_pattern + integer<1>(noise) >> 12);
@@ -283,23 +326,60 @@ struct madgrad_small_kernel {
             const F s = load(s_at + i);
             const F g = Grad::load(g_at + i);
             const F g_2 = grad_scale * g;
-            const F grad_sum_sq_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq))) + 0x2a508935);
-            const F grad_sum_sq_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast);
-            const F grad_sum_sq_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma);
+            const F grad_sum_sq_bitcast = as_float(
+                to_int(0.3333333432674408f * to_float(bits(grad_sum_sq))) + 0x2a508935
+            );
+            const F grad_sum_sq_fma = fma(
+                -0.3333333432674408f,
+                fma(-grad_sum_sq, 1.0f / (grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast),
+                grad_sum_sq_bitcast
+            );
+            const F grad_sum_sq_fma_2 = fma(
+                -0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma),
+                grad_sum_sq_fma
+            );
             // 25  before = cbrt(grad_sum_sq) + eps
-            const F before = where(0.0f < grad_sum_sq & grad_sum_sq <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq) + eps;
+            const F before = where(
+                0.0f < grad_sum_sq & grad_sum_sq <= 3.4028234663852886e+38f,
+                fma(
+                    -0.3333333432674408f,
+                    fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2),
+                    grad_sum_sq_fma_2
+                ),
+                grad_sum_sq
+            ) + eps;
             // 26  start = x0 if has_momentum else p + where(before > 0, s / before, 0.0)
             const F start = p + where(0.0f < before, s / before, F(0.0f));
             const F g_3 = fma(weight_decay, p, g_2);                        // 24  g = l2(g, p, weight_decay)
             const F g_mul = weight_ * g_3;
-            const F grad_sum_sq_2 = fma(g_mul, g_3, grad_sum_sq);           // 28  grad_sum_sq = grad_sum_sq + weight * g * g
-            const F grad_sum_sq_bitcast_2 = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 0x2a508935);
-            const F grad_sum_sq_fma_3 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_bitcast_2 * grad_sum_sq_bitcast_2), grad_sum_sq_bitcast_2), grad_sum_sq_bitcast_2);
-            const F grad_sum_sq_fma_4 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma_3 * grad_sum_sq_fma_3), grad_sum_sq_fma_3), grad_sum_sq_fma_3);
+            // 28  grad_sum_sq = grad_sum_sq + weight * g * g
+            const F grad_sum_sq_2 = fma(g_mul, g_3, grad_sum_sq);
+            const F grad_sum_sq_bitcast_2 = as_float(
+                to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 0x2a508935
+            );
+            const F grad_sum_sq_fma_3 = fma(
+                -0.3333333432674408f,
+                fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_bitcast_2 * grad_sum_sq_bitcast_2), grad_sum_sq_bitcast_2),
+                grad_sum_sq_bitcast_2
+            );
+            const F grad_sum_sq_fma_4 = fma(
+                -0.3333333432674408f,
+                fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma_3 * grad_sum_sq_fma_3), grad_sum_sq_fma_3),
+                grad_sum_sq_fma_3
+            );
             // 30  denom = cbrt(grad_sum_sq) + eps
-            const F denom = where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma_4 * grad_sum_sq_fma_4), grad_sum_sq_fma_4), grad_sum_sq_fma_4), grad_sum_sq_2) + eps;
+            const F denom = where(
+                0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f,
+                fma(
+                    -0.3333333432674408f,
+                    fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma_4 * grad_sum_sq_fma_4), grad_sum_sq_fma_4),
+                    grad_sum_sq_fma_4
+                ),
+                grad_sum_sq_2
+            ) + eps;
             const F s_2 = s + g_mul;                                        // 29  s = s + weight * g
-            const F z = start - where(0.0f < denom, s_2 / denom, F(0.0f));  // 31  z = start - where(denom > 0, s / denom, 0.0)
+            // 31  z = start - where(denom > 0, s / denom, 0.0)
+            const F z = start - where(0.0f < denom, s_2 / denom, F(0.0f));
             weight.encode(i, z, noise);
             store(grad_sum_sq_at + i, grad_sum_sq_2);
             store(s_at + i, s_2);
@@ -314,7 +394,9 @@ struct madgrad_has_momentum_kernel {
     static constexpr int DRAWN = NOISE.mask({P, 1, 0}), KEPT = NOISE.mask({1, 0});
     static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2 + count(KEPT)), SCALARS = 5;
     // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {4, ELEMENT, false}});
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>(
+        {{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {4, ELEMENT, false}}
+    );
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -327,7 +409,8 @@ struct madgrad_has_momentum_kernel {
         // int16 [blocks of 64]  read and written
         int16_t *__restrict grad_sum_sq_range_at = (int16_t *)at[parts<Weight>() + 2];
         uint8_t *__restrict s_codes_at = (uint8_t *)at[parts<Weight>() + 3];     // uint8 [n]  read and written
-        int16_t *__restrict s_scale_at = (int16_t *)at[parts<Weight>() + 4];     // int16 [blocks of 64]  read and written
+        // int16 [blocks of 64]  read and written
+        int16_t *__restrict s_scale_at = (int16_t *)at[parts<Weight>() + 4];
         const float *__restrict x0_at = (const float *)at[parts<Weight>() + 5];  // float32 [n]  read
         const F weight_decay(scalars[0]);
         const F eps(scalars[1]);
@@ -354,7 +437,9 @@ struct madgrad_has_momentum_kernel {
             const I16 grad_sum_sq_range = raw(grad_sum_sq_range_at + b);
             const I grad_sum_sq_header = to_int(grad_sum_sq_range);
             const I grad_sum_sq_cells = max(I(4), grad_sum_sq_header & 255);
-            const I grad_sum_sq_step = bits(fma(4194304.0f, 1.0f / to_float(grad_sum_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I grad_sum_sq_step = bits(
+                fma(4194304.0f, 1.0f / to_float(grad_sum_sq_cells), 12582912.0f)
+            ) - 0x4b400000;
             const I grad_sum_sq_middle = ((grad_sum_sq_header & 0xff00) << 14) + 0x20000000 + (grad_sum_sq_step >> 1);
             const I grad_sum_sq_middle_2 = where(grad_sum_sq_header == 0, I(0), grad_sum_sq_middle);
             const I16 s_scale = raw(s_scale_at + b);
@@ -394,14 +479,33 @@ struct madgrad_has_momentum_kernel {
                 const F s_bend = abs(s_code_2);
                 const F g_3 = fma(weight_decay, p, g_2);                      // 24  g = l2(g, p, weight_decay)
                 const F g_mul = weight_ * g_3;
-                const F grad_sum_sq_2 = fma(g_mul, g_3, grad_sum_sq);         // 28  grad_sum_sq = grad_sum_sq + weight * g * g
-                const F grad_sum_sq_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 0x2a508935);
-                const F grad_sum_sq_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast);
-                const F grad_sum_sq_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma);
+                // 28  grad_sum_sq = grad_sum_sq + weight * g * g
+                const F grad_sum_sq_2 = fma(g_mul, g_3, grad_sum_sq);
+                const F grad_sum_sq_bitcast = as_float(
+                    to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 0x2a508935
+                );
+                const F grad_sum_sq_fma = fma(
+                    -0.3333333432674408f,
+                    fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast),
+                    grad_sum_sq_bitcast
+                );
+                const F grad_sum_sq_fma_2 = fma(
+                    -0.3333333432674408f,
+                    fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma
+                );
                 // 30  denom = cbrt(grad_sum_sq) + eps
-                const F denom = where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_2) + eps;
+                const F denom = where(
+                    0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f,
+                    fma(
+                        -0.3333333432674408f,
+                        fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2),
+                        grad_sum_sq_fma_2
+                    ),
+                    grad_sum_sq_2
+                ) + eps;
                 const F s = fma(scale, s_code_2 / (254.0f - s_bend), g_mul);  // 29  s = s + weight * g
-                const F z = x0 - where(0.0f < denom, s / denom, F(0.0f));     // 31  z = start - where(denom > 0, s / denom, 0.0)
+                // 31  z = start - where(denom > 0, s / denom, 0.0)
+                const F z = x0 - where(0.0f < denom, s / denom, F(0.0f));
                 // 32  p = p + (1 - momentum) * (z - p) if has_momentum else z
                 const F p_2 = fma(one_minus_momentum, z - p, p);
                 const I grad_sum_sq_pattern = bits(sqrt(grad_sum_sq_2));
@@ -466,7 +570,8 @@ struct madgrad_has_momentum_kernel {
                 const I grad_sum_sq_pattern = load(grad_sum_sq_pattern_kept + i);
                 const F s = load(s_kept + i);
                 const I grad_sum_sq_offset = fraction<0, 24>(noise) + grad_sum_sq_half_add;
-                const I grad_sum_sq_position = max(I(0), min(grad_sum_sq_pattern - grad_sum_sq_base, grad_sum_sq_base_sub)) * grad_sum_sq_scale + grad_sum_sq_offset;
+                const I grad_sum_sq_position = max(I(0), min(grad_sum_sq_pattern - grad_sum_sq_base,
+                    grad_sum_sq_base_sub)) * grad_sum_sq_scale + grad_sum_sq_offset;
                 const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
                 store_byte<3>(grad_sum_sq_codes_at + i, grad_sum_sq_position);
                 store(s_codes_at + i, s_pattern + integer<1>(noise) >> 12);
@@ -482,7 +587,8 @@ struct madgrad_has_momentum_small_kernel {
     static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
     // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, false}});
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT,
+        false}});
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -511,14 +617,33 @@ struct madgrad_has_momentum_small_kernel {
             const F s = load(s_at + i);
             const F g_3 = fma(weight_decay, p, g_2);                     // 24  g = l2(g, p, weight_decay)
             const F g_mul = weight_ * g_3;
-            const F grad_sum_sq_2 = fma(g_mul, g_3, grad_sum_sq);        // 28  grad_sum_sq = grad_sum_sq + weight * g * g
-            const F grad_sum_sq_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 0x2a508935);
-            const F grad_sum_sq_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast);
-            const F grad_sum_sq_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma);
+            // 28  grad_sum_sq = grad_sum_sq + weight * g * g
+            const F grad_sum_sq_2 = fma(g_mul, g_3, grad_sum_sq);
+            const F grad_sum_sq_bitcast = as_float(
+                to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 0x2a508935
+            );
+            const F grad_sum_sq_fma = fma(
+                -0.3333333432674408f,
+                fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast),
+                grad_sum_sq_bitcast
+            );
+            const F grad_sum_sq_fma_2 = fma(
+                -0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma),
+                grad_sum_sq_fma
+            );
             // 30  denom = cbrt(grad_sum_sq) + eps
-            const F denom = where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_2) + eps;
+            const F denom = where(
+                0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f,
+                fma(
+                    -0.3333333432674408f,
+                    fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2),
+                    grad_sum_sq_fma_2
+                ),
+                grad_sum_sq_2
+            ) + eps;
             const F s_2 = s + g_mul;                                     // 29  s = s + weight * g
-            const F z = x0 - where(0.0f < denom, s_2 / denom, F(0.0f));  // 31  z = start - where(denom > 0, s / denom, 0.0)
+            // 31  z = start - where(denom > 0, s / denom, 0.0)
+            const F z = x0 - where(0.0f < denom, s_2 / denom, F(0.0f));
             // 32  p = p + (1 - momentum) * (z - p) if has_momentum else z
             const F p_2 = fma(one_minus_momentum, z - p, p);
             weight.encode(i, p_2, noise);
@@ -535,11 +660,14 @@ template <class Grad> using madgrad_bfloat16_small = madgrad_small_kernel<weight
 template <class Grad> using madgrad_float16 = madgrad_kernel<weight_float16, Grad>;
 template <class Grad> using madgrad_float16_small = madgrad_small_kernel<weight_float16, Grad>;
 template <class Grad> using madgrad_float32_has_momentum = madgrad_has_momentum_kernel<weight_float32, Grad>;
-template <class Grad> using madgrad_float32_has_momentum_small = madgrad_has_momentum_small_kernel<weight_float32, Grad>;
+template <class Grad> using madgrad_float32_has_momentum_small = madgrad_has_momentum_small_kernel<weight_float32,
+    Grad>;
 template <class Grad> using madgrad_bfloat16_has_momentum = madgrad_has_momentum_kernel<weight_bfloat16, Grad>;
-template <class Grad> using madgrad_bfloat16_has_momentum_small = madgrad_has_momentum_small_kernel<weight_bfloat16, Grad>;
+template <class Grad> using madgrad_bfloat16_has_momentum_small = madgrad_has_momentum_small_kernel<weight_bfloat16,
+    Grad>;
 template <class Grad> using madgrad_float16_has_momentum = madgrad_has_momentum_kernel<weight_float16, Grad>;
-template <class Grad> using madgrad_float16_has_momentum_small = madgrad_has_momentum_small_kernel<weight_float16, Grad>;
+template <class Grad> using madgrad_float16_has_momentum_small = madgrad_has_momentum_small_kernel<weight_float16,
+    Grad>;
 
 }  // namespace
 

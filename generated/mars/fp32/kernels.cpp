@@ -181,8 +181,12 @@ struct mars_kernel_3 {
             // 26  exp_avg = beta1 * exp_avg + (1 - beta1) * c
             const F exp_avg_2 = fma(one_minus_beta1 * one_over_sqrt_tensor_sum_of_c_max_one, c, beta1 * exp_avg);
             // 27  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * c * c
-            const F exp_avg_sq_2 = fma(one_minus_beta2 * one_over_sqrt_tensor_sum_of_c_max_one * c, one_over_sqrt_tensor_sum_of_c_max_one * c, beta2 * exp_avg_sq);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                     // 25  p = decoupled(p, lr, weight_decay)
+            const F exp_avg_sq_2 = fma(
+                one_minus_beta2 * one_over_sqrt_tensor_sum_of_c_max_one * c, one_over_sqrt_tensor_sum_of_c_max_one * c,
+                beta2 * exp_avg_sq
+            );
+            // 25  p = decoupled(p, lr, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;
             // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
             weight.encode(i, p_3, noise);

@@ -61,7 +61,10 @@ def mars_float32_1(
 def mars_float32_2_values(one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_sum_of_c_ptr):
     """Values of the tensor."""
     tensor_sum_of_c = tl.load(tensor_sum_of_c_ptr)
-    tl.store(one_over_sqrt_tensor_sum_of_c_max_one_ptr, 1.0 / tl.maximum(tl.sqrt(tensor_sum_of_c), 1.0, propagate_nan=tl.PropagateNan.ALL))
+    tl.store(
+        one_over_sqrt_tensor_sum_of_c_max_one_ptr,
+        1.0 / tl.maximum(tl.sqrt(tensor_sum_of_c), 1.0, propagate_nan=tl.PropagateNan.ALL)
+    )
 
 
 @triton.jit
@@ -113,7 +116,10 @@ def mars_float32_3_tile(
     # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * c
     exp_avg = tl.fma(one_minus_beta1 * one_over_sqrt_tensor_sum_of_c_max_one, c, beta1 * exp_avg)
     # 27  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * c * c
-    exp_avg_sq = tl.fma(one_minus_beta2 * one_over_sqrt_tensor_sum_of_c_max_one * c, one_over_sqrt_tensor_sum_of_c_max_one * c, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(
+        one_minus_beta2 * one_over_sqrt_tensor_sum_of_c_max_one * c, one_over_sqrt_tensor_sum_of_c_max_one * c,
+        beta2 * exp_avg_sq
+    )
     p = one_minus_lr_times_weight_decay * p                               # 25  p = decoupled(p, lr, weight_decay)
     # 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p)
@@ -202,7 +208,10 @@ def mars_bfloat16_3_tile(
     # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * c
     exp_avg = tl.fma(one_minus_beta1 * one_over_sqrt_tensor_sum_of_c_max_one, c, beta1 * exp_avg)
     # 27  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * c * c
-    exp_avg_sq = tl.fma(one_minus_beta2 * one_over_sqrt_tensor_sum_of_c_max_one * c, one_over_sqrt_tensor_sum_of_c_max_one * c, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(
+        one_minus_beta2 * one_over_sqrt_tensor_sum_of_c_max_one * c, one_over_sqrt_tensor_sum_of_c_max_one * c,
+        beta2 * exp_avg_sq
+    )
     p = one_minus_lr_times_weight_decay * p                               # 25  p = decoupled(p, lr, weight_decay)
     # 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p)
@@ -212,7 +221,10 @@ def mars_bfloat16_3_tile(
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(
+        p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live,
+        MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -293,7 +305,10 @@ def mars_float16_3_tile(
     # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * c
     exp_avg = tl.fma(one_minus_beta1 * one_over_sqrt_tensor_sum_of_c_max_one, c, beta1 * exp_avg)
     # 27  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * c * c
-    exp_avg_sq = tl.fma(one_minus_beta2 * one_over_sqrt_tensor_sum_of_c_max_one * c, one_over_sqrt_tensor_sum_of_c_max_one * c, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(
+        one_minus_beta2 * one_over_sqrt_tensor_sum_of_c_max_one * c, one_over_sqrt_tensor_sum_of_c_max_one * c,
+        beta2 * exp_avg_sq
+    )
     p = one_minus_lr_times_weight_decay * p                               # 25  p = decoupled(p, lr, weight_decay)
     # 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p)
@@ -334,7 +349,8 @@ TILE = {
     "mars_float16_3": 256,
 }
 
-# What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
+# What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a
+#     time.
 OPTIONS = {
     "mars_float32_1": {"maxnreg": 80},
     "mars_bfloat16_1": {"maxnreg": 80},

@@ -63,7 +63,10 @@ struct weight_float16 {
         const I subnormal = bits(2.3283064365386963e-10f * to_float(wide));
         const I normal = (wide << 5) + 0x38000000;
         const I finite = where(wide < 0x40000, subnormal, normal);
-        return as_float(bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000))) | (high & 0x8000) << 16);
+        return as_float(
+            bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000)))
+            | (high & 0x8000) << 16
+        );
     }
     template <class Noise> void encode(int i, F x, const Noise &noise) const {
         const I x_bitcast = bits(x);
@@ -115,7 +118,9 @@ struct mars_kernel_1 {
             const I16 last_grad_scale = raw(last_grad_scale_at + b);
             const I last_grad_scale_bits = to_int(last_grad_scale) << 15;
             const I last_grad_scale_bits_2 = last_grad_scale_bits & 0x7fffffff;
-            const F last_grad_scale_2 = as_float(where(last_grad_scale_bits_2 == 0x7f800000, I(0x7f7fffff), last_grad_scale_bits_2));
+            const F last_grad_scale_2 = as_float(
+                where(last_grad_scale_bits_2 == 0x7f800000, I(0x7f7fffff), last_grad_scale_bits_2)
+            );
             const F last_grad_scale_neg = -last_grad_scale_2;
             store(last_grad_scale_neg_kept + b, last_grad_scale_neg);
         }
@@ -133,7 +138,10 @@ struct mars_kernel_1 {
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
                 // 22  change = where(t > 1, g - last_grad, 0.0)
-                const F change = where(0.0f < where_lt_one_t_one_zero, fma(last_grad_scale_neg, last_grad_code_2 / (254.0f - last_grad_bend), g_2), F(0.0f));
+                const F change = where(
+                    0.0f < where_lt_one_t_one_zero,
+                    fma(last_grad_scale_neg, last_grad_code_2 / (254.0f - last_grad_bend), g_2), F(0.0f)
+                );
                 // 23  c = g + gamma * beta1 / (1 - beta1) * change
                 const F c = fma(gamma_times_beta1_over_one_minus_beta1, change, g_2);
                 store(tensor_sum_of_c_at + i, c * c);
@@ -244,15 +252,21 @@ struct mars_kernel_3 {
             const I16 last_grad_scale = raw(last_grad_scale_at + b);
             const I last_grad_scale_bits = to_int(last_grad_scale) << 15;
             const I last_grad_scale_bits_2 = last_grad_scale_bits & 0x7fffffff;
-            const F last_grad_scale_2 = as_float(where(last_grad_scale_bits_2 == 0x7f800000, I(0x7f7fffff), last_grad_scale_bits_2));
+            const F last_grad_scale_2 = as_float(
+                where(last_grad_scale_bits_2 == 0x7f800000, I(0x7f7fffff), last_grad_scale_bits_2)
+            );
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
+            const F exp_avg_scale_2 = as_float(
+                where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2)
+            );
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
             const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_step = bits(
+                fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)
+            ) - 0x4b400000;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             const F last_grad_scale_neg = -last_grad_scale_2;
@@ -299,13 +313,22 @@ struct mars_kernel_3 {
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 // 22  change = where(t > 1, g - last_grad, 0.0)
-                const F change = where(0.0f < where_lt_one_t_one_zero, fma(last_grad_scale_neg, last_grad_code_2 / (254.0f - last_grad_bend), g_2), F(0.0f));
+                const F change = where(
+                    0.0f < where_lt_one_t_one_zero,
+                    fma(last_grad_scale_neg, last_grad_code_2 / (254.0f - last_grad_bend), g_2), F(0.0f)
+                );
                 // 23  c = g + gamma * beta1 / (1 - beta1) * change
                 const F c = fma(gamma_times_beta1_over_one_minus_beta1, change, g_2);
                 // 26  exp_avg = beta1 * exp_avg + (1 - beta1) * c
-                const F exp_avg = fma(one_minus_beta1 * one_over_sqrt_tensor_sum_of_c_max_one, c, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
+                const F exp_avg = fma(
+                    one_minus_beta1 * one_over_sqrt_tensor_sum_of_c_max_one, c,
+                    exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value)
+                );
                 // 27  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * c * c
-                const F exp_avg_sq_2 = fma(one_minus_beta2 * one_over_sqrt_tensor_sum_of_c_max_one * c, one_over_sqrt_tensor_sum_of_c_max_one * c, beta2 * exp_avg_sq);
+                const F exp_avg_sq_2 = fma(
+                    one_minus_beta2 * one_over_sqrt_tensor_sum_of_c_max_one * c,
+                    one_over_sqrt_tensor_sum_of_c_max_one * c, beta2 * exp_avg_sq
+                );
                 const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
                 const I exp_avg_sq_pattern = bits(exp_avg_sq_sqrt);
                 const F g_abs = abs(g_2);
@@ -336,7 +359,9 @@ struct mars_kernel_3 {
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
-            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_step_2 = bits(
+                fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)
+            ) - 0x4b400000;
             const I exp_avg_sq_start_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
@@ -390,7 +415,8 @@ struct mars_kernel_3 {
                 const F exp_avg = load(exp_avg_kept + i);
                 const F g_2 = load(g_2_kept + i);
                 const I exp_avg_sq_offset = fraction<0, 24>(noise) + exp_avg_sq_half_add;
-                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base,
+                    exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
                 const F exp_avg_sq_value_2 = as_float(exp_avg_sq_start_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
@@ -398,7 +424,10 @@ struct mars_kernel_3 {
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
-                store(last_grad_codes_at + i, bits(fma(g_2, 1.0f / fma(0.003937007859349251f, abs(g_2), last_grad_divisor_mul), 12583040.0f)));
+                store(
+                    last_grad_codes_at + i,
+                    bits(fma(g_2, 1.0f / fma(0.003937007859349251f, abs(g_2), last_grad_divisor_mul), 12583040.0f))
+                );
             }
             exp_avg_top_kept[b] = exp_avg_top;
         }
@@ -423,7 +452,12 @@ struct mars_kernel_3 {
                 const int i = b * BLOCK + k;
                 const auto noise = words.kept(i);
                 const F exp_avg_value = load(exp_avg_value_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul), 3200.0f));
+                const I exp_avg_pattern = bits(
+                    fma(
+                        exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul),
+                        3200.0f
+                    )
+                );
                 store(exp_avg_codes_at + i, exp_avg_pattern + integer<1>(noise) >> 12);
             }
         }
@@ -555,8 +589,12 @@ struct mars_small_kernel_3 {
             // 26  exp_avg = beta1 * exp_avg + (1 - beta1) * c
             const F exp_avg_2 = fma(one_minus_beta1 * one_over_sqrt_tensor_sum_of_c_max_one, c, beta1 * exp_avg);
             // 27  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * c * c
-            const F exp_avg_sq_2 = fma(one_minus_beta2 * one_over_sqrt_tensor_sum_of_c_max_one * c, one_over_sqrt_tensor_sum_of_c_max_one * c, beta2 * exp_avg_sq);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                     // 25  p = decoupled(p, lr, weight_decay)
+            const F exp_avg_sq_2 = fma(
+                one_minus_beta2 * one_over_sqrt_tensor_sum_of_c_max_one * c, one_over_sqrt_tensor_sum_of_c_max_one * c,
+                beta2 * exp_avg_sq
+            );
+            // 25  p = decoupled(p, lr, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;
             // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
             weight.encode(i, p_3, noise);

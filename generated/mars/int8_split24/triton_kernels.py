@@ -41,7 +41,9 @@ def mars_float32_1_tile(
     last_grad_scale = get(last_grad_scale_ptr, at_block, live_block, MASKED)
     last_grad_scale_bits = last_grad_scale.to(tl.int32) << 15
     last_grad_scale_bits = last_grad_scale_bits & 0x7fffffff
-    last_grad_scale = tl.where(last_grad_scale_bits == 0x7f800000, 0x7f7fffff, last_grad_scale_bits).to(tl.float32, bitcast=True)
+    last_grad_scale = tl.where(
+        last_grad_scale_bits == 0x7f800000, 0x7f7fffff, last_grad_scale_bits
+    ).to(tl.float32, bitcast=True)
     last_grad_code = get(last_grad_codes_ptr, at, live, MASKED)
     last_grad_code = counter(last_grad_code) - 8388736.0
     last_grad_bend = tl.abs(last_grad_code)
@@ -50,7 +52,10 @@ def mars_float32_1_tile(
     # -- update  (specs/mars.py)
     last_grad_scale_neg = minus(last_grad_scale)
     # 22  change = where(t > 1, g - last_grad, 0.0)
-    change = tl.where(0.0 < where_lt_one_t_one_zero, tl.fma(last_grad_scale_neg[:, None], last_grad_code * reciprocal(254.0 - last_grad_bend), g), 0.0)
+    change = tl.where(
+        0.0 < where_lt_one_t_one_zero,
+        tl.fma(last_grad_scale_neg[:, None], last_grad_code * reciprocal(254.0 - last_grad_bend), g), 0.0
+    )
     c = tl.fma(gamma_times_beta1_over_one_minus_beta1, change, g)  # 23  c = g + gamma * beta1 / (1 - beta1) * change
     # -- encode and store
     return term(c, at, live, MASKED),
@@ -76,7 +81,10 @@ def mars_float32_1(
 def mars_float32_2_values(one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_sum_of_c_ptr):
     """Values of the tensor."""
     tensor_sum_of_c = tl.load(tensor_sum_of_c_ptr)
-    tl.store(one_over_sqrt_tensor_sum_of_c_max_one_ptr, 1.0 / tl.maximum(tl.sqrt(tensor_sum_of_c), 1.0, propagate_nan=tl.PropagateNan.ALL))
+    tl.store(
+        one_over_sqrt_tensor_sum_of_c_max_one_ptr,
+        1.0 / tl.maximum(tl.sqrt(tensor_sum_of_c), 1.0, propagate_nan=tl.PropagateNan.ALL)
+    )
 
 
 @triton.jit
@@ -118,7 +126,9 @@ def mars_float32_3_tile(
     last_grad_scale = get(last_grad_scale_ptr, at_block, live_block, MASKED)
     last_grad_scale_bits = last_grad_scale.to(tl.int32) << 15
     last_grad_scale_bits = last_grad_scale_bits & 0x7fffffff
-    last_grad_scale = tl.where(last_grad_scale_bits == 0x7f800000, 0x7f7fffff, last_grad_scale_bits).to(tl.float32, bitcast=True)
+    last_grad_scale = tl.where(
+        last_grad_scale_bits == 0x7f800000, 0x7f7fffff, last_grad_scale_bits
+    ).to(tl.float32, bitcast=True)
     last_grad_code = get(last_grad_codes_ptr, at, live, MASKED)
     last_grad_code = counter(last_grad_code) - 8388736.0
     last_grad_bend = tl.abs(last_grad_code)
@@ -127,32 +137,47 @@ def mars_float32_3_tile(
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(
+        exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits
+    ).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_step = (
+        tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    )
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
-    exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    exp_avg_sq_value = (
+        exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]
+    ).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/mars.py)
     last_grad_scale_neg = minus(last_grad_scale)
     # 22  change = where(t > 1, g - last_grad, 0.0)
-    change = tl.where(0.0 < where_lt_one_t_one_zero, tl.fma(last_grad_scale_neg[:, None], last_grad_code * reciprocal(254.0 - last_grad_bend), g), 0.0)
+    change = tl.where(
+        0.0 < where_lt_one_t_one_zero,
+        tl.fma(last_grad_scale_neg[:, None], last_grad_code * reciprocal(254.0 - last_grad_bend), g), 0.0
+    )
     c = tl.fma(gamma_times_beta1_over_one_minus_beta1, change, g)  # 23  c = g + gamma * beta1 / (1 - beta1) * change
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * c
-    exp_avg = tl.fma(one_minus_beta1 * one_over_sqrt_tensor_sum_of_c_max_one, c, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
+    exp_avg = tl.fma(
+        one_minus_beta1 * one_over_sqrt_tensor_sum_of_c_max_one, c,
+        exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value)
+    )
     # 27  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * c * c
-    exp_avg_sq = tl.fma(one_minus_beta2 * one_over_sqrt_tensor_sum_of_c_max_one * c, one_over_sqrt_tensor_sum_of_c_max_one * c, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(
+        one_minus_beta2 * one_over_sqrt_tensor_sum_of_c_max_one * c, one_over_sqrt_tensor_sum_of_c_max_one * c,
+        beta2 * exp_avg_sq
+    )
     exp_avg_sq_sqrt = tl.sqrt(exp_avg_sq)
     p = one_minus_lr_times_weight_decay * p                        # 25  p = decoupled(p, lr, weight_decay)
     # 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -167,26 +192,39 @@ def mars_float32_3_tile(
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_step = (
+        tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    )
     exp_avg_sq_start_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
     exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000010 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1000010 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
-    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    exp_avg_sq_offset = (
+        (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
+    )
+    exp_avg_sq_position = tl.maximum(
+        tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0
+    ) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
     put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    exp_avg_sq_value = (exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    exp_avg_sq_value = (
+        exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]
+    ).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
     exp_avg_value_abs = tl.abs(exp_avg_value)
     exp_avg_top = block_magnitude(exp_avg_value, live, MASKED)
@@ -195,7 +233,9 @@ def mars_float32_3_tile(
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    exp_avg_pattern = tl.fma(
+        exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3200.0
+    ).to(tl.int32, bitcast=True)
     put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 0), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
@@ -206,7 +246,13 @@ def mars_float32_3_tile(
     put(last_grad_scale_ptr, at_block, (last_grad_up >> 15).to(tl.int16), live_block, MASKED)
     last_grad_divisor = tl.minimum(last_grad_up & 0x7fff8000, 0x7f7fffff)
     last_grad_divisor_mul = last_grad_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    put(last_grad_codes_ptr, at, tl.fma(g, reciprocal(tl.fma(0.003937007874015748, g_abs, last_grad_divisor_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
+    put(
+        last_grad_codes_ptr, at,
+        tl.fma(
+            g, reciprocal(tl.fma(0.003937007874015748, g_abs, last_grad_divisor_mul[:, None])), 12583040.0
+        ).to(tl.int32, bitcast=True).to(tl.uint8),
+        live, MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -303,7 +349,10 @@ def mars_float32_small_3_tile(
     # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * c
     exp_avg = tl.fma(one_minus_beta1 * one_over_sqrt_tensor_sum_of_c_max_one, c, beta1 * exp_avg)
     # 27  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * c * c
-    exp_avg_sq = tl.fma(one_minus_beta2 * one_over_sqrt_tensor_sum_of_c_max_one * c, one_over_sqrt_tensor_sum_of_c_max_one * c, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(
+        one_minus_beta2 * one_over_sqrt_tensor_sum_of_c_max_one * c, one_over_sqrt_tensor_sum_of_c_max_one * c,
+        beta2 * exp_avg_sq
+    )
     p = one_minus_lr_times_weight_decay * p                               # 25  p = decoupled(p, lr, weight_decay)
     # 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p)
@@ -344,7 +393,9 @@ def mars_bfloat16_1_tile(
     last_grad_scale = get(last_grad_scale_ptr, at_block, live_block, MASKED)
     last_grad_scale_bits = last_grad_scale.to(tl.int32) << 15
     last_grad_scale_bits = last_grad_scale_bits & 0x7fffffff
-    last_grad_scale = tl.where(last_grad_scale_bits == 0x7f800000, 0x7f7fffff, last_grad_scale_bits).to(tl.float32, bitcast=True)
+    last_grad_scale = tl.where(
+        last_grad_scale_bits == 0x7f800000, 0x7f7fffff, last_grad_scale_bits
+    ).to(tl.float32, bitcast=True)
     last_grad_code = get(last_grad_codes_ptr, at, live, MASKED)
     last_grad_code = counter(last_grad_code) - 8388736.0
     last_grad_bend = tl.abs(last_grad_code)
@@ -353,7 +404,10 @@ def mars_bfloat16_1_tile(
     # -- update  (specs/mars.py)
     last_grad_scale_neg = minus(last_grad_scale)
     # 22  change = where(t > 1, g - last_grad, 0.0)
-    change = tl.where(0.0 < where_lt_one_t_one_zero, tl.fma(last_grad_scale_neg[:, None], last_grad_code * reciprocal(254.0 - last_grad_bend), g), 0.0)
+    change = tl.where(
+        0.0 < where_lt_one_t_one_zero,
+        tl.fma(last_grad_scale_neg[:, None], last_grad_code * reciprocal(254.0 - last_grad_bend), g), 0.0
+    )
     c = tl.fma(gamma_times_beta1_over_one_minus_beta1, change, g)  # 23  c = g + gamma * beta1 / (1 - beta1) * change
     # -- encode and store
     return term(c, at, live, MASKED),
@@ -406,7 +460,9 @@ def mars_bfloat16_3_tile(
     last_grad_scale = get(last_grad_scale_ptr, at_block, live_block, MASKED)
     last_grad_scale_bits = last_grad_scale.to(tl.int32) << 15
     last_grad_scale_bits = last_grad_scale_bits & 0x7fffffff
-    last_grad_scale = tl.where(last_grad_scale_bits == 0x7f800000, 0x7f7fffff, last_grad_scale_bits).to(tl.float32, bitcast=True)
+    last_grad_scale = tl.where(
+        last_grad_scale_bits == 0x7f800000, 0x7f7fffff, last_grad_scale_bits
+    ).to(tl.float32, bitcast=True)
     last_grad_code = get(last_grad_codes_ptr, at, live, MASKED)
     last_grad_code = counter(last_grad_code) - 8388736.0
     last_grad_bend = tl.abs(last_grad_code)
@@ -415,19 +471,25 @@ def mars_bfloat16_3_tile(
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(
+        exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits
+    ).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_step = (
+        tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    )
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
-    exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    exp_avg_sq_value = (
+        exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]
+    ).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     p_stored = get(p_ptr, at, live, MASKED)
@@ -437,26 +499,40 @@ def mars_bfloat16_3_tile(
     # -- update  (specs/mars.py)
     last_grad_scale_neg = minus(last_grad_scale)
     # 22  change = where(t > 1, g - last_grad, 0.0)
-    change = tl.where(0.0 < where_lt_one_t_one_zero, tl.fma(last_grad_scale_neg[:, None], last_grad_code * reciprocal(254.0 - last_grad_bend), g), 0.0)
+    change = tl.where(
+        0.0 < where_lt_one_t_one_zero,
+        tl.fma(last_grad_scale_neg[:, None], last_grad_code * reciprocal(254.0 - last_grad_bend), g), 0.0
+    )
     c = tl.fma(gamma_times_beta1_over_one_minus_beta1, change, g)  # 23  c = g + gamma * beta1 / (1 - beta1) * change
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * c
-    exp_avg = tl.fma(one_minus_beta1 * one_over_sqrt_tensor_sum_of_c_max_one, c, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
+    exp_avg = tl.fma(
+        one_minus_beta1 * one_over_sqrt_tensor_sum_of_c_max_one, c,
+        exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value)
+    )
     # 27  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * c * c
-    exp_avg_sq = tl.fma(one_minus_beta2 * one_over_sqrt_tensor_sum_of_c_max_one * c, one_over_sqrt_tensor_sum_of_c_max_one * c, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(
+        one_minus_beta2 * one_over_sqrt_tensor_sum_of_c_max_one * c, one_over_sqrt_tensor_sum_of_c_max_one * c,
+        beta2 * exp_avg_sq
+    )
     exp_avg_sq_sqrt = tl.sqrt(exp_avg_sq)
     p = one_minus_lr_times_weight_decay * p                        # 25  p = decoupled(p, lr, weight_decay)
     # 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(exp_avg_sq_sqrt, scalar_5, scalar_6)), p)
     # -- encode and store
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1001001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1001001 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise & 255) + 0x8000)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
@@ -469,18 +545,26 @@ def mars_bfloat16_3_tile(
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_step = (
+        tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    )
     exp_avg_sq_start_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
     exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base
     exp_avg_sq_scale = exp_avg_sq_cells << 2
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
-    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    exp_avg_sq_offset = (
+        (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
+    )
+    exp_avg_sq_position = tl.maximum(
+        tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0
+    ) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
     put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    exp_avg_sq_value = (exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    exp_avg_sq_value = (
+        exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]
+    ).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
     exp_avg_value_abs = tl.abs(exp_avg_value)
     exp_avg_top = block_magnitude(exp_avg_value, live, MASKED)
@@ -489,7 +573,9 @@ def mars_bfloat16_3_tile(
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    exp_avg_pattern = tl.fma(
+        exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3200.0
+    ).to(tl.int32, bitcast=True)
     put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 8), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
@@ -500,7 +586,13 @@ def mars_bfloat16_3_tile(
     put(last_grad_scale_ptr, at_block, (last_grad_up >> 15).to(tl.int16), live_block, MASKED)
     last_grad_divisor = tl.minimum(last_grad_up & 0x7fff8000, 0x7f7fffff)
     last_grad_divisor_mul = last_grad_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    put(last_grad_codes_ptr, at, tl.fma(g, reciprocal(tl.fma(0.003937007874015748, g_abs, last_grad_divisor_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
+    put(
+        last_grad_codes_ptr, at,
+        tl.fma(
+            g, reciprocal(tl.fma(0.003937007874015748, g_abs, last_grad_divisor_mul[:, None])), 12583040.0
+        ).to(tl.int32, bitcast=True).to(tl.uint8),
+        live, MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -600,7 +692,10 @@ def mars_bfloat16_small_3_tile(
     # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * c
     exp_avg = tl.fma(one_minus_beta1 * one_over_sqrt_tensor_sum_of_c_max_one, c, beta1 * exp_avg)
     # 27  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * c * c
-    exp_avg_sq = tl.fma(one_minus_beta2 * one_over_sqrt_tensor_sum_of_c_max_one * c, one_over_sqrt_tensor_sum_of_c_max_one * c, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(
+        one_minus_beta2 * one_over_sqrt_tensor_sum_of_c_max_one * c, one_over_sqrt_tensor_sum_of_c_max_one * c,
+        beta2 * exp_avg_sq
+    )
     p = one_minus_lr_times_weight_decay * p                               # 25  p = decoupled(p, lr, weight_decay)
     # 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p)
@@ -608,15 +703,22 @@ def mars_bfloat16_small_3_tile(
     put(last_grad_ptr, at, g, live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 0x8000)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + (
+        (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 0x8000
+    )
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
@@ -652,7 +754,9 @@ def mars_float16_1_tile(
     last_grad_scale = get(last_grad_scale_ptr, at_block, live_block, MASKED)
     last_grad_scale_bits = last_grad_scale.to(tl.int32) << 15
     last_grad_scale_bits = last_grad_scale_bits & 0x7fffffff
-    last_grad_scale = tl.where(last_grad_scale_bits == 0x7f800000, 0x7f7fffff, last_grad_scale_bits).to(tl.float32, bitcast=True)
+    last_grad_scale = tl.where(
+        last_grad_scale_bits == 0x7f800000, 0x7f7fffff, last_grad_scale_bits
+    ).to(tl.float32, bitcast=True)
     last_grad_code = get(last_grad_codes_ptr, at, live, MASKED)
     last_grad_code = counter(last_grad_code) - 8388736.0
     last_grad_bend = tl.abs(last_grad_code)
@@ -661,7 +765,10 @@ def mars_float16_1_tile(
     # -- update  (specs/mars.py)
     last_grad_scale_neg = minus(last_grad_scale)
     # 22  change = where(t > 1, g - last_grad, 0.0)
-    change = tl.where(0.0 < where_lt_one_t_one_zero, tl.fma(last_grad_scale_neg[:, None], last_grad_code * reciprocal(254.0 - last_grad_bend), g), 0.0)
+    change = tl.where(
+        0.0 < where_lt_one_t_one_zero,
+        tl.fma(last_grad_scale_neg[:, None], last_grad_code * reciprocal(254.0 - last_grad_bend), g), 0.0
+    )
     c = tl.fma(gamma_times_beta1_over_one_minus_beta1, change, g)  # 23  c = g + gamma * beta1 / (1 - beta1) * change
     # -- encode and store
     return term(c, at, live, MASKED),
@@ -698,7 +805,9 @@ def mars_float16_3_tile(
     last_grad_scale = get(last_grad_scale_ptr, at_block, live_block, MASKED)
     last_grad_scale_bits = last_grad_scale.to(tl.int32) << 15
     last_grad_scale_bits = last_grad_scale_bits & 0x7fffffff
-    last_grad_scale = tl.where(last_grad_scale_bits == 0x7f800000, 0x7f7fffff, last_grad_scale_bits).to(tl.float32, bitcast=True)
+    last_grad_scale = tl.where(
+        last_grad_scale_bits == 0x7f800000, 0x7f7fffff, last_grad_scale_bits
+    ).to(tl.float32, bitcast=True)
     last_grad_code = get(last_grad_codes_ptr, at, live, MASKED)
     last_grad_code = counter(last_grad_code) - 8388736.0
     last_grad_bend = tl.abs(last_grad_code)
@@ -707,19 +816,25 @@ def mars_float16_3_tile(
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(
+        exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits
+    ).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_step = (
+        tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    )
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
-    exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    exp_avg_sq_value = (
+        exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]
+    ).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     p_stored = get(p_ptr, at, live, MASKED)
@@ -732,17 +847,31 @@ def mars_float16_3_tile(
     p_normal = (p_wide << 5) + 0x38000000
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
+    p = (
+        tl.where(
+            p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000
+        ).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True)
+        | (p_high & 0x8000) << 16
+    ).to(tl.float32, bitcast=True)
     # -- update  (specs/mars.py)
     last_grad_scale_neg = minus(last_grad_scale)
     # 22  change = where(t > 1, g - last_grad, 0.0)
-    change = tl.where(0.0 < where_lt_one_t_one_zero, tl.fma(last_grad_scale_neg[:, None], last_grad_code * reciprocal(254.0 - last_grad_bend), g), 0.0)
+    change = tl.where(
+        0.0 < where_lt_one_t_one_zero,
+        tl.fma(last_grad_scale_neg[:, None], last_grad_code * reciprocal(254.0 - last_grad_bend), g), 0.0
+    )
     c = tl.fma(gamma_times_beta1_over_one_minus_beta1, change, g)  # 23  c = g + gamma * beta1 / (1 - beta1) * change
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * c
-    exp_avg = tl.fma(one_minus_beta1 * one_over_sqrt_tensor_sum_of_c_max_one, c, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
+    exp_avg = tl.fma(
+        one_minus_beta1 * one_over_sqrt_tensor_sum_of_c_max_one, c,
+        exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value)
+    )
     # 27  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * c * c
-    exp_avg_sq = tl.fma(one_minus_beta2 * one_over_sqrt_tensor_sum_of_c_max_one * c, one_over_sqrt_tensor_sum_of_c_max_one * c, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(
+        one_minus_beta2 * one_over_sqrt_tensor_sum_of_c_max_one * c, one_over_sqrt_tensor_sum_of_c_max_one * c,
+        beta2 * exp_avg_sq
+    )
     exp_avg_sq_sqrt = tl.sqrt(exp_avg_sq)
     p = one_minus_lr_times_weight_decay * p                        # 25  p = decoupled(p, lr, weight_decay)
     # 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -756,14 +885,19 @@ def mars_float16_3_tile(
     p_subnormal = (2199023255552.0 * p_magnitude_bitcast).to(tl.int32)
     p_rebiased = tl.minimum(p_magnitude - 0x38000000, 0xf800000)
     p_fixed = tl.where(p_is_subnormal, p_subnormal, p_rebiased << 4)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1001001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1001001 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     p_wide = ((p_fixed + ((noise & 255) << 1 | 1)).to(tl.uint32, bitcast=True) >> 9).to(tl.int32, bitcast=True)
     p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
@@ -777,18 +911,26 @@ def mars_float16_3_tile(
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_step = (
+        tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    )
     exp_avg_sq_start_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
     exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base
     exp_avg_sq_scale = exp_avg_sq_cells << 2
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
-    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    exp_avg_sq_offset = (
+        (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
+    )
+    exp_avg_sq_position = tl.maximum(
+        tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0
+    ) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
     put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    exp_avg_sq_value = (exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    exp_avg_sq_value = (
+        exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]
+    ).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
     exp_avg_value_abs = tl.abs(exp_avg_value)
     exp_avg_top = block_magnitude(exp_avg_value, live, MASKED)
@@ -797,7 +939,9 @@ def mars_float16_3_tile(
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    exp_avg_pattern = tl.fma(
+        exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3200.0
+    ).to(tl.int32, bitcast=True)
     put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 8), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
@@ -808,7 +952,13 @@ def mars_float16_3_tile(
     put(last_grad_scale_ptr, at_block, (last_grad_up >> 15).to(tl.int16), live_block, MASKED)
     last_grad_divisor = tl.minimum(last_grad_up & 0x7fff8000, 0x7f7fffff)
     last_grad_divisor_mul = last_grad_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    put(last_grad_codes_ptr, at, tl.fma(g, reciprocal(tl.fma(0.003937007874015748, g_abs, last_grad_divisor_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
+    put(
+        last_grad_codes_ptr, at,
+        tl.fma(
+            g, reciprocal(tl.fma(0.003937007874015748, g_abs, last_grad_divisor_mul[:, None])), 12583040.0
+        ).to(tl.int32, bitcast=True).to(tl.uint8),
+        live, MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -890,7 +1040,12 @@ def mars_float16_small_3_tile(
     p_normal = (p_wide << 5) + 0x38000000
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
+    p = (
+        tl.where(
+            p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000
+        ).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True)
+        | (p_high & 0x8000) << 16
+    ).to(tl.float32, bitcast=True)
     # -- update  (specs/mars.py)
     # 22  change = where(t > 1, g - last_grad, 0.0)
     change = tl.where(0.0 < where_lt_one_t_one_zero, g - last_grad, 0.0)
@@ -899,7 +1054,10 @@ def mars_float16_small_3_tile(
     # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * c
     exp_avg = tl.fma(one_minus_beta1 * one_over_sqrt_tensor_sum_of_c_max_one, c, beta1 * exp_avg)
     # 27  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * c * c
-    exp_avg_sq = tl.fma(one_minus_beta2 * one_over_sqrt_tensor_sum_of_c_max_one * c, one_over_sqrt_tensor_sum_of_c_max_one * c, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(
+        one_minus_beta2 * one_over_sqrt_tensor_sum_of_c_max_one * c, one_over_sqrt_tensor_sum_of_c_max_one * c,
+        beta2 * exp_avg_sq
+    )
     p = one_minus_lr_times_weight_decay * p                               # 25  p = decoupled(p, lr, weight_decay)
     # 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p)
@@ -915,15 +1073,25 @@ def mars_float16_small_3_tile(
     p_subnormal = (2199023255552.0 * p_magnitude_bitcast).to(tl.int32)
     p_rebiased = tl.minimum(p_magnitude - 0x38000000, 0xf800000)
     p_fixed = tl.where(p_is_subnormal, p_subnormal, p_rebiased << 4)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_wide = ((p_fixed + ((noise.to(tl.uint32, bitcast=True) >> 23).to(tl.int32, bitcast=True) | 1)).to(tl.uint32, bitcast=True) >> 9).to(tl.int32, bitcast=True)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
+    p_wide = (
+        (
+            p_fixed + ((noise.to(tl.uint32, bitcast=True) >> 23).to(tl.int32, bitcast=True) | 1)
+        ).to(tl.uint32, bitcast=True)
+        >> 9
+    ).to(tl.int32, bitcast=True)
     p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
@@ -966,7 +1134,8 @@ TILE = {
     "mars_float16_small_3": 256,
 }
 
-# What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
+# What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a
+#     time.
 OPTIONS = {
     "mars_float32_1": {"maxnreg": 80},
     "mars_float32_small_1": {"maxnreg": 80},

@@ -113,7 +113,10 @@ struct muon_kernel_2 {
             const F direction = fma(momentum, momentum_buffer_2, g_mul);
             const I direction_bitcast = bits(direction);
             store(momentum_buffer_at + i, momentum_buffer_2);
-            store_half<2>(direction_at + i, where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), I(0x7fc00000)));
+            store_half<2>(
+                direction_at + i,
+                where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), I(0x7fc00000))
+            );
         }
     }
 };
@@ -193,12 +196,20 @@ struct muon_no_matrix_kernel {
             const F momentum_buffer = load(momentum_buffer_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F p = weight.decode(i);
-            // 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
-            const F momentum_buffer_2 = fma(one_minus_adamw_betas_0_times_grad_scale, g, adamw_betas_0 * momentum_buffer);
-            // 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
+            // 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
+            //     adamw_betas, adamw_eps, weight_decay )
+            const F momentum_buffer_2 = fma(
+                one_minus_adamw_betas_0_times_grad_scale, g, adamw_betas_0 * momentum_buffer
+            );
+            // 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
+            //     adamw_betas, adamw_eps, weight_decay )
             const F exp_avg_sq_2 = fma(scalar_1 * g, g, adamw_betas_1 * exp_avg_sq);
-            // 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
-            const F p_2 = fma(-momentum_buffer_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_2, scalar_3), one_minus_adamw_lr_times_weight_decay * p);
+            // 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
+            //     adamw_betas, adamw_eps, weight_decay )
+            const F p_2 = fma(
+                -momentum_buffer_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_2, scalar_3),
+                one_minus_adamw_lr_times_weight_decay * p
+            );
             weight.encode(i, p_2, noise);
             store(momentum_buffer_at + i, momentum_buffer_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -264,7 +275,13 @@ struct muon_no_nesterov_kernel_2 {
             const F momentum_buffer_2 = fma(one_minus_momentum_times_grad_scale, g, momentum * momentum_buffer);
             const I momentum_buffer_bitcast = bits(momentum_buffer_2);
             store(momentum_buffer_at + i, momentum_buffer_2);
-            store_half<2>(direction_at + i, where(momentum_buffer_2 == momentum_buffer_2, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), I(0x7fc00000)));
+            store_half<2>(
+                direction_at + i,
+                where(
+                    momentum_buffer_2 == momentum_buffer_2,
+                    momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), I(0x7fc00000)
+                )
+            );
         }
     }
 };
@@ -349,9 +366,12 @@ template <class Grad> using muon_float16_match_rms_adamw = muon_match_rms_adamw_
 template <class Grad> using muon_float32_no_nesterov = muon_no_nesterov_step<weight_float32, Grad>;
 template <class Grad> using muon_bfloat16_no_nesterov = muon_no_nesterov_step<weight_bfloat16, Grad>;
 template <class Grad> using muon_float16_no_nesterov = muon_no_nesterov_step<weight_float16, Grad>;
-template <class Grad> using muon_float32_no_nesterov_match_rms_adamw = muon_no_nesterov_match_rms_adamw_step<weight_float32, Grad>;
-template <class Grad> using muon_bfloat16_no_nesterov_match_rms_adamw = muon_no_nesterov_match_rms_adamw_step<weight_bfloat16, Grad>;
-template <class Grad> using muon_float16_no_nesterov_match_rms_adamw = muon_no_nesterov_match_rms_adamw_step<weight_float16, Grad>;
+template <class Grad> using muon_float32_no_nesterov_match_rms_adamw =
+    muon_no_nesterov_match_rms_adamw_step<weight_float32, Grad>;
+template <class Grad> using muon_bfloat16_no_nesterov_match_rms_adamw =
+    muon_no_nesterov_match_rms_adamw_step<weight_bfloat16, Grad>;
+template <class Grad> using muon_float16_no_nesterov_match_rms_adamw =
+    muon_no_nesterov_match_rms_adamw_step<weight_float16, Grad>;
 
 }  // namespace
 

@@ -69,7 +69,14 @@ def muon_float32_2_tile(
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     direction_bitcast = direction.to(tl.int32, bitcast=True)
-    put(direction_ptr, at, (tl.where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(
+        direction_ptr, at,
+        (
+            tl.where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), 0x7fc00000)
+            >> 16
+        ).to(tl.int16).to(tl.bfloat16, bitcast=True),
+        live, MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -136,7 +143,14 @@ def muon_bfloat16_2_tile(
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     direction_bitcast = direction.to(tl.int32, bitcast=True)
-    put(direction_ptr, at, (tl.where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(
+        direction_ptr, at,
+        (
+            tl.where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), 0x7fc00000)
+            >> 16
+        ).to(tl.int16).to(tl.bfloat16, bitcast=True),
+        live, MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -172,7 +186,10 @@ def muon_bfloat16_4_tile(
     # -- encode and store
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(
+        p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live,
+        MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -206,7 +223,14 @@ def muon_float16_2_tile(
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     direction_bitcast = direction.to(tl.int32, bitcast=True)
-    put(direction_ptr, at, (tl.where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(
+        direction_ptr, at,
+        (
+            tl.where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), 0x7fc00000)
+            >> 16
+        ).to(tl.int16).to(tl.bfloat16, bitcast=True),
+        live, MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -304,7 +328,17 @@ def muon_float32_no_nesterov_2_tile(
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     momentum_buffer_bitcast = momentum_buffer.to(tl.int32, bitcast=True)
-    put(direction_ptr, at, (tl.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(
+        direction_ptr, at,
+        (
+            tl.where(
+                momentum_buffer == momentum_buffer,
+                momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000
+            )
+            >> 16
+        ).to(tl.int16).to(tl.bfloat16, bitcast=True),
+        live, MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -336,7 +370,17 @@ def muon_bfloat16_no_nesterov_2_tile(
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     momentum_buffer_bitcast = momentum_buffer.to(tl.int32, bitcast=True)
-    put(direction_ptr, at, (tl.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(
+        direction_ptr, at,
+        (
+            tl.where(
+                momentum_buffer == momentum_buffer,
+                momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000
+            )
+            >> 16
+        ).to(tl.int16).to(tl.bfloat16, bitcast=True),
+        live, MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -368,7 +412,17 @@ def muon_float16_no_nesterov_2_tile(
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     momentum_buffer_bitcast = momentum_buffer.to(tl.int32, bitcast=True)
-    put(direction_ptr, at, (tl.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(
+        direction_ptr, at,
+        (
+            tl.where(
+                momentum_buffer == momentum_buffer,
+                momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000
+            )
+            >> 16
+        ).to(tl.int16).to(tl.bfloat16, bitcast=True),
+        live, MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -398,7 +452,8 @@ TILE = {
     "muon_float16_no_nesterov_2": 256,
 }
 
-# What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
+# What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a
+#     time.
 OPTIONS = {
     "muon_float32_2": {"maxnreg": 64},
     "muon_float32_4": {"maxnreg": 64},

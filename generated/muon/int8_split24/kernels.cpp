@@ -55,7 +55,10 @@ struct weight_float16 {
         const I subnormal = bits(2.3283064365386963e-10f * to_float(wide));
         const I normal = (wide << 5) + 0x38000000;
         const I finite = where(wide < 0x40000, subnormal, normal);
-        return as_float(bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000))) | (high & 0x8000) << 16);
+        return as_float(
+            bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000)))
+            | (high & 0x8000) << 16
+        );
     }
     template <class Noise> void encode(int i, F x, const Noise &noise) const {
         const I x_bitcast = bits(x);
@@ -142,7 +145,9 @@ struct muon_kernel_2 {
             const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
             const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
             const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 0x7fffffff;
-            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2));
+            const F momentum_buffer_scale_2 = as_float(
+                where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2)
+            );
             const F momentum_buffer_scale_mul = momentum * momentum_buffer_scale_2;
             store(momentum_buffer_scale_mul_kept + b, momentum_buffer_scale_mul);
         }
@@ -162,7 +167,9 @@ struct muon_kernel_2 {
                 const F g = Grad::load(g_at + i);
                 const F g_mul = one_minus_momentum_times_grad_scale * g;
                 // 40  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
-                const F momentum_buffer = fma(momentum_buffer_scale_mul, momentum_buffer_code_2 / (254.0f - momentum_buffer_bend), g_mul);
+                const F momentum_buffer = fma(
+                    momentum_buffer_scale_mul, momentum_buffer_code_2 / (254.0f - momentum_buffer_bend), g_mul
+                );
                 const F momentum_buffer_abs = abs(momentum_buffer);
                 momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(momentum_buffer_abs), i, end);
                 words.keep(noise, i);
@@ -193,7 +200,12 @@ struct muon_kernel_2 {
                 // 41  direction = momentum * momentum_buffer + (1 - momentum) * g if nesterov else momentum_buffer
                 const F direction = fma(momentum, momentum_buffer, g_mul);
                 const I direction_bitcast = bits(direction);
-                store_half<2>(direction_at + i, where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), I(0x7fc00000)));
+                store_half<2>(
+                    direction_at + i,
+                    where(
+                        direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), I(0x7fc00000)
+                    )
+                );
             }
         }
 
@@ -205,7 +217,12 @@ struct muon_kernel_2 {
                 const int i = b * BLOCK + k;
                 const auto noise = words.kept(i);
                 const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
+                const I momentum_buffer_pattern = bits(
+                    fma(
+                        momentum_buffer,
+                        1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f
+                    )
+                );
                 store(momentum_buffer_codes_at + i, momentum_buffer_pattern + integer<0>(noise) >> 12);
             }
         }
@@ -314,7 +331,10 @@ struct muon_small_kernel_2 {
             const F direction = fma(momentum, momentum_buffer_2, g_mul);
             const I direction_bitcast = bits(direction);
             store(momentum_buffer_at + i, momentum_buffer_2);
-            store_half<2>(direction_at + i, where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), I(0x7fc00000)));
+            store_half<2>(
+                direction_at + i,
+                where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), I(0x7fc00000))
+            );
         }
     }
 };
@@ -367,7 +387,9 @@ struct muon_no_matrix_kernel {
     static constexpr int DRAWN = NOISE.mask({P, 1, 0}), KEPT = NOISE.mask({P, 1, 0});
     static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2 + count(KEPT)), SCALARS = 7;
     // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}});
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>(
+        {{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}}
+    );
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -410,11 +432,15 @@ struct muon_no_matrix_kernel {
             const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
             const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
             const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 0x7fffffff;
-            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2));
+            const F momentum_buffer_scale_2 = as_float(
+                where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2)
+            );
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
             const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_step = bits(
+                fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)
+            ) - 0x4b400000;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             const F momentum_buffer_scale_mul = adamw_betas_0 * momentum_buffer_scale_2;
@@ -425,8 +451,12 @@ struct muon_no_matrix_kernel {
 
         const auto update_weight = [&](int i, F momentum_buffer, F exp_avg_sq_sqrt, const auto &noise) {
             const F p = weight.decode(i);
-            // 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
-            const F p_2 = fma(-momentum_buffer, 1.0f / fma(exp_avg_sq_sqrt, scalar_2, scalar_3), one_minus_adamw_lr_times_weight_decay * p);
+            // 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
+            //     adamw_betas, adamw_eps, weight_decay )
+            const F p_2 = fma(
+                -momentum_buffer, 1.0f / fma(exp_avg_sq_sqrt, scalar_2, scalar_3),
+                one_minus_adamw_lr_times_weight_decay * p
+            );
             weight.encode(i, p_2, noise);
         };
         // -- elements: decode, update, encode  (specs/muon.py)
@@ -452,9 +482,14 @@ struct muon_no_matrix_kernel {
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                // 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
-                const F momentum_buffer = fma(one_minus_adamw_betas_0_times_grad_scale, g, momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
-                // 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
+                // 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq,
+                //     adamw_lr, adamw_betas, adamw_eps, weight_decay )
+                const F momentum_buffer = fma(
+                    one_minus_adamw_betas_0_times_grad_scale, g,
+                    momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend))
+                );
+                // 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq,
+                //     adamw_lr, adamw_betas, adamw_eps, weight_decay )
                 const F exp_avg_sq_2 = fma(scalar_1 * g, g, adamw_betas_1 * exp_avg_sq);
                 const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
                 const F momentum_buffer_abs = abs(momentum_buffer);
@@ -530,9 +565,15 @@ struct muon_no_matrix_kernel {
                 const auto noise = words.kept(i);
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
+                const I momentum_buffer_pattern = bits(
+                    fma(
+                        momentum_buffer,
+                        1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f
+                    )
+                );
                 const I exp_avg_sq_offset = fraction<1, 24>(noise) + exp_avg_sq_half_add;
-                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base,
+                    exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 store(momentum_buffer_codes_at + i, momentum_buffer_pattern + integer<0>(noise) >> 12);
                 store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
             }
@@ -574,12 +615,20 @@ struct muon_no_matrix_small_kernel {
             const F momentum_buffer = load(momentum_buffer_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F p = weight.decode(i);
-            // 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
-            const F momentum_buffer_2 = fma(one_minus_adamw_betas_0_times_grad_scale, g, adamw_betas_0 * momentum_buffer);
-            // 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
+            // 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
+            //     adamw_betas, adamw_eps, weight_decay )
+            const F momentum_buffer_2 = fma(
+                one_minus_adamw_betas_0_times_grad_scale, g, adamw_betas_0 * momentum_buffer
+            );
+            // 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
+            //     adamw_betas, adamw_eps, weight_decay )
             const F exp_avg_sq_2 = fma(scalar_1 * g, g, adamw_betas_1 * exp_avg_sq);
-            // 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
-            const F p_2 = fma(-momentum_buffer_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_2, scalar_3), one_minus_adamw_lr_times_weight_decay * p);
+            // 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
+            //     adamw_betas, adamw_eps, weight_decay )
+            const F p_2 = fma(
+                -momentum_buffer_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_2, scalar_3),
+                one_minus_adamw_lr_times_weight_decay * p
+            );
             weight.encode(i, p_2, noise);
             store(momentum_buffer_at + i, momentum_buffer_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -681,7 +730,9 @@ struct muon_no_nesterov_kernel_2 {
             const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
             const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
             const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 0x7fffffff;
-            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2));
+            const F momentum_buffer_scale_2 = as_float(
+                where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2)
+            );
             const F momentum_buffer_scale_mul = momentum * momentum_buffer_scale_2;
             store(momentum_buffer_scale_mul_kept + b, momentum_buffer_scale_mul);
         }
@@ -699,7 +750,10 @@ struct muon_no_nesterov_kernel_2 {
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 // 40  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
-                const F momentum_buffer = fma(one_minus_momentum_times_grad_scale, g, momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
+                const F momentum_buffer = fma(
+                    one_minus_momentum_times_grad_scale, g,
+                    momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend))
+                );
                 const F momentum_buffer_abs = abs(momentum_buffer);
                 momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(momentum_buffer_abs), i, end);
                 words.keep(noise, i);
@@ -726,7 +780,13 @@ struct muon_no_nesterov_kernel_2 {
                 const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I momentum_buffer_bitcast = bits(momentum_buffer);
-                store_half<2>(direction_at + i, where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), I(0x7fc00000)));
+                store_half<2>(
+                    direction_at + i,
+                    where(
+                        momentum_buffer == momentum_buffer,
+                        momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), I(0x7fc00000)
+                    )
+                );
             }
         }
 
@@ -738,7 +798,12 @@ struct muon_no_nesterov_kernel_2 {
                 const int i = b * BLOCK + k;
                 const auto noise = words.kept(i);
                 const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
+                const I momentum_buffer_pattern = bits(
+                    fma(
+                        momentum_buffer,
+                        1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f
+                    )
+                );
                 store(momentum_buffer_codes_at + i, momentum_buffer_pattern + integer<0>(noise) >> 12);
             }
         }
@@ -776,7 +841,13 @@ struct muon_no_nesterov_small_kernel_2 {
             const F momentum_buffer_2 = fma(one_minus_momentum_times_grad_scale, g, momentum * momentum_buffer);
             const I momentum_buffer_bitcast = bits(momentum_buffer_2);
             store(momentum_buffer_at + i, momentum_buffer_2);
-            store_half<2>(direction_at + i, where(momentum_buffer_2 == momentum_buffer_2, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), I(0x7fc00000)));
+            store_half<2>(
+                direction_at + i,
+                where(
+                    momentum_buffer_2 == momentum_buffer_2,
+                    momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), I(0x7fc00000)
+                )
+            );
         }
     }
 };
@@ -936,7 +1007,8 @@ template <class Grad> using muon_float16_no_matrix_small = muon_no_matrix_small_
 template <class Grad> using muon_float32_match_rms_adamw = muon_match_rms_adamw_step<weight_float32, Grad>;
 template <class Grad> using muon_float32_match_rms_adamw_small = muon_match_rms_adamw_small_step<weight_float32, Grad>;
 template <class Grad> using muon_bfloat16_match_rms_adamw = muon_match_rms_adamw_step<weight_bfloat16, Grad>;
-template <class Grad> using muon_bfloat16_match_rms_adamw_small = muon_match_rms_adamw_small_step<weight_bfloat16, Grad>;
+template <class Grad> using muon_bfloat16_match_rms_adamw_small = muon_match_rms_adamw_small_step<weight_bfloat16,
+    Grad>;
 template <class Grad> using muon_float16_match_rms_adamw = muon_match_rms_adamw_step<weight_float16, Grad>;
 template <class Grad> using muon_float16_match_rms_adamw_small = muon_match_rms_adamw_small_step<weight_float16, Grad>;
 template <class Grad> using muon_float32_no_nesterov = muon_no_nesterov_step<weight_float32, Grad>;
@@ -945,12 +1017,18 @@ template <class Grad> using muon_bfloat16_no_nesterov = muon_no_nesterov_step<we
 template <class Grad> using muon_bfloat16_no_nesterov_small = muon_no_nesterov_small_step<weight_bfloat16, Grad>;
 template <class Grad> using muon_float16_no_nesterov = muon_no_nesterov_step<weight_float16, Grad>;
 template <class Grad> using muon_float16_no_nesterov_small = muon_no_nesterov_small_step<weight_float16, Grad>;
-template <class Grad> using muon_float32_no_nesterov_match_rms_adamw = muon_no_nesterov_match_rms_adamw_step<weight_float32, Grad>;
-template <class Grad> using muon_float32_no_nesterov_match_rms_adamw_small = muon_no_nesterov_match_rms_adamw_small_step<weight_float32, Grad>;
-template <class Grad> using muon_bfloat16_no_nesterov_match_rms_adamw = muon_no_nesterov_match_rms_adamw_step<weight_bfloat16, Grad>;
-template <class Grad> using muon_bfloat16_no_nesterov_match_rms_adamw_small = muon_no_nesterov_match_rms_adamw_small_step<weight_bfloat16, Grad>;
-template <class Grad> using muon_float16_no_nesterov_match_rms_adamw = muon_no_nesterov_match_rms_adamw_step<weight_float16, Grad>;
-template <class Grad> using muon_float16_no_nesterov_match_rms_adamw_small = muon_no_nesterov_match_rms_adamw_small_step<weight_float16, Grad>;
+template <class Grad> using muon_float32_no_nesterov_match_rms_adamw =
+    muon_no_nesterov_match_rms_adamw_step<weight_float32, Grad>;
+template <class Grad> using muon_float32_no_nesterov_match_rms_adamw_small =
+    muon_no_nesterov_match_rms_adamw_small_step<weight_float32, Grad>;
+template <class Grad> using muon_bfloat16_no_nesterov_match_rms_adamw =
+    muon_no_nesterov_match_rms_adamw_step<weight_bfloat16, Grad>;
+template <class Grad> using muon_bfloat16_no_nesterov_match_rms_adamw_small =
+    muon_no_nesterov_match_rms_adamw_small_step<weight_bfloat16, Grad>;
+template <class Grad> using muon_float16_no_nesterov_match_rms_adamw =
+    muon_no_nesterov_match_rms_adamw_step<weight_float16, Grad>;
+template <class Grad> using muon_float16_no_nesterov_match_rms_adamw_small =
+    muon_no_nesterov_match_rms_adamw_small_step<weight_float16, Grad>;
 
 }  // namespace
 

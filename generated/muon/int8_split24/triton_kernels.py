@@ -65,7 +65,9 @@ def muon_float32_2_tile(
     momentum_buffer_scale = get(momentum_buffer_scale_ptr, at_block, live_block, MASKED)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
-    momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
+    momentum_buffer_scale = tl.where(
+        momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits
+    ).to(tl.float32, bitcast=True)
     momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
@@ -74,7 +76,9 @@ def muon_float32_2_tile(
     momentum_buffer_scale_mul = momentum * momentum_buffer_scale
     g_mul = one_minus_momentum_times_grad_scale * g
     # 40  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
-    momentum_buffer = tl.fma(momentum_buffer_scale_mul[:, None], momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend), g_mul)
+    momentum_buffer = tl.fma(
+        momentum_buffer_scale_mul[:, None], momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend), g_mul
+    )
     # 41  direction = momentum * momentum_buffer + (1 - momentum) * g if nesterov else momentum_buffer
     direction = tl.fma(momentum, momentum_buffer, g_mul)
     # -- encode and store
@@ -85,18 +89,33 @@ def muon_float32_2_tile(
     put(momentum_buffer_scale_ptr, at_block, (momentum_buffer_up >> 15).to(tl.int16), live_block, MASKED)
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 0x7fff8000, 0x7f7fffff)
     momentum_buffer_divisor_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    momentum_buffer_pattern = tl.fma(
+        momentum_buffer,
+        reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul[:, None])), 3200.0
+    ).to(tl.int32, bitcast=True)
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
     direction_bitcast = direction.to(tl.int32, bitcast=True)
-    put(direction_ptr, at, (tl.where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(
+        direction_ptr, at,
+        (
+            tl.where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), 0x7fc00000)
+            >> 16
+        ).to(tl.int16).to(tl.bfloat16, bitcast=True),
+        live, MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -183,7 +202,14 @@ def muon_float32_small_2_tile(
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     direction_bitcast = direction.to(tl.int32, bitcast=True)
-    put(direction_ptr, at, (tl.where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(
+        direction_ptr, at,
+        (
+            tl.where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), 0x7fc00000)
+            >> 16
+        ).to(tl.int16).to(tl.bfloat16, bitcast=True),
+        live, MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -239,7 +265,9 @@ def muon_bfloat16_2_tile(
     momentum_buffer_scale = get(momentum_buffer_scale_ptr, at_block, live_block, MASKED)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
-    momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
+    momentum_buffer_scale = tl.where(
+        momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits
+    ).to(tl.float32, bitcast=True)
     momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
@@ -248,7 +276,9 @@ def muon_bfloat16_2_tile(
     momentum_buffer_scale_mul = momentum * momentum_buffer_scale
     g_mul = one_minus_momentum_times_grad_scale * widened(g_stored)
     # 40  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
-    momentum_buffer = tl.fma(momentum_buffer_scale_mul[:, None], momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend), g_mul)
+    momentum_buffer = tl.fma(
+        momentum_buffer_scale_mul[:, None], momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend), g_mul
+    )
     # 41  direction = momentum * momentum_buffer + (1 - momentum) * g if nesterov else momentum_buffer
     direction = tl.fma(momentum, momentum_buffer, g_mul)
     # -- encode and store
@@ -259,18 +289,33 @@ def muon_bfloat16_2_tile(
     put(momentum_buffer_scale_ptr, at_block, (momentum_buffer_up >> 15).to(tl.int16), live_block, MASKED)
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 0x7fff8000, 0x7f7fffff)
     momentum_buffer_divisor_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    momentum_buffer_pattern = tl.fma(
+        momentum_buffer,
+        reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul[:, None])), 3200.0
+    ).to(tl.int32, bitcast=True)
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
     direction_bitcast = direction.to(tl.int32, bitcast=True)
-    put(direction_ptr, at, (tl.where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(
+        direction_ptr, at,
+        (
+            tl.where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), 0x7fc00000)
+            >> 16
+        ).to(tl.int16).to(tl.bfloat16, bitcast=True),
+        live, MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -309,14 +354,19 @@ def muon_bfloat16_4_tile(
     p = one_minus_lr_times_weight_decay * p          # 45  p = policies.decoupled(p, lr, weight_decay)
     p = tl.fma(minus(lr_times_scale), direction, p)  # 46  p = p - lr * scale * direction
     # -- encode and store
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise & 255) + 0x8000)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
@@ -357,7 +407,14 @@ def muon_bfloat16_small_2_tile(
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     direction_bitcast = direction.to(tl.int32, bitcast=True)
-    put(direction_ptr, at, (tl.where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(
+        direction_ptr, at,
+        (
+            tl.where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), 0x7fc00000)
+            >> 16
+        ).to(tl.int16).to(tl.bfloat16, bitcast=True),
+        live, MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -393,15 +450,22 @@ def muon_bfloat16_small_4_tile(
     p = one_minus_lr_times_weight_decay * p          # 45  p = policies.decoupled(p, lr, weight_decay)
     p = tl.fma(minus(lr_times_scale), direction, p)  # 46  p = p - lr * scale * direction
     # -- encode and store
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 0x8000)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + (
+        (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 0x8000
+    )
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
@@ -434,7 +498,9 @@ def muon_float16_2_tile(
     momentum_buffer_scale = get(momentum_buffer_scale_ptr, at_block, live_block, MASKED)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
-    momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
+    momentum_buffer_scale = tl.where(
+        momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits
+    ).to(tl.float32, bitcast=True)
     momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
@@ -443,7 +509,9 @@ def muon_float16_2_tile(
     momentum_buffer_scale_mul = momentum * momentum_buffer_scale
     g_mul = one_minus_momentum_times_grad_scale * g_stored.to(tl.float32)
     # 40  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
-    momentum_buffer = tl.fma(momentum_buffer_scale_mul[:, None], momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend), g_mul)
+    momentum_buffer = tl.fma(
+        momentum_buffer_scale_mul[:, None], momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend), g_mul
+    )
     # 41  direction = momentum * momentum_buffer + (1 - momentum) * g if nesterov else momentum_buffer
     direction = tl.fma(momentum, momentum_buffer, g_mul)
     # -- encode and store
@@ -454,18 +522,33 @@ def muon_float16_2_tile(
     put(momentum_buffer_scale_ptr, at_block, (momentum_buffer_up >> 15).to(tl.int16), live_block, MASKED)
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 0x7fff8000, 0x7f7fffff)
     momentum_buffer_divisor_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    momentum_buffer_pattern = tl.fma(
+        momentum_buffer,
+        reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul[:, None])), 3200.0
+    ).to(tl.int32, bitcast=True)
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
     direction_bitcast = direction.to(tl.int32, bitcast=True)
-    put(direction_ptr, at, (tl.where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(
+        direction_ptr, at,
+        (
+            tl.where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), 0x7fc00000)
+            >> 16
+        ).to(tl.int16).to(tl.bfloat16, bitcast=True),
+        live, MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -504,7 +587,12 @@ def muon_float16_4_tile(
     p_normal = (p_wide << 5) + 0x38000000
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
+    p = (
+        tl.where(
+            p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000
+        ).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True)
+        | (p_high & 0x8000) << 16
+    ).to(tl.float32, bitcast=True)
     # -- update  (specs/muon.py)
     # 42  direction = newton_schulz(direction, ns_steps, ns_coefficients, eps)
     direction = widened(direction_stored)
@@ -519,14 +607,19 @@ def muon_float16_4_tile(
     p_subnormal = (2199023255552.0 * p_magnitude_bitcast).to(tl.int32)
     p_rebiased = tl.minimum(p_magnitude - 0x38000000, 0xf800000)
     p_fixed = tl.where(p_is_subnormal, p_subnormal, p_rebiased << 4)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     p_wide = ((p_fixed + ((noise & 255) << 1 | 1)).to(tl.uint32, bitcast=True) >> 9).to(tl.int32, bitcast=True)
     p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
@@ -568,7 +661,14 @@ def muon_float16_small_2_tile(
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     direction_bitcast = direction.to(tl.int32, bitcast=True)
-    put(direction_ptr, at, (tl.where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(
+        direction_ptr, at,
+        (
+            tl.where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), 0x7fc00000)
+            >> 16
+        ).to(tl.int16).to(tl.bfloat16, bitcast=True),
+        live, MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -604,7 +704,12 @@ def muon_float16_small_4_tile(
     p_normal = (p_wide << 5) + 0x38000000
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
+    p = (
+        tl.where(
+            p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000
+        ).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True)
+        | (p_high & 0x8000) << 16
+    ).to(tl.float32, bitcast=True)
     # -- update  (specs/muon.py)
     # 42  direction = newton_schulz(direction, ns_steps, ns_coefficients, eps)
     direction = widened(direction_stored)
@@ -619,15 +724,25 @@ def muon_float16_small_4_tile(
     p_subnormal = (2199023255552.0 * p_magnitude_bitcast).to(tl.int32)
     p_rebiased = tl.minimum(p_magnitude - 0x38000000, 0xf800000)
     p_fixed = tl.where(p_is_subnormal, p_subnormal, p_rebiased << 4)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_wide = ((p_fixed + ((noise.to(tl.uint32, bitcast=True) >> 23).to(tl.int32, bitcast=True) | 1)).to(tl.uint32, bitcast=True) >> 9).to(tl.int32, bitcast=True)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
+    p_wide = (
+        (
+            p_fixed + ((noise.to(tl.uint32, bitcast=True) >> 23).to(tl.int32, bitcast=True) | 1)
+        ).to(tl.uint32, bitcast=True)
+        >> 9
+    ).to(tl.int32, bitcast=True)
     p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
@@ -729,14 +844,19 @@ def muon_float32_no_nesterov_2_tile(
     momentum_buffer_scale = get(momentum_buffer_scale_ptr, at_block, live_block, MASKED)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
-    momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
+    momentum_buffer_scale = tl.where(
+        momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits
+    ).to(tl.float32, bitcast=True)
     momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     # -- update  (specs/muon.py)
     momentum_buffer_scale_mul = momentum * momentum_buffer_scale
     # 40  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
-    momentum_buffer = tl.fma(one_minus_momentum_times_grad_scale, g, momentum_buffer_scale_mul[:, None] * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend)))
+    momentum_buffer = tl.fma(
+        one_minus_momentum_times_grad_scale, g,
+        momentum_buffer_scale_mul[:, None] * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend))
+    )
     # -- encode and store
     momentum_buffer_abs = tl.abs(momentum_buffer)
     momentum_buffer_top = block_magnitude(momentum_buffer, live, MASKED)
@@ -745,18 +865,36 @@ def muon_float32_no_nesterov_2_tile(
     put(momentum_buffer_scale_ptr, at_block, (momentum_buffer_up >> 15).to(tl.int16), live_block, MASKED)
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 0x7fff8000, 0x7f7fffff)
     momentum_buffer_divisor_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    momentum_buffer_pattern = tl.fma(
+        momentum_buffer,
+        reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul[:, None])), 3200.0
+    ).to(tl.int32, bitcast=True)
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
     momentum_buffer_bitcast = momentum_buffer.to(tl.int32, bitcast=True)
-    put(direction_ptr, at, (tl.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(
+        direction_ptr, at,
+        (
+            tl.where(
+                momentum_buffer == momentum_buffer,
+                momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000
+            )
+            >> 16
+        ).to(tl.int16).to(tl.bfloat16, bitcast=True),
+        live, MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -791,7 +929,17 @@ def muon_float32_no_nesterov_small_2_tile(
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     momentum_buffer_bitcast = momentum_buffer.to(tl.int32, bitcast=True)
-    put(direction_ptr, at, (tl.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(
+        direction_ptr, at,
+        (
+            tl.where(
+                momentum_buffer == momentum_buffer,
+                momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000
+            )
+            >> 16
+        ).to(tl.int16).to(tl.bfloat16, bitcast=True),
+        live, MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -820,14 +968,19 @@ def muon_bfloat16_no_nesterov_2_tile(
     momentum_buffer_scale = get(momentum_buffer_scale_ptr, at_block, live_block, MASKED)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
-    momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
+    momentum_buffer_scale = tl.where(
+        momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits
+    ).to(tl.float32, bitcast=True)
     momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     # -- update  (specs/muon.py)
     momentum_buffer_scale_mul = momentum * momentum_buffer_scale
     # 40  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
-    momentum_buffer = tl.fma(one_minus_momentum_times_grad_scale, widened(g_stored), momentum_buffer_scale_mul[:, None] * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend)))
+    momentum_buffer = tl.fma(
+        one_minus_momentum_times_grad_scale, widened(g_stored),
+        momentum_buffer_scale_mul[:, None] * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend))
+    )
     # -- encode and store
     momentum_buffer_abs = tl.abs(momentum_buffer)
     momentum_buffer_top = block_magnitude(momentum_buffer, live, MASKED)
@@ -836,18 +989,36 @@ def muon_bfloat16_no_nesterov_2_tile(
     put(momentum_buffer_scale_ptr, at_block, (momentum_buffer_up >> 15).to(tl.int16), live_block, MASKED)
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 0x7fff8000, 0x7f7fffff)
     momentum_buffer_divisor_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    momentum_buffer_pattern = tl.fma(
+        momentum_buffer,
+        reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul[:, None])), 3200.0
+    ).to(tl.int32, bitcast=True)
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
     momentum_buffer_bitcast = momentum_buffer.to(tl.int32, bitcast=True)
-    put(direction_ptr, at, (tl.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(
+        direction_ptr, at,
+        (
+            tl.where(
+                momentum_buffer == momentum_buffer,
+                momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000
+            )
+            >> 16
+        ).to(tl.int16).to(tl.bfloat16, bitcast=True),
+        live, MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -882,7 +1053,17 @@ def muon_bfloat16_no_nesterov_small_2_tile(
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     momentum_buffer_bitcast = momentum_buffer.to(tl.int32, bitcast=True)
-    put(direction_ptr, at, (tl.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(
+        direction_ptr, at,
+        (
+            tl.where(
+                momentum_buffer == momentum_buffer,
+                momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000
+            )
+            >> 16
+        ).to(tl.int16).to(tl.bfloat16, bitcast=True),
+        live, MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -911,14 +1092,19 @@ def muon_float16_no_nesterov_2_tile(
     momentum_buffer_scale = get(momentum_buffer_scale_ptr, at_block, live_block, MASKED)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
-    momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
+    momentum_buffer_scale = tl.where(
+        momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits
+    ).to(tl.float32, bitcast=True)
     momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     # -- update  (specs/muon.py)
     momentum_buffer_scale_mul = momentum * momentum_buffer_scale
     # 40  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
-    momentum_buffer = tl.fma(one_minus_momentum_times_grad_scale, g_stored.to(tl.float32), momentum_buffer_scale_mul[:, None] * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend)))
+    momentum_buffer = tl.fma(
+        one_minus_momentum_times_grad_scale, g_stored.to(tl.float32),
+        momentum_buffer_scale_mul[:, None] * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend))
+    )
     # -- encode and store
     momentum_buffer_abs = tl.abs(momentum_buffer)
     momentum_buffer_top = block_magnitude(momentum_buffer, live, MASKED)
@@ -927,18 +1113,36 @@ def muon_float16_no_nesterov_2_tile(
     put(momentum_buffer_scale_ptr, at_block, (momentum_buffer_up >> 15).to(tl.int16), live_block, MASKED)
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 0x7fff8000, 0x7f7fffff)
     momentum_buffer_divisor_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    momentum_buffer_pattern = tl.fma(
+        momentum_buffer,
+        reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul[:, None])), 3200.0
+    ).to(tl.int32, bitcast=True)
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
     momentum_buffer_bitcast = momentum_buffer.to(tl.int32, bitcast=True)
-    put(direction_ptr, at, (tl.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(
+        direction_ptr, at,
+        (
+            tl.where(
+                momentum_buffer == momentum_buffer,
+                momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000
+            )
+            >> 16
+        ).to(tl.int16).to(tl.bfloat16, bitcast=True),
+        live, MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -973,7 +1177,17 @@ def muon_float16_no_nesterov_small_2_tile(
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     momentum_buffer_bitcast = momentum_buffer.to(tl.int32, bitcast=True)
-    put(direction_ptr, at, (tl.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(
+        direction_ptr, at,
+        (
+            tl.where(
+                momentum_buffer == momentum_buffer,
+                momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000
+            )
+            >> 16
+        ).to(tl.int16).to(tl.bfloat16, bitcast=True),
+        live, MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1012,7 +1226,8 @@ TILE = {
     "muon_float16_no_nesterov_small_2": 256,
 }
 
-# What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
+# What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a
+#     time.
 OPTIONS = {
     "muon_float32_2": {"maxnreg": 64},
     "muon_float32_4": {"maxnreg": 64},

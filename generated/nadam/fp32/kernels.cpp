@@ -92,11 +92,14 @@ struct nadam_kernel {
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F g_3 = fma(weight_decay, p, g_2);                         // 26  g = l2(g, p, weight_decay)
-            const F exp_avg_2 = fma(one_minus_beta1, g_3, beta1 * exp_avg);  // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1, g_3, beta1 * exp_avg);
             // 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(one_minus_beta2 * g_3, g_3, beta2 * exp_avg_sq);
             // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
-            const F p_2 = fma(-fma(avg_lr, exp_avg_2, grad_lr * g_3), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5), p);
+            const F p_2 = fma(
+                -fma(avg_lr, exp_avg_2, grad_lr * g_3), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5), p
+            );
             weight.encode(i, p_2, noise);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -145,7 +148,9 @@ struct nadam_decoupled_weight_decay_kernel {
             const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;                // 24  p = decoupled(p, lr, weight_decay)
             // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
-            const F p_3 = fma(-fma(avg_lr, exp_avg_2, scalar_3 * g), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
+            const F p_3 = fma(
+                -fma(avg_lr, exp_avg_2, scalar_3 * g), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2
+            );
             weight.encode(i, p_3, noise);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -156,9 +161,12 @@ struct nadam_decoupled_weight_decay_kernel {
 template <class Grad> using nadam_float32 = nadam_kernel<weight_float32, Grad>;
 template <class Grad> using nadam_bfloat16 = nadam_kernel<weight_bfloat16, Grad>;
 template <class Grad> using nadam_float16 = nadam_kernel<weight_float16, Grad>;
-template <class Grad> using nadam_float32_decoupled_weight_decay = nadam_decoupled_weight_decay_kernel<weight_float32, Grad>;
-template <class Grad> using nadam_bfloat16_decoupled_weight_decay = nadam_decoupled_weight_decay_kernel<weight_bfloat16, Grad>;
-template <class Grad> using nadam_float16_decoupled_weight_decay = nadam_decoupled_weight_decay_kernel<weight_float16, Grad>;
+template <class Grad> using nadam_float32_decoupled_weight_decay = nadam_decoupled_weight_decay_kernel<weight_float32,
+    Grad>;
+template <class Grad> using nadam_bfloat16_decoupled_weight_decay = nadam_decoupled_weight_decay_kernel<weight_bfloat16,
+    Grad>;
+template <class Grad> using nadam_float16_decoupled_weight_decay = nadam_decoupled_weight_decay_kernel<weight_float16,
+    Grad>;
 
 }  // namespace
 

@@ -61,7 +61,10 @@ struct weight_float16 {
         const I subnormal = bits(2.3283064365386963e-10f * to_float(wide));
         const I normal = (wide << 5) + 0x38000000;
         const I finite = where(wide < 0x40000, subnormal, normal);
-        return as_float(bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000))) | (high & 0x8000) << 16);
+        return as_float(
+            bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000)))
+            | (high & 0x8000) << 16
+        );
     }
     template <class Noise> void encode(int i, F x, const Noise &noise) const {
         const I x_bitcast = bits(x);
@@ -88,7 +91,9 @@ struct nadam_kernel {
     static constexpr int DRAWN = NOISE.mask({P, 0, 1}), KEPT = NOISE.mask({0, 1});
     static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3 + count(KEPT)), SCALARS = 10;
     // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}});
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>(
+        {{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}}
+    );
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -137,11 +142,15 @@ struct nadam_kernel {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
+            const F exp_avg_scale_2 = as_float(
+                where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2)
+            );
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
             const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_step = bits(
+                fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)
+            ) - 0x4b400000;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
@@ -175,12 +184,17 @@ struct nadam_kernel {
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 const F g_3 = fma(weight_decay, p, g_2);                   // 26  g = l2(g, p, weight_decay)
                 // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1, g_3, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
+                const F exp_avg = fma(
+                    one_minus_beta1, g_3,
+                    exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value)
+                );
                 // 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq_2 = fma(one_minus_beta2 * g_3, g_3, beta2 * exp_avg_sq);
                 const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
                 // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
-                const F p_2 = fma(-fma(avg_lr, exp_avg, grad_lr * g_3), 1.0f / fma(exp_avg_sq_sqrt, scalar_4, scalar_5), p);
+                const F p_2 = fma(
+                    -fma(avg_lr, exp_avg, grad_lr * g_3), 1.0f / fma(exp_avg_sq_sqrt, scalar_4, scalar_5), p
+                );
                 const I exp_avg_sq_pattern = bits(exp_avg_sq_sqrt);
                 largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
@@ -204,7 +218,9 @@ struct nadam_kernel {
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
-            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_step_2 = bits(
+                fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)
+            ) - 0x4b400000;
             const I exp_avg_sq_start_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
@@ -238,7 +254,8 @@ struct nadam_kernel {
                 const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const I exp_avg_sq_offset = fraction<0, 24>(noise) + exp_avg_sq_half_add;
-                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base,
+                    exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
                 const F exp_avg_sq_value_2 = as_float(exp_avg_sq_start_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
@@ -270,7 +287,12 @@ struct nadam_kernel {
                 const int i = b * BLOCK + k;
                 const auto noise = words.kept(i);
                 const F exp_avg_value = load(exp_avg_value_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul), 3200.0f));
+                const I exp_avg_pattern = bits(
+                    fma(
+                        exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul),
+                        3200.0f
+                    )
+                );
                 store(exp_avg_codes_at + i, exp_avg_pattern + integer<1>(noise) >> 12);
             }
         }
@@ -315,11 +337,14 @@ struct nadam_small_kernel {
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F g_3 = fma(weight_decay, p, g_2);                         // 26  g = l2(g, p, weight_decay)
-            const F exp_avg_2 = fma(one_minus_beta1, g_3, beta1 * exp_avg);  // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1, g_3, beta1 * exp_avg);
             // 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(one_minus_beta2 * g_3, g_3, beta2 * exp_avg_sq);
             // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
-            const F p_2 = fma(-fma(avg_lr, exp_avg_2, grad_lr * g_3), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5), p);
+            const F p_2 = fma(
+                -fma(avg_lr, exp_avg_2, grad_lr * g_3), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_4, scalar_5), p
+            );
             weight.encode(i, p_2, noise);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -334,7 +359,9 @@ struct nadam_decoupled_weight_decay_kernel {
     static constexpr int DRAWN = NOISE.mask({P, 0, 1}), KEPT = NOISE.mask({P, 0, 1});
     static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3 + count(KEPT)), SCALARS = 9;
     // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}});
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>(
+        {{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}}
+    );
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -382,11 +409,15 @@ struct nadam_decoupled_weight_decay_kernel {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
+            const F exp_avg_scale_2 = as_float(
+                where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2)
+            );
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
             const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_step = bits(
+                fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)
+            ) - 0x4b400000;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
@@ -418,7 +449,10 @@ struct nadam_decoupled_weight_decay_kernel {
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 // 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
+                const F exp_avg = fma(
+                    one_minus_beta1_times_grad_scale, g,
+                    exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value)
+                );
                 // 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
                 const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
@@ -444,7 +478,9 @@ struct nadam_decoupled_weight_decay_kernel {
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
-            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_step_2 = bits(
+                fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)
+            ) - 0x4b400000;
             const I exp_avg_sq_start_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
@@ -473,7 +509,9 @@ struct nadam_decoupled_weight_decay_kernel {
                 const F p = weight.decode(i);
                 const F p_2 = one_minus_lr_times_weight_decay * p;  // 24  p = decoupled(p, lr, weight_decay)
                 // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
-                const F p_3 = fma(-fma(avg_lr, exp_avg, scalar_3 * g), 1.0f / fma(exp_avg_sq_sqrt, scalar_5, scalar_6), p_2);
+                const F p_3 = fma(
+                    -fma(avg_lr, exp_avg, scalar_3 * g), 1.0f / fma(exp_avg_sq_sqrt, scalar_5, scalar_6), p_2
+                );
                 weight.encode(i, p_3, noise);
             }
         }
@@ -495,7 +533,8 @@ struct nadam_decoupled_weight_decay_kernel {
                 const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const I exp_avg_sq_offset = fraction<0, 24>(noise) + exp_avg_sq_half_add;
-                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base,
+                    exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_2 = lshr(exp_avg_sq_position, 24);
                 const F exp_avg_sq_value_2 = as_float(exp_avg_sq_start_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
@@ -526,7 +565,12 @@ struct nadam_decoupled_weight_decay_kernel {
                 const int i = b * BLOCK + k;
                 const auto noise = words.kept(i);
                 const F exp_avg_value = load(exp_avg_value_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul), 3200.0f));
+                const I exp_avg_pattern = bits(
+                    fma(
+                        exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul),
+                        3200.0f
+                    )
+                );
                 store(exp_avg_codes_at + i, exp_avg_pattern + integer<1>(noise) >> 12);
             }
         }
@@ -574,7 +618,9 @@ struct nadam_decoupled_weight_decay_small_kernel {
             const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;                // 24  p = decoupled(p, lr, weight_decay)
             // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
-            const F p_3 = fma(-fma(avg_lr, exp_avg_2, scalar_3 * g), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
+            const F p_3 = fma(
+                -fma(avg_lr, exp_avg_2, scalar_3 * g), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2
+            );
             weight.encode(i, p_3, noise);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
@@ -588,12 +634,18 @@ template <class Grad> using nadam_bfloat16 = nadam_kernel<weight_bfloat16, Grad>
 template <class Grad> using nadam_bfloat16_small = nadam_small_kernel<weight_bfloat16, Grad>;
 template <class Grad> using nadam_float16 = nadam_kernel<weight_float16, Grad>;
 template <class Grad> using nadam_float16_small = nadam_small_kernel<weight_float16, Grad>;
-template <class Grad> using nadam_float32_decoupled_weight_decay = nadam_decoupled_weight_decay_kernel<weight_float32, Grad>;
-template <class Grad> using nadam_float32_decoupled_weight_decay_small = nadam_decoupled_weight_decay_small_kernel<weight_float32, Grad>;
-template <class Grad> using nadam_bfloat16_decoupled_weight_decay = nadam_decoupled_weight_decay_kernel<weight_bfloat16, Grad>;
-template <class Grad> using nadam_bfloat16_decoupled_weight_decay_small = nadam_decoupled_weight_decay_small_kernel<weight_bfloat16, Grad>;
-template <class Grad> using nadam_float16_decoupled_weight_decay = nadam_decoupled_weight_decay_kernel<weight_float16, Grad>;
-template <class Grad> using nadam_float16_decoupled_weight_decay_small = nadam_decoupled_weight_decay_small_kernel<weight_float16, Grad>;
+template <class Grad> using nadam_float32_decoupled_weight_decay = nadam_decoupled_weight_decay_kernel<weight_float32,
+    Grad>;
+template <class Grad> using nadam_float32_decoupled_weight_decay_small =
+    nadam_decoupled_weight_decay_small_kernel<weight_float32, Grad>;
+template <class Grad> using nadam_bfloat16_decoupled_weight_decay = nadam_decoupled_weight_decay_kernel<weight_bfloat16,
+    Grad>;
+template <class Grad> using nadam_bfloat16_decoupled_weight_decay_small =
+    nadam_decoupled_weight_decay_small_kernel<weight_bfloat16, Grad>;
+template <class Grad> using nadam_float16_decoupled_weight_decay = nadam_decoupled_weight_decay_kernel<weight_float16,
+    Grad>;
+template <class Grad> using nadam_float16_decoupled_weight_decay_small =
+    nadam_decoupled_weight_decay_small_kernel<weight_float16, Grad>;
 
 }  // namespace
 

@@ -85,7 +85,13 @@ struct normuon_kernel_1 {
             const F momentum_buffer_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * momentum_buffer);
             const I momentum_buffer_bitcast = bits(momentum_buffer_2);
             store(momentum_buffer_at + i, momentum_buffer_2);
-            store_half<2>(direction_at + i, where(momentum_buffer_2 == momentum_buffer_2, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), I(0x7fc00000)));
+            store_half<2>(
+                direction_at + i,
+                where(
+                    momentum_buffer_2 == momentum_buffer_2,
+                    momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), I(0x7fc00000)
+                )
+            );
         }
     }
 };
@@ -231,7 +237,9 @@ struct normuon_kernel_7 {
 
         // -- elements: encode
         for (int i = 0; i < count; i += W) {
-            store(by_0p2_times_sqrt_rows_times_columns_at + i, 0.20000000298023224f * sqrt(F(extent[0]) * F(extent[1])));
+            store(
+                by_0p2_times_sqrt_rows_times_columns_at + i, 0.20000000298023224f * sqrt(F(extent[0]) * F(extent[1]))
+            );
         }
     }
 };
@@ -331,7 +339,8 @@ struct normuon_kernel_10 {
             const auto noise = words.at(i);
             const U16 direction_stored = raw(direction_at + i);
             const F p = weight.decode(i);
-            const F direction = widened(direction_stored);      // 38  direction = newton_schulz(momentum_buffer, ns_steps)
+            // 38  direction = newton_schulz(momentum_buffer, ns_steps)
+            const F direction = widened(direction_stored);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 42  p = policies.decoupled(p, lr, weight_decay)
             // 43  p = p - lr * size * even
             const F p_3 = fma(-direction, load(row_mul_2_at + (i & row_mask)), p_2);
@@ -374,12 +383,20 @@ struct normuon_no_matrix_kernel {
             const F momentum_buffer = load(momentum_buffer_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F p = weight.decode(i);
-            // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
-            const F momentum_buffer_2 = fma(one_minus_adamw_betas_0_times_grad_scale, g, adamw_betas_0 * momentum_buffer);
-            // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
+            // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
+            //     adamw_betas, eps, weight_decay )
+            const F momentum_buffer_2 = fma(
+                one_minus_adamw_betas_0_times_grad_scale, g, adamw_betas_0 * momentum_buffer
+            );
+            // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
+            //     adamw_betas, eps, weight_decay )
             const F exp_avg_sq_2 = fma(scalar_1 * g, g, adamw_betas_1 * exp_avg_sq);
-            // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
-            const F p_2 = fma(-momentum_buffer_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_2, scalar_3), one_minus_adamw_lr_times_weight_decay * p);
+            // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
+            //     adamw_betas, eps, weight_decay )
+            const F p_2 = fma(
+                -momentum_buffer_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_2, scalar_3),
+                one_minus_adamw_lr_times_weight_decay * p
+            );
             weight.encode(i, p_2, noise);
             store(momentum_buffer_at + i, momentum_buffer_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);

@@ -38,7 +38,17 @@ def normuon_float32_1_tile(
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     momentum_buffer_bitcast = momentum_buffer.to(tl.int32, bitcast=True)
-    put(direction_ptr, at, (tl.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(
+        direction_ptr, at,
+        (
+            tl.where(
+                momentum_buffer == momentum_buffer,
+                momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000
+            )
+            >> 16
+        ).to(tl.int16).to(tl.bfloat16, bitcast=True),
+        live, MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -216,7 +226,9 @@ def normuon_float32_8_values(
     by_0p2_times_sqrt_rows_times_columns = tl.load(by_0p2_times_sqrt_rows_times_columns_ptr)
     tensor_sum_for_size = tl.load(tensor_sum_for_size_ptr)
     # 41  size = 0.2 * sqrt(rows(p) * columns(p)) / maximum(norm(even), eps)
-    size = by_0p2_times_sqrt_rows_times_columns / tl.maximum(tl.sqrt(tensor_sum_for_size), eps, propagate_nan=tl.PropagateNan.ALL)
+    size = by_0p2_times_sqrt_rows_times_columns / tl.maximum(
+        tl.sqrt(tensor_sum_for_size), eps, propagate_nan=tl.PropagateNan.ALL
+    )
     tl.store(lr_times_size_ptr, lr * size)
 
 
@@ -353,7 +365,17 @@ def normuon_bfloat16_1_tile(
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     momentum_buffer_bitcast = momentum_buffer.to(tl.int32, bitcast=True)
-    put(direction_ptr, at, (tl.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(
+        direction_ptr, at,
+        (
+            tl.where(
+                momentum_buffer == momentum_buffer,
+                momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000
+            )
+            >> 16
+        ).to(tl.int16).to(tl.bfloat16, bitcast=True),
+        live, MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -388,7 +410,10 @@ def normuon_bfloat16_10_tile(
     # -- encode and store
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(
+        p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live,
+        MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -435,7 +460,17 @@ def normuon_float16_1_tile(
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     momentum_buffer_bitcast = momentum_buffer.to(tl.int32, bitcast=True)
-    put(direction_ptr, at, (tl.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(
+        direction_ptr, at,
+        (
+            tl.where(
+                momentum_buffer == momentum_buffer,
+                momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000
+            )
+            >> 16
+        ).to(tl.int16).to(tl.bfloat16, bitcast=True),
+        live, MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -507,7 +542,8 @@ TILE = {
     "normuon_float16_1": 256,
 }
 
-# What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
+# What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a
+#     time.
 OPTIONS = {
     "normuon_float32_1": {"maxnreg": 64},
     "normuon_bfloat16_1": {"maxnreg": 64},

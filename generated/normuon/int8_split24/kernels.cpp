@@ -57,7 +57,10 @@ struct weight_float16 {
         const I subnormal = bits(2.3283064365386963e-10f * to_float(wide));
         const I normal = (wide << 5) + 0x38000000;
         const I finite = where(wide < 0x40000, subnormal, normal);
-        return as_float(bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000))) | (high & 0x8000) << 16);
+        return as_float(
+            bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000)))
+            | (high & 0x8000) << 16
+        );
     }
     template <class Noise> void encode(int i, F x, const Noise &noise) const {
         const I x_bitcast = bits(x);
@@ -117,7 +120,9 @@ struct normuon_kernel_1 {
             const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
             const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
             const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 0x7fffffff;
-            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2));
+            const F momentum_buffer_scale_2 = as_float(
+                where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2)
+            );
             const F momentum_buffer_scale_mul = beta1 * momentum_buffer_scale_2;
             store(momentum_buffer_scale_mul_kept + b, momentum_buffer_scale_mul);
         }
@@ -135,7 +140,10 @@ struct normuon_kernel_1 {
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 // 37  momentum_buffer = beta1 * momentum_buffer + (1 - beta1) * g
-                const F momentum_buffer = fma(one_minus_beta1_times_grad_scale, g, momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
+                const F momentum_buffer = fma(
+                    one_minus_beta1_times_grad_scale, g,
+                    momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend))
+                );
                 const F momentum_buffer_abs = abs(momentum_buffer);
                 momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(momentum_buffer_abs), i, end);
                 words.keep(noise, i);
@@ -162,7 +170,13 @@ struct normuon_kernel_1 {
                 const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I momentum_buffer_bitcast = bits(momentum_buffer);
-                store_half<2>(direction_at + i, where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), I(0x7fc00000)));
+                store_half<2>(
+                    direction_at + i,
+                    where(
+                        momentum_buffer == momentum_buffer,
+                        momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), I(0x7fc00000)
+                    )
+                );
             }
         }
 
@@ -174,7 +188,12 @@ struct normuon_kernel_1 {
                 const int i = b * BLOCK + k;
                 const auto noise = words.kept(i);
                 const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
+                const I momentum_buffer_pattern = bits(
+                    fma(
+                        momentum_buffer,
+                        1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f
+                    )
+                );
                 store(momentum_buffer_codes_at + i, momentum_buffer_pattern + integer<0>(noise) >> 12);
             }
         }
@@ -322,7 +341,9 @@ struct normuon_kernel_7 {
 
         // -- elements: encode
         for (int i = 0; i < count; i += W) {
-            store(by_0p2_times_sqrt_rows_times_columns_at + i, 0.20000000298023224f * sqrt(F(extent[0]) * F(extent[1])));
+            store(
+                by_0p2_times_sqrt_rows_times_columns_at + i, 0.20000000298023224f * sqrt(F(extent[0]) * F(extent[1]))
+            );
         }
     }
 };
@@ -422,7 +443,8 @@ struct normuon_kernel_10 {
             const auto noise = words.at(i);
             const U16 direction_stored = raw(direction_at + i);
             const F p = weight.decode(i);
-            const F direction = widened(direction_stored);      // 38  direction = newton_schulz(momentum_buffer, ns_steps)
+            // 38  direction = newton_schulz(momentum_buffer, ns_steps)
+            const F direction = widened(direction_stored);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 42  p = policies.decoupled(p, lr, weight_decay)
             // 43  p = p - lr * size * even
             const F p_3 = fma(-direction, load(row_mul_2_at + (i & row_mask)), p_2);
@@ -462,7 +484,13 @@ struct normuon_small_kernel_1 {
             const F momentum_buffer_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * momentum_buffer);
             const I momentum_buffer_bitcast = bits(momentum_buffer_2);
             store(momentum_buffer_at + i, momentum_buffer_2);
-            store_half<2>(direction_at + i, where(momentum_buffer_2 == momentum_buffer_2, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), I(0x7fc00000)));
+            store_half<2>(
+                direction_at + i,
+                where(
+                    momentum_buffer_2 == momentum_buffer_2,
+                    momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), I(0x7fc00000)
+                )
+            );
         }
     }
 };
@@ -608,7 +636,9 @@ struct normuon_small_kernel_7 {
 
         // -- elements: encode
         for (int i = 0; i < count; i += W) {
-            store(by_0p2_times_sqrt_rows_times_columns_at + i, 0.20000000298023224f * sqrt(F(extent[0]) * F(extent[1])));
+            store(
+                by_0p2_times_sqrt_rows_times_columns_at + i, 0.20000000298023224f * sqrt(F(extent[0]) * F(extent[1]))
+            );
         }
     }
 };
@@ -708,7 +738,8 @@ struct normuon_small_kernel_10 {
             const auto noise = words.at(i);
             const U16 direction_stored = raw(direction_at + i);
             const F p = weight.decode(i);
-            const F direction = widened(direction_stored);      // 38  direction = newton_schulz(momentum_buffer, ns_steps)
+            // 38  direction = newton_schulz(momentum_buffer, ns_steps)
+            const F direction = widened(direction_stored);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 42  p = policies.decoupled(p, lr, weight_decay)
             // 43  p = p - lr * size * even
             const F p_3 = fma(-direction, load(row_mul_2_at + (i & row_mask)), p_2);
@@ -724,7 +755,9 @@ struct normuon_no_matrix_kernel {
     static constexpr int DRAWN = NOISE.mask({P, 1, 0}), KEPT = NOISE.mask({P, 1, 0});
     static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2 + count(KEPT)), SCALARS = 7;
     // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}});
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>(
+        {{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}}
+    );
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -767,11 +800,15 @@ struct normuon_no_matrix_kernel {
             const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
             const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
             const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 0x7fffffff;
-            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2));
+            const F momentum_buffer_scale_2 = as_float(
+                where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2)
+            );
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
             const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_step = bits(
+                fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)
+            ) - 0x4b400000;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             const F momentum_buffer_scale_mul = adamw_betas_0 * momentum_buffer_scale_2;
@@ -782,8 +819,12 @@ struct normuon_no_matrix_kernel {
 
         const auto update_weight = [&](int i, F momentum_buffer, F exp_avg_sq_sqrt, const auto &noise) {
             const F p = weight.decode(i);
-            // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
-            const F p_2 = fma(-momentum_buffer, 1.0f / fma(exp_avg_sq_sqrt, scalar_2, scalar_3), one_minus_adamw_lr_times_weight_decay * p);
+            // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
+            //     adamw_betas, eps, weight_decay )
+            const F p_2 = fma(
+                -momentum_buffer, 1.0f / fma(exp_avg_sq_sqrt, scalar_2, scalar_3),
+                one_minus_adamw_lr_times_weight_decay * p
+            );
             weight.encode(i, p_2, noise);
         };
         // -- elements: decode, update, encode  (specs/normuon.py)
@@ -809,9 +850,14 @@ struct normuon_no_matrix_kernel {
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
-                const F momentum_buffer = fma(one_minus_adamw_betas_0_times_grad_scale, g, momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
-                // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
+                // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq,
+                //     adamw_lr, adamw_betas, eps, weight_decay )
+                const F momentum_buffer = fma(
+                    one_minus_adamw_betas_0_times_grad_scale, g,
+                    momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend))
+                );
+                // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq,
+                //     adamw_lr, adamw_betas, eps, weight_decay )
                 const F exp_avg_sq_2 = fma(scalar_1 * g, g, adamw_betas_1 * exp_avg_sq);
                 const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
                 const F momentum_buffer_abs = abs(momentum_buffer);
@@ -887,9 +933,15 @@ struct normuon_no_matrix_kernel {
                 const auto noise = words.kept(i);
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
+                const I momentum_buffer_pattern = bits(
+                    fma(
+                        momentum_buffer,
+                        1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f
+                    )
+                );
                 const I exp_avg_sq_offset = fraction<1, 24>(noise) + exp_avg_sq_half_add;
-                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base,
+                    exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 store(momentum_buffer_codes_at + i, momentum_buffer_pattern + integer<0>(noise) >> 12);
                 store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
             }
@@ -931,12 +983,20 @@ struct normuon_no_matrix_small_kernel {
             const F momentum_buffer = load(momentum_buffer_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F p = weight.decode(i);
-            // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
-            const F momentum_buffer_2 = fma(one_minus_adamw_betas_0_times_grad_scale, g, adamw_betas_0 * momentum_buffer);
-            // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
+            // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
+            //     adamw_betas, eps, weight_decay )
+            const F momentum_buffer_2 = fma(
+                one_minus_adamw_betas_0_times_grad_scale, g, adamw_betas_0 * momentum_buffer
+            );
+            // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
+            //     adamw_betas, eps, weight_decay )
             const F exp_avg_sq_2 = fma(scalar_1 * g, g, adamw_betas_1 * exp_avg_sq);
-            // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay )
-            const F p_2 = fma(-momentum_buffer_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_2, scalar_3), one_minus_adamw_lr_times_weight_decay * p);
+            // 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
+            //     adamw_betas, eps, weight_decay )
+            const F p_2 = fma(
+                -momentum_buffer_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_2, scalar_3),
+                one_minus_adamw_lr_times_weight_decay * p
+            );
             weight.encode(i, p_2, noise);
             store(momentum_buffer_at + i, momentum_buffer_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);

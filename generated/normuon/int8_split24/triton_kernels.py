@@ -37,14 +37,19 @@ def normuon_float32_1_tile(
     momentum_buffer_scale = get(momentum_buffer_scale_ptr, at_block, live_block, MASKED)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
-    momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
+    momentum_buffer_scale = tl.where(
+        momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits
+    ).to(tl.float32, bitcast=True)
     momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     # -- update  (specs/normuon.py)
     momentum_buffer_scale_mul = beta1 * momentum_buffer_scale
     # 37  momentum_buffer = beta1 * momentum_buffer + (1 - beta1) * g
-    momentum_buffer = tl.fma(one_minus_beta1_times_grad_scale, g, momentum_buffer_scale_mul[:, None] * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend)))
+    momentum_buffer = tl.fma(
+        one_minus_beta1_times_grad_scale, g,
+        momentum_buffer_scale_mul[:, None] * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend))
+    )
     # -- encode and store
     momentum_buffer_abs = tl.abs(momentum_buffer)
     momentum_buffer_top = block_magnitude(momentum_buffer, live, MASKED)
@@ -53,18 +58,36 @@ def normuon_float32_1_tile(
     put(momentum_buffer_scale_ptr, at_block, (momentum_buffer_up >> 15).to(tl.int16), live_block, MASKED)
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 0x7fff8000, 0x7f7fffff)
     momentum_buffer_divisor_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    momentum_buffer_pattern = tl.fma(
+        momentum_buffer,
+        reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul[:, None])), 3200.0
+    ).to(tl.int32, bitcast=True)
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
     momentum_buffer_bitcast = momentum_buffer.to(tl.int32, bitcast=True)
-    put(direction_ptr, at, (tl.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(
+        direction_ptr, at,
+        (
+            tl.where(
+                momentum_buffer == momentum_buffer,
+                momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000
+            )
+            >> 16
+        ).to(tl.int16).to(tl.bfloat16, bitcast=True),
+        live, MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -245,7 +268,9 @@ def normuon_float32_8_values(
     by_0p2_times_sqrt_rows_times_columns = tl.load(by_0p2_times_sqrt_rows_times_columns_ptr)
     tensor_sum_for_size = tl.load(tensor_sum_for_size_ptr)
     # 41  size = 0.2 * sqrt(rows(p) * columns(p)) / maximum(norm(even), eps)
-    size = by_0p2_times_sqrt_rows_times_columns / tl.maximum(tl.sqrt(tensor_sum_for_size), eps, propagate_nan=tl.PropagateNan.ALL)
+    size = by_0p2_times_sqrt_rows_times_columns / tl.maximum(
+        tl.sqrt(tensor_sum_for_size), eps, propagate_nan=tl.PropagateNan.ALL
+    )
     tl.store(lr_times_size_ptr, lr * size)
 
 
@@ -382,7 +407,17 @@ def normuon_float32_small_1_tile(
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     momentum_buffer_bitcast = momentum_buffer.to(tl.int32, bitcast=True)
-    put(direction_ptr, at, (tl.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(
+        direction_ptr, at,
+        (
+            tl.where(
+                momentum_buffer == momentum_buffer,
+                momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000
+            )
+            >> 16
+        ).to(tl.int16).to(tl.bfloat16, bitcast=True),
+        live, MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -541,14 +576,19 @@ def normuon_bfloat16_1_tile(
     momentum_buffer_scale = get(momentum_buffer_scale_ptr, at_block, live_block, MASKED)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
-    momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
+    momentum_buffer_scale = tl.where(
+        momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits
+    ).to(tl.float32, bitcast=True)
     momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     # -- update  (specs/normuon.py)
     momentum_buffer_scale_mul = beta1 * momentum_buffer_scale
     # 37  momentum_buffer = beta1 * momentum_buffer + (1 - beta1) * g
-    momentum_buffer = tl.fma(one_minus_beta1_times_grad_scale, widened(g_stored), momentum_buffer_scale_mul[:, None] * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend)))
+    momentum_buffer = tl.fma(
+        one_minus_beta1_times_grad_scale, widened(g_stored),
+        momentum_buffer_scale_mul[:, None] * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend))
+    )
     # -- encode and store
     momentum_buffer_abs = tl.abs(momentum_buffer)
     momentum_buffer_top = block_magnitude(momentum_buffer, live, MASKED)
@@ -557,18 +597,36 @@ def normuon_bfloat16_1_tile(
     put(momentum_buffer_scale_ptr, at_block, (momentum_buffer_up >> 15).to(tl.int16), live_block, MASKED)
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 0x7fff8000, 0x7f7fffff)
     momentum_buffer_divisor_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    momentum_buffer_pattern = tl.fma(
+        momentum_buffer,
+        reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul[:, None])), 3200.0
+    ).to(tl.int32, bitcast=True)
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
     momentum_buffer_bitcast = momentum_buffer.to(tl.int32, bitcast=True)
-    put(direction_ptr, at, (tl.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(
+        direction_ptr, at,
+        (
+            tl.where(
+                momentum_buffer == momentum_buffer,
+                momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000
+            )
+            >> 16
+        ).to(tl.int16).to(tl.bfloat16, bitcast=True),
+        live, MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -708,14 +766,19 @@ def normuon_bfloat16_10_tile(
     p = one_minus_lr_times_weight_decay * p     # 42  p = policies.decoupled(p, lr, weight_decay)
     p = tl.fma(minus(direction), row_mul_2, p)  # 43  p = p - lr * size * even
     # -- encode and store
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise & 255) + 0x8000)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
@@ -768,7 +831,17 @@ def normuon_bfloat16_small_1_tile(
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     momentum_buffer_bitcast = momentum_buffer.to(tl.int32, bitcast=True)
-    put(direction_ptr, at, (tl.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(
+        direction_ptr, at,
+        (
+            tl.where(
+                momentum_buffer == momentum_buffer,
+                momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000
+            )
+            >> 16
+        ).to(tl.int16).to(tl.bfloat16, bitcast=True),
+        live, MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -804,15 +877,22 @@ def normuon_bfloat16_small_10_tile(
     p = one_minus_lr_times_weight_decay * p     # 42  p = policies.decoupled(p, lr, weight_decay)
     p = tl.fma(minus(direction), row_mul_2, p)  # 43  p = p - lr * size * even
     # -- encode and store
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 0x8000)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + (
+        (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 0x8000
+    )
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
@@ -861,14 +941,19 @@ def normuon_float16_1_tile(
     momentum_buffer_scale = get(momentum_buffer_scale_ptr, at_block, live_block, MASKED)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
-    momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
+    momentum_buffer_scale = tl.where(
+        momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits
+    ).to(tl.float32, bitcast=True)
     momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     # -- update  (specs/normuon.py)
     momentum_buffer_scale_mul = beta1 * momentum_buffer_scale
     # 37  momentum_buffer = beta1 * momentum_buffer + (1 - beta1) * g
-    momentum_buffer = tl.fma(one_minus_beta1_times_grad_scale, g_stored.to(tl.float32), momentum_buffer_scale_mul[:, None] * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend)))
+    momentum_buffer = tl.fma(
+        one_minus_beta1_times_grad_scale, g_stored.to(tl.float32),
+        momentum_buffer_scale_mul[:, None] * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend))
+    )
     # -- encode and store
     momentum_buffer_abs = tl.abs(momentum_buffer)
     momentum_buffer_top = block_magnitude(momentum_buffer, live, MASKED)
@@ -877,18 +962,36 @@ def normuon_float16_1_tile(
     put(momentum_buffer_scale_ptr, at_block, (momentum_buffer_up >> 15).to(tl.int16), live_block, MASKED)
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 0x7fff8000, 0x7f7fffff)
     momentum_buffer_divisor_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    momentum_buffer_pattern = tl.fma(
+        momentum_buffer,
+        reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul[:, None])), 3200.0
+    ).to(tl.int32, bitcast=True)
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
     momentum_buffer_bitcast = momentum_buffer.to(tl.int32, bitcast=True)
-    put(direction_ptr, at, (tl.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(
+        direction_ptr, at,
+        (
+            tl.where(
+                momentum_buffer == momentum_buffer,
+                momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000
+            )
+            >> 16
+        ).to(tl.int16).to(tl.bfloat16, bitcast=True),
+        live, MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -928,7 +1031,12 @@ def normuon_float16_10_tile(
     p_normal = (p_wide << 5) + 0x38000000
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
+    p = (
+        tl.where(
+            p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000
+        ).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True)
+        | (p_high & 0x8000) << 16
+    ).to(tl.float32, bitcast=True)
     # -- update  (specs/normuon.py)
     direction = widened(direction_stored)       # 38  direction = newton_schulz(momentum_buffer, ns_steps)
     p = one_minus_lr_times_weight_decay * p     # 42  p = policies.decoupled(p, lr, weight_decay)
@@ -942,14 +1050,19 @@ def normuon_float16_10_tile(
     p_subnormal = (2199023255552.0 * p_magnitude_bitcast).to(tl.int32)
     p_rebiased = tl.minimum(p_magnitude - 0x38000000, 0xf800000)
     p_fixed = tl.where(p_is_subnormal, p_subnormal, p_rebiased << 4)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     p_wide = ((p_fixed + ((noise & 255) << 1 | 1)).to(tl.uint32, bitcast=True) >> 9).to(tl.int32, bitcast=True)
     p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
@@ -1003,7 +1116,17 @@ def normuon_float16_small_1_tile(
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     momentum_buffer_bitcast = momentum_buffer.to(tl.int32, bitcast=True)
-    put(direction_ptr, at, (tl.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(
+        direction_ptr, at,
+        (
+            tl.where(
+                momentum_buffer == momentum_buffer,
+                momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000
+            )
+            >> 16
+        ).to(tl.int16).to(tl.bfloat16, bitcast=True),
+        live, MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1040,7 +1163,12 @@ def normuon_float16_small_10_tile(
     p_normal = (p_wide << 5) + 0x38000000
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
+    p = (
+        tl.where(
+            p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000
+        ).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True)
+        | (p_high & 0x8000) << 16
+    ).to(tl.float32, bitcast=True)
     # -- update  (specs/normuon.py)
     direction = widened(direction_stored)       # 38  direction = newton_schulz(momentum_buffer, ns_steps)
     p = one_minus_lr_times_weight_decay * p     # 42  p = policies.decoupled(p, lr, weight_decay)
@@ -1054,15 +1182,25 @@ def normuon_float16_small_10_tile(
     p_subnormal = (2199023255552.0 * p_magnitude_bitcast).to(tl.int32)
     p_rebiased = tl.minimum(p_magnitude - 0x38000000, 0xf800000)
     p_fixed = tl.where(p_is_subnormal, p_subnormal, p_rebiased << 4)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_wide = ((p_fixed + ((noise.to(tl.uint32, bitcast=True) >> 23).to(tl.int32, bitcast=True) | 1)).to(tl.uint32, bitcast=True) >> 9).to(tl.int32, bitcast=True)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
+    p_wide = (
+        (
+            p_fixed + ((noise.to(tl.uint32, bitcast=True) >> 23).to(tl.int32, bitcast=True) | 1)
+        ).to(tl.uint32, bitcast=True)
+        >> 9
+    ).to(tl.int32, bitcast=True)
     p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
@@ -1111,7 +1249,8 @@ TILE = {
     "normuon_float16_small_1": 256,
 }
 
-# What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
+# What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a
+#     time.
 OPTIONS = {
     "normuon_float32_1": {"maxnreg": 64},
     "normuon_float32_small_1": {"maxnreg": 64},

@@ -112,7 +112,10 @@ struct novograd_kernel_2 {
             const F tensor_sum_for_exp_avg_sq = load(tensor_sum_for_exp_avg_sq_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             // 21  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * dot(g, g)
-            const F exp_avg_sq_2 = fma(one_minus_where_lt_one_t_beta2_zero, grad_scale_times_grad_scale * tensor_sum_for_exp_avg_sq, decay * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(
+                one_minus_where_lt_one_t_beta2_zero, grad_scale_times_grad_scale * tensor_sum_for_exp_avg_sq,
+                decay * exp_avg_sq
+            );
             store(exp_avg_sq_at + i, exp_avg_sq_2);
             store(one_over_sqrt_exp_avg_sq_2_plus_eps_at + i, 1.0f / (sqrt(exp_avg_sq_2) + eps));
         }
@@ -210,7 +213,10 @@ struct novograd_grad_averaging_kernel_3 {
             const F p = weight.decode(i);
             const F g = Grad::load(g_at + i);
             // 24  update = (1 - beta1) * update
-            const F update = fma(one_minus_beta1_times_weight_decay, p, one_minus_beta1_times_grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps * g);
+            const F update = fma(
+                one_minus_beta1_times_weight_decay, p,
+                one_minus_beta1_times_grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps * g
+            );
             const F exp_avg_2 = fma(beta1, exp_avg, update);  // 25  exp_avg = beta1 * exp_avg + update
             const F p_2 = fma(minus_lr, exp_avg_2, p);        // 26  p = p - lr * exp_avg
             weight.encode(i, p_2, noise);

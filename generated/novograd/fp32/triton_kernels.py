@@ -50,7 +50,9 @@ def novograd_float32_2_values(
     tensor_sum_for_exp_avg_sq = tl.load(tensor_sum_for_exp_avg_sq_ptr)
     exp_avg_sq = tl.load(exp_avg_sq_ptr)
     # 21  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * dot(g, g)
-    exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero, grad_scale_times_grad_scale * tensor_sum_for_exp_avg_sq, decay * exp_avg_sq)
+    exp_avg_sq = tl.fma(
+        one_minus_where_lt_one_t_beta2_zero, grad_scale_times_grad_scale * tensor_sum_for_exp_avg_sq, decay * exp_avg_sq
+    )
     tl.store(exp_avg_sq_ptr, exp_avg_sq)
     tl.store(one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, 1.0 / (tl.sqrt(exp_avg_sq) + eps))
 
@@ -167,7 +169,10 @@ def novograd_bfloat16_3_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(
+        p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live,
+        MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -257,7 +262,10 @@ def novograd_float32_grad_averaging_3_tile(
     g = widened(get(g_ptr, at, live, MASKED))
     # -- update  (specs/novograd.py)
     # 24  update = (1 - beta1) * update
-    update = tl.fma(one_minus_beta1_times_weight_decay, p, one_minus_beta1_times_grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps * g)
+    update = tl.fma(
+        one_minus_beta1_times_weight_decay, p,
+        one_minus_beta1_times_grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps * g
+    )
     exp_avg = tl.fma(beta1, exp_avg, update)  # 25  exp_avg = beta1 * exp_avg + update
     p = tl.fma(minus_lr, exp_avg, p)          # 26  p = p - lr * exp_avg
     # -- encode and store
@@ -296,14 +304,20 @@ def novograd_bfloat16_grad_averaging_3_tile(
     g_stored = get(g_ptr, at, live, MASKED)
     # -- update  (specs/novograd.py)
     # 24  update = (1 - beta1) * update
-    update = tl.fma(one_minus_beta1_times_weight_decay, p, one_minus_beta1_times_grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps * widened(g_stored))
+    update = tl.fma(
+        one_minus_beta1_times_weight_decay, p,
+        one_minus_beta1_times_grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps * widened(g_stored)
+    )
     exp_avg = tl.fma(beta1, exp_avg, update)  # 25  exp_avg = beta1 * exp_avg + update
     p = tl.fma(minus_lr, exp_avg, p)          # 26  p = p - lr * exp_avg
     # -- encode and store
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(
+        p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live,
+        MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -337,7 +351,10 @@ def novograd_float16_grad_averaging_3_tile(
     g_stored = get(g_ptr, at, live, MASKED)
     # -- update  (specs/novograd.py)
     # 24  update = (1 - beta1) * update
-    update = tl.fma(one_minus_beta1_times_weight_decay, p, one_minus_beta1_times_grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps * g_stored.to(tl.float32))
+    update = tl.fma(
+        one_minus_beta1_times_weight_decay, p,
+        one_minus_beta1_times_grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps * g_stored.to(tl.float32)
+    )
     exp_avg = tl.fma(beta1, exp_avg, update)  # 25  exp_avg = beta1 * exp_avg + update
     p = tl.fma(minus_lr, exp_avg, p)          # 26  p = p - lr * exp_avg
     # -- encode and store
@@ -375,7 +392,8 @@ TILE = {
     "novograd_float16_grad_averaging_3": 256,
 }
 
-# What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
+# What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a
+#     time.
 OPTIONS = {
     "novograd_float32_1": {"maxnreg": 80},
     "novograd_float32_3": {"maxnreg": 64},

@@ -57,7 +57,10 @@ struct weight_float16 {
         const I subnormal = bits(2.3283064365386963e-10f * to_float(wide));
         const I normal = (wide << 5) + 0x38000000;
         const I finite = where(wide < 0x40000, subnormal, normal);
-        return as_float(bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000))) | (high & 0x8000) << 16);
+        return as_float(
+            bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000)))
+            | (high & 0x8000) << 16
+        );
     }
     template <class Noise> void encode(int i, F x, const Noise &noise) const {
         const I x_bitcast = bits(x);
@@ -135,7 +138,10 @@ struct novograd_kernel_2 {
             const F tensor_sum_for_exp_avg_sq = load(tensor_sum_for_exp_avg_sq_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             // 21  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * dot(g, g)
-            const F exp_avg_sq_2 = fma(one_minus_where_lt_one_t_beta2_zero, grad_scale_times_grad_scale * tensor_sum_for_exp_avg_sq, decay * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(
+                one_minus_where_lt_one_t_beta2_zero, grad_scale_times_grad_scale * tensor_sum_for_exp_avg_sq,
+                decay * exp_avg_sq
+            );
             store(exp_avg_sq_at + i, exp_avg_sq_2);
             store(one_over_sqrt_exp_avg_sq_2_plus_eps_at + i, 1.0f / (sqrt(exp_avg_sq_2) + eps));
         }
@@ -187,7 +193,9 @@ struct novograd_kernel_3 {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
+            const F exp_avg_scale_2 = as_float(
+                where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2)
+            );
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
         }
@@ -257,7 +265,9 @@ struct novograd_kernel_3 {
                 const int i = b * BLOCK + k;
                 const auto noise = words.kept(i);
                 const F exp_avg = load(exp_avg_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
+                const I exp_avg_pattern = bits(
+                    fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f)
+                );
                 store(exp_avg_codes_at + i, exp_avg_pattern + integer<0>(noise) >> 12);
             }
         }
@@ -322,7 +332,10 @@ struct novograd_small_kernel_2 {
             const F tensor_sum_for_exp_avg_sq = load(tensor_sum_for_exp_avg_sq_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             // 21  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * dot(g, g)
-            const F exp_avg_sq_2 = fma(one_minus_where_lt_one_t_beta2_zero, grad_scale_times_grad_scale * tensor_sum_for_exp_avg_sq, decay * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(
+                one_minus_where_lt_one_t_beta2_zero, grad_scale_times_grad_scale * tensor_sum_for_exp_avg_sq,
+                decay * exp_avg_sq
+            );
             store(exp_avg_sq_at + i, exp_avg_sq_2);
             store(one_over_sqrt_exp_avg_sq_2_plus_eps_at + i, 1.0f / (sqrt(exp_avg_sq_2) + eps));
         }
@@ -424,7 +437,9 @@ struct novograd_grad_averaging_kernel_3 {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
+            const F exp_avg_scale_2 = as_float(
+                where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2)
+            );
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
         }
@@ -450,7 +465,10 @@ struct novograd_grad_averaging_kernel_3 {
                 const F p = weight.decode(i);
                 const F g = Grad::load(g_at + i);
                 // 24  update = (1 - beta1) * update
-                const F update = fma(one_minus_beta1_times_weight_decay, p, one_minus_beta1_times_grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps * g);
+                const F update = fma(
+                    one_minus_beta1_times_weight_decay, p,
+                    one_minus_beta1_times_grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps * g
+                );
                 // 25  exp_avg = beta1 * exp_avg + update
                 const F exp_avg = fma(exp_avg_scale_mul, exp_avg_code_2 / (254.0f - exp_avg_bend), update);
                 const F exp_avg_abs = abs(exp_avg);
@@ -494,7 +512,9 @@ struct novograd_grad_averaging_kernel_3 {
                 const int i = b * BLOCK + k;
                 const auto noise = words.kept(i);
                 const F exp_avg = load(exp_avg_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
+                const I exp_avg_pattern = bits(
+                    fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f)
+                );
                 store(exp_avg_codes_at + i, exp_avg_pattern + integer<0>(noise) >> 12);
             }
         }
@@ -542,7 +562,10 @@ struct novograd_grad_averaging_small_kernel_3 {
             const F p = weight.decode(i);
             const F g = Grad::load(g_at + i);
             // 24  update = (1 - beta1) * update
-            const F update = fma(one_minus_beta1_times_weight_decay, p, one_minus_beta1_times_grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps * g);
+            const F update = fma(
+                one_minus_beta1_times_weight_decay, p,
+                one_minus_beta1_times_grad_scale * one_over_sqrt_exp_avg_sq_2_plus_eps * g
+            );
             const F exp_avg_2 = fma(beta1, exp_avg, update);  // 25  exp_avg = beta1 * exp_avg + update
             const F p_2 = fma(minus_lr, exp_avg_2, p);        // 26  p = p - lr * exp_avg
             weight.encode(i, p_2, noise);
@@ -636,11 +659,14 @@ template <class Grad> using novograd_bfloat16_small = novograd_small_step<weight
 template <class Grad> using novograd_float16 = novograd_step<weight_float16, Grad>;
 template <class Grad> using novograd_float16_small = novograd_small_step<weight_float16, Grad>;
 template <class Grad> using novograd_float32_grad_averaging = novograd_grad_averaging_step<weight_float32, Grad>;
-template <class Grad> using novograd_float32_grad_averaging_small = novograd_grad_averaging_small_step<weight_float32, Grad>;
+template <class Grad> using novograd_float32_grad_averaging_small = novograd_grad_averaging_small_step<weight_float32,
+    Grad>;
 template <class Grad> using novograd_bfloat16_grad_averaging = novograd_grad_averaging_step<weight_bfloat16, Grad>;
-template <class Grad> using novograd_bfloat16_grad_averaging_small = novograd_grad_averaging_small_step<weight_bfloat16, Grad>;
+template <class Grad> using novograd_bfloat16_grad_averaging_small = novograd_grad_averaging_small_step<weight_bfloat16,
+    Grad>;
 template <class Grad> using novograd_float16_grad_averaging = novograd_grad_averaging_step<weight_float16, Grad>;
-template <class Grad> using novograd_float16_grad_averaging_small = novograd_grad_averaging_small_step<weight_float16, Grad>;
+template <class Grad> using novograd_float16_grad_averaging_small = novograd_grad_averaging_small_step<weight_float16,
+    Grad>;
 
 }  // namespace
 

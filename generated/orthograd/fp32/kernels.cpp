@@ -196,7 +196,8 @@ struct orthograd_kernel_4 {
             const F by_1em05_times_g_norm = load(by_1em05_times_g_norm_at + i);
             const F tensor_sum_for_tangent_norm = load(tensor_sum_for_tangent_norm_at + i);
             const F g_norm = load(g_norm_at + i);
-            const F tangent_norm = sqrt(tensor_sum_for_tangent_norm);  // 25  g_norm, tangent_norm = norm(g), norm(tangent)
+            // 25  g_norm, tangent_norm = norm(g), norm(tangent)
+            const F tangent_norm = sqrt(tensor_sum_for_tangent_norm);
             // 26  stretch = where(tangent_norm > 1e-5 * g_norm, g_norm / tangent_norm, 0.0)
             const F stretch = where(by_1em05_times_g_norm < tangent_norm, g_norm / tangent_norm, F(0.0f));
             store(stretch_at + i, stretch);
@@ -397,7 +398,8 @@ struct orthograd_has_momentum_kernel_4 {
             const F by_1em05_times_g_norm = load(by_1em05_times_g_norm_at + i);
             const F tensor_sum_for_tangent_norm = load(tensor_sum_for_tangent_norm_at + i);
             const F g_norm = load(g_norm_at + i);
-            const F tangent_norm = sqrt(tensor_sum_for_tangent_norm);  // 25  g_norm, tangent_norm = norm(g), norm(tangent)
+            // 25  g_norm, tangent_norm = norm(g), norm(tangent)
+            const F tangent_norm = sqrt(tensor_sum_for_tangent_norm);
             // 26  stretch = where(tangent_norm > 1e-5 * g_norm, g_norm / tangent_norm, 0.0)
             const F stretch = where(by_1em05_times_g_norm < tangent_norm, g_norm / tangent_norm, F(0.0f));
             store(stretch_at + i, stretch);
@@ -452,7 +454,9 @@ struct orthograd_has_momentum_kernel_5 {
             const F tangent = fma(-radial, p, g_2);                 // 24  tangent = g - radial * p
             const F g_3 = fma(weight_decay, p, stretch * tangent);  // 27  g = l2(stretch * tangent, p, weight_decay)
             // 30  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-            const F momentum_buffer_2 = fma(where_lt_one_t_one_minus_dampening_one, g_3, where_lt_one_t_momentum_zero * momentum_buffer);
+            const F momentum_buffer_2 = fma(
+                where_lt_one_t_one_minus_dampening_one, g_3, where_lt_one_t_momentum_zero * momentum_buffer
+            );
             const F p_2 = fma(minus_lr, momentum_buffer_2, p);      // 32  p = p - lr * update
             weight.encode(i, p_2, noise);
             store(momentum_buffer_at + i, momentum_buffer_2);
@@ -508,7 +512,9 @@ struct orthograd_nesterov_has_momentum_kernel_5 {
             const F tangent = fma(-radial, p, g_2);                  // 24  tangent = g - radial * p
             const F g_3 = fma(weight_decay, p, stretch * tangent);   // 27  g = l2(stretch * tangent, p, weight_decay)
             // 30  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-            const F momentum_buffer_2 = fma(where_lt_one_t_one_minus_dampening_one, g_3, where_lt_one_t_momentum_zero * momentum_buffer);
+            const F momentum_buffer_2 = fma(
+                where_lt_one_t_one_minus_dampening_one, g_3, where_lt_one_t_momentum_zero * momentum_buffer
+            );
             // 31  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
             const F update = fma(momentum, momentum_buffer_2, g_3);
             const F p_2 = fma(minus_lr, update, p);                  // 32  p = p - lr * update
@@ -610,9 +616,12 @@ template <class Grad> using orthograd_float16 = orthograd_step<weight_float16, G
 template <class Grad> using orthograd_float32_has_momentum = orthograd_has_momentum_step<weight_float32, Grad>;
 template <class Grad> using orthograd_bfloat16_has_momentum = orthograd_has_momentum_step<weight_bfloat16, Grad>;
 template <class Grad> using orthograd_float16_has_momentum = orthograd_has_momentum_step<weight_float16, Grad>;
-template <class Grad> using orthograd_float32_nesterov_has_momentum = orthograd_nesterov_has_momentum_step<weight_float32, Grad>;
-template <class Grad> using orthograd_bfloat16_nesterov_has_momentum = orthograd_nesterov_has_momentum_step<weight_bfloat16, Grad>;
-template <class Grad> using orthograd_float16_nesterov_has_momentum = orthograd_nesterov_has_momentum_step<weight_float16, Grad>;
+template <class Grad> using orthograd_float32_nesterov_has_momentum =
+    orthograd_nesterov_has_momentum_step<weight_float32, Grad>;
+template <class Grad> using orthograd_bfloat16_nesterov_has_momentum =
+    orthograd_nesterov_has_momentum_step<weight_bfloat16, Grad>;
+template <class Grad> using orthograd_float16_nesterov_has_momentum =
+    orthograd_nesterov_has_momentum_step<weight_float16, Grad>;
 
 }  // namespace
 

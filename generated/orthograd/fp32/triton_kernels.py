@@ -214,7 +214,10 @@ def orthograd_bfloat16_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
     p = widened(p_stored)  # bf16, nearest
     # -- encode and store
     g_cast = widened(g_stored)
-    return term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED)
+    return (
+        term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED),
+        term(p, at, live, MASKED)
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -280,7 +283,10 @@ def orthograd_bfloat16_5_tile(
     # -- encode and store
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(
+        p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live,
+        MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -308,7 +314,10 @@ def orthograd_float16_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
     p = p_stored.to(tl.float32)  # f16, nearest
     # -- encode and store
     g_cast = g_stored.to(tl.float32)
-    return term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED)
+    return (
+        term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED),
+        term(p, at, live, MASKED)
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -563,7 +572,10 @@ def orthograd_bfloat16_has_momentum_5_tile(
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(
+        p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live,
+        MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -731,7 +743,10 @@ def orthograd_bfloat16_nesterov_has_momentum_5_tile(
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(
+        p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live,
+        MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -824,7 +839,8 @@ TILE = {
     "orthograd_float16_nesterov_has_momentum_5": 256,
 }
 
-# What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
+# What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a
+#     time.
 OPTIONS = {
     "orthograd_float32_1": {"maxnreg": 112},
     "orthograd_float32_3": {"maxnreg": 80},

@@ -53,7 +53,10 @@ struct weight_float16 {
         const I subnormal = bits(2.3283064365386963e-10f * to_float(wide));
         const I normal = (wide << 5) + 0x38000000;
         const I finite = where(wide < 0x40000, subnormal, normal);
-        return as_float(bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000))) | (high & 0x8000) << 16);
+        return as_float(
+            bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000)))
+            | (high & 0x8000) << 16
+        );
     }
     template <class Noise> void encode(int i, F x, const Noise &noise) const {
         const I x_bitcast = bits(x);
@@ -219,7 +222,8 @@ struct orthograd_kernel_4 {
             const F by_1em05_times_g_norm = load(by_1em05_times_g_norm_at + i);
             const F tensor_sum_for_tangent_norm = load(tensor_sum_for_tangent_norm_at + i);
             const F g_norm = load(g_norm_at + i);
-            const F tangent_norm = sqrt(tensor_sum_for_tangent_norm);  // 25  g_norm, tangent_norm = norm(g), norm(tangent)
+            // 25  g_norm, tangent_norm = norm(g), norm(tangent)
+            const F tangent_norm = sqrt(tensor_sum_for_tangent_norm);
             // 26  stretch = where(tangent_norm > 1e-5 * g_norm, g_norm / tangent_norm, 0.0)
             const F stretch = where(by_1em05_times_g_norm < tangent_norm, g_norm / tangent_norm, F(0.0f));
             store(stretch_at + i, stretch);
@@ -420,7 +424,8 @@ struct orthograd_has_momentum_kernel_4 {
             const F by_1em05_times_g_norm = load(by_1em05_times_g_norm_at + i);
             const F tensor_sum_for_tangent_norm = load(tensor_sum_for_tangent_norm_at + i);
             const F g_norm = load(g_norm_at + i);
-            const F tangent_norm = sqrt(tensor_sum_for_tangent_norm);  // 25  g_norm, tangent_norm = norm(g), norm(tangent)
+            // 25  g_norm, tangent_norm = norm(g), norm(tangent)
+            const F tangent_norm = sqrt(tensor_sum_for_tangent_norm);
             // 26  stretch = where(tangent_norm > 1e-5 * g_norm, g_norm / tangent_norm, 0.0)
             const F stretch = where(by_1em05_times_g_norm < tangent_norm, g_norm / tangent_norm, F(0.0f));
             store(stretch_at + i, stretch);
@@ -476,7 +481,9 @@ struct orthograd_has_momentum_kernel_5 {
             const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
             const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
             const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 0x7fffffff;
-            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2));
+            const F momentum_buffer_scale_2 = as_float(
+                where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2)
+            );
             const F momentum_buffer_scale_mul = where_lt_one_t_momentum_zero * momentum_buffer_scale_2;
             store(momentum_buffer_scale_mul_kept + b, momentum_buffer_scale_mul);
         }
@@ -503,9 +510,13 @@ struct orthograd_has_momentum_kernel_5 {
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 const F tangent = fma(-radial, p, g_2);                 // 24  tangent = g - radial * p
-                const F g_3 = fma(weight_decay, p, stretch * tangent);  // 27  g = l2(stretch * tangent, p, weight_decay)
+                // 27  g = l2(stretch * tangent, p, weight_decay)
+                const F g_3 = fma(weight_decay, p, stretch * tangent);
                 // 30  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-                const F momentum_buffer = fma(where_lt_one_t_one_minus_dampening_one, g_3, momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
+                const F momentum_buffer = fma(
+                    where_lt_one_t_one_minus_dampening_one, g_3,
+                    momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend))
+                );
                 const F momentum_buffer_abs = abs(momentum_buffer);
                 momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(momentum_buffer_abs), i, end);
                 words.keep(noise, i);
@@ -547,7 +558,12 @@ struct orthograd_has_momentum_kernel_5 {
                 const int i = b * BLOCK + k;
                 const auto noise = words.kept(i);
                 const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
+                const I momentum_buffer_pattern = bits(
+                    fma(
+                        momentum_buffer,
+                        1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f
+                    )
+                );
                 store(momentum_buffer_codes_at + i, momentum_buffer_pattern + integer<0>(noise) >> 12);
             }
         }
@@ -700,7 +716,8 @@ struct orthograd_has_momentum_small_kernel_4 {
             const F by_1em05_times_g_norm = load(by_1em05_times_g_norm_at + i);
             const F tensor_sum_for_tangent_norm = load(tensor_sum_for_tangent_norm_at + i);
             const F g_norm = load(g_norm_at + i);
-            const F tangent_norm = sqrt(tensor_sum_for_tangent_norm);  // 25  g_norm, tangent_norm = norm(g), norm(tangent)
+            // 25  g_norm, tangent_norm = norm(g), norm(tangent)
+            const F tangent_norm = sqrt(tensor_sum_for_tangent_norm);
             // 26  stretch = where(tangent_norm > 1e-5 * g_norm, g_norm / tangent_norm, 0.0)
             const F stretch = where(by_1em05_times_g_norm < tangent_norm, g_norm / tangent_norm, F(0.0f));
             store(stretch_at + i, stretch);
@@ -755,7 +772,9 @@ struct orthograd_has_momentum_small_kernel_5 {
             const F tangent = fma(-radial, p, g_2);                 // 24  tangent = g - radial * p
             const F g_3 = fma(weight_decay, p, stretch * tangent);  // 27  g = l2(stretch * tangent, p, weight_decay)
             // 30  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-            const F momentum_buffer_2 = fma(where_lt_one_t_one_minus_dampening_one, g_3, where_lt_one_t_momentum_zero * momentum_buffer);
+            const F momentum_buffer_2 = fma(
+                where_lt_one_t_one_minus_dampening_one, g_3, where_lt_one_t_momentum_zero * momentum_buffer
+            );
             const F p_2 = fma(minus_lr, momentum_buffer_2, p);      // 32  p = p - lr * update
             weight.encode(i, p_2, noise);
             store(momentum_buffer_at + i, momentum_buffer_2);
@@ -812,7 +831,9 @@ struct orthograd_nesterov_has_momentum_kernel_5 {
             const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
             const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
             const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 0x7fffffff;
-            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2));
+            const F momentum_buffer_scale_2 = as_float(
+                where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2)
+            );
             const F momentum_buffer_scale_mul = where_lt_one_t_momentum_zero * momentum_buffer_scale_2;
             store(momentum_buffer_scale_mul_kept + b, momentum_buffer_scale_mul);
         }
@@ -833,9 +854,13 @@ struct orthograd_nesterov_has_momentum_kernel_5 {
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 const F tangent = fma(-radial, p, g_2);                 // 24  tangent = g - radial * p
-                const F g_3 = fma(weight_decay, p, stretch * tangent);  // 27  g = l2(stretch * tangent, p, weight_decay)
+                // 27  g = l2(stretch * tangent, p, weight_decay)
+                const F g_3 = fma(weight_decay, p, stretch * tangent);
                 // 30  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-                const F momentum_buffer = fma(where_lt_one_t_one_minus_dampening_one, g_3, momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
+                const F momentum_buffer = fma(
+                    where_lt_one_t_one_minus_dampening_one, g_3,
+                    momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend))
+                );
                 // 31  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
                 const F update = fma(momentum, momentum_buffer, g_3);
                 const F p_2 = fma(minus_lr, update, p);                 // 32  p = p - lr * update
@@ -868,7 +893,12 @@ struct orthograd_nesterov_has_momentum_kernel_5 {
                 const int i = b * BLOCK + k;
                 const auto noise = words.kept(i);
                 const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
+                const I momentum_buffer_pattern = bits(
+                    fma(
+                        momentum_buffer,
+                        1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f
+                    )
+                );
                 store(momentum_buffer_codes_at + i, momentum_buffer_pattern + integer<0>(noise) >> 12);
             }
         }
@@ -923,7 +953,9 @@ struct orthograd_nesterov_has_momentum_small_kernel_5 {
             const F tangent = fma(-radial, p, g_2);                  // 24  tangent = g - radial * p
             const F g_3 = fma(weight_decay, p, stretch * tangent);   // 27  g = l2(stretch * tangent, p, weight_decay)
             // 30  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-            const F momentum_buffer_2 = fma(where_lt_one_t_one_minus_dampening_one, g_3, where_lt_one_t_momentum_zero * momentum_buffer);
+            const F momentum_buffer_2 = fma(
+                where_lt_one_t_one_minus_dampening_one, g_3, where_lt_one_t_momentum_zero * momentum_buffer
+            );
             // 31  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
             const F update = fma(momentum, momentum_buffer_2, g_3);
             const F p_2 = fma(minus_lr, update, p);                  // 32  p = p - lr * update
@@ -1083,17 +1115,26 @@ template <class Grad> using orthograd_float32 = orthograd_step<weight_float32, G
 template <class Grad> using orthograd_bfloat16 = orthograd_step<weight_bfloat16, Grad>;
 template <class Grad> using orthograd_float16 = orthograd_step<weight_float16, Grad>;
 template <class Grad> using orthograd_float32_has_momentum = orthograd_has_momentum_step<weight_float32, Grad>;
-template <class Grad> using orthograd_float32_has_momentum_small = orthograd_has_momentum_small_step<weight_float32, Grad>;
+template <class Grad> using orthograd_float32_has_momentum_small = orthograd_has_momentum_small_step<weight_float32,
+    Grad>;
 template <class Grad> using orthograd_bfloat16_has_momentum = orthograd_has_momentum_step<weight_bfloat16, Grad>;
-template <class Grad> using orthograd_bfloat16_has_momentum_small = orthograd_has_momentum_small_step<weight_bfloat16, Grad>;
+template <class Grad> using orthograd_bfloat16_has_momentum_small = orthograd_has_momentum_small_step<weight_bfloat16,
+    Grad>;
 template <class Grad> using orthograd_float16_has_momentum = orthograd_has_momentum_step<weight_float16, Grad>;
-template <class Grad> using orthograd_float16_has_momentum_small = orthograd_has_momentum_small_step<weight_float16, Grad>;
-template <class Grad> using orthograd_float32_nesterov_has_momentum = orthograd_nesterov_has_momentum_step<weight_float32, Grad>;
-template <class Grad> using orthograd_float32_nesterov_has_momentum_small = orthograd_nesterov_has_momentum_small_step<weight_float32, Grad>;
-template <class Grad> using orthograd_bfloat16_nesterov_has_momentum = orthograd_nesterov_has_momentum_step<weight_bfloat16, Grad>;
-template <class Grad> using orthograd_bfloat16_nesterov_has_momentum_small = orthograd_nesterov_has_momentum_small_step<weight_bfloat16, Grad>;
-template <class Grad> using orthograd_float16_nesterov_has_momentum = orthograd_nesterov_has_momentum_step<weight_float16, Grad>;
-template <class Grad> using orthograd_float16_nesterov_has_momentum_small = orthograd_nesterov_has_momentum_small_step<weight_float16, Grad>;
+template <class Grad> using orthograd_float16_has_momentum_small = orthograd_has_momentum_small_step<weight_float16,
+    Grad>;
+template <class Grad> using orthograd_float32_nesterov_has_momentum =
+    orthograd_nesterov_has_momentum_step<weight_float32, Grad>;
+template <class Grad> using orthograd_float32_nesterov_has_momentum_small =
+    orthograd_nesterov_has_momentum_small_step<weight_float32, Grad>;
+template <class Grad> using orthograd_bfloat16_nesterov_has_momentum =
+    orthograd_nesterov_has_momentum_step<weight_bfloat16, Grad>;
+template <class Grad> using orthograd_bfloat16_nesterov_has_momentum_small =
+    orthograd_nesterov_has_momentum_small_step<weight_bfloat16, Grad>;
+template <class Grad> using orthograd_float16_nesterov_has_momentum =
+    orthograd_nesterov_has_momentum_step<weight_float16, Grad>;
+template <class Grad> using orthograd_float16_nesterov_has_momentum_small =
+    orthograd_nesterov_has_momentum_small_step<weight_float16, Grad>;
 
 }  // namespace
 

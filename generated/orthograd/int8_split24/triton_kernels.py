@@ -219,7 +219,10 @@ def orthograd_bfloat16_1_tile(p_ptr, g_ptr, weight_low_ptr, at, live, MASKED: tl
     p = (joined(p_stored, weight_low_code) - 32768).to(tl.float32, bitcast=True)
     # -- encode and store
     g_cast = widened(g_stored)
-    return term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED)
+    return (
+        term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED),
+        term(p, at, live, MASKED)
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -333,15 +336,22 @@ def orthograd_bfloat16_5_tile(
     g = tl.fma(weight_decay, p, stretch * tangent)  # 27  g = l2(stretch * tangent, p, weight_decay)
     p = tl.fma(minus_lr, g, p)                      # 32  p = p - lr * update
     # -- encode and store
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 0x8000)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + (
+        (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 0x8000
+    )
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
@@ -379,10 +389,18 @@ def orthograd_float16_1_tile(p_ptr, g_ptr, weight_low_ptr, at, live, MASKED: tl.
     p_normal = (p_wide << 5) + 0x38000000
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
+    p = (
+        tl.where(
+            p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000
+        ).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True)
+        | (p_high & 0x8000) << 16
+    ).to(tl.float32, bitcast=True)
     # -- encode and store
     g_cast = g_stored.to(tl.float32)
-    return term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED)
+    return (
+        term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED),
+        term(p, at, live, MASKED)
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -415,7 +433,12 @@ def orthograd_float16_3_tile(
     p_normal = (p_wide << 5) + 0x38000000
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
+    p = (
+        tl.where(
+            p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000
+        ).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True)
+        | (p_high & 0x8000) << 16
+    ).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     g = grad_scale * g_stored.to(tl.float32)
     # -- update  (specs/orthograd.py)
@@ -457,7 +480,12 @@ def orthograd_float16_5_tile(
     p_normal = (p_wide << 5) + 0x38000000
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
+    p = (
+        tl.where(
+            p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000
+        ).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True)
+        | (p_high & 0x8000) << 16
+    ).to(tl.float32, bitcast=True)
     stretch = tl.load(stretch_ptr)
     radial = tl.load(radial_ptr)
     g_stored = get(g_ptr, at, live, MASKED)
@@ -475,15 +503,25 @@ def orthograd_float16_5_tile(
     p_subnormal = (2199023255552.0 * p_magnitude_bitcast).to(tl.int32)
     p_rebiased = tl.minimum(p_magnitude - 0x38000000, 0xf800000)
     p_fixed = tl.where(p_is_subnormal, p_subnormal, p_rebiased << 4)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_wide = ((p_fixed + ((noise.to(tl.uint32, bitcast=True) >> 23).to(tl.int32, bitcast=True) | 1)).to(tl.uint32, bitcast=True) >> 9).to(tl.int32, bitcast=True)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
+    p_wide = (
+        (
+            p_fixed + ((noise.to(tl.uint32, bitcast=True) >> 23).to(tl.int32, bitcast=True) | 1)
+        ).to(tl.uint32, bitcast=True)
+        >> 9
+    ).to(tl.int32, bitcast=True)
     p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
@@ -597,7 +635,9 @@ def orthograd_float32_has_momentum_5_tile(
     momentum_buffer_scale = get(momentum_buffer_scale_ptr, at_block, live_block, MASKED)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
-    momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
+    momentum_buffer_scale = tl.where(
+        momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits
+    ).to(tl.float32, bitcast=True)
     momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
@@ -606,7 +646,10 @@ def orthograd_float32_has_momentum_5_tile(
     g = tl.fma(weight_decay, p, stretch * tangent)  # 27  g = l2(stretch * tangent, p, weight_decay)
     momentum_buffer_scale_mul = where_lt_one_t_momentum_zero * momentum_buffer_scale
     # 30  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-    momentum_buffer = tl.fma(where_lt_one_t_one_minus_dampening_one, g, momentum_buffer_scale_mul[:, None] * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend)))
+    momentum_buffer = tl.fma(
+        where_lt_one_t_one_minus_dampening_one, g,
+        momentum_buffer_scale_mul[:, None] * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend))
+    )
     p = tl.fma(minus_lr, momentum_buffer, p)        # 32  p = p - lr * update
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
@@ -617,15 +660,23 @@ def orthograd_float32_has_momentum_5_tile(
     put(momentum_buffer_scale_ptr, at_block, (momentum_buffer_up >> 15).to(tl.int16), live_block, MASKED)
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 0x7fff8000, 0x7f7fffff)
     momentum_buffer_divisor_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    momentum_buffer_pattern = tl.fma(
+        momentum_buffer,
+        reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul[:, None])), 3200.0
+    ).to(tl.int32, bitcast=True)
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
@@ -817,7 +868,9 @@ def orthograd_bfloat16_has_momentum_5_tile(
     momentum_buffer_scale = get(momentum_buffer_scale_ptr, at_block, live_block, MASKED)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
-    momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
+    momentum_buffer_scale = tl.where(
+        momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits
+    ).to(tl.float32, bitcast=True)
     momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
@@ -826,17 +879,25 @@ def orthograd_bfloat16_has_momentum_5_tile(
     g = tl.fma(weight_decay, p, stretch * tangent)  # 27  g = l2(stretch * tangent, p, weight_decay)
     momentum_buffer_scale_mul = where_lt_one_t_momentum_zero * momentum_buffer_scale
     # 30  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-    momentum_buffer = tl.fma(where_lt_one_t_one_minus_dampening_one, g, momentum_buffer_scale_mul[:, None] * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend)))
+    momentum_buffer = tl.fma(
+        where_lt_one_t_one_minus_dampening_one, g,
+        momentum_buffer_scale_mul[:, None] * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend))
+    )
     p = tl.fma(minus_lr, momentum_buffer, p)        # 32  p = p - lr * update
     # -- encode and store
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise & 255) + 0x8000)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
@@ -848,7 +909,10 @@ def orthograd_bfloat16_has_momentum_5_tile(
     put(momentum_buffer_scale_ptr, at_block, (momentum_buffer_up >> 15).to(tl.int16), live_block, MASKED)
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 0x7fff8000, 0x7f7fffff)
     momentum_buffer_divisor_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    momentum_buffer_pattern = tl.fma(
+        momentum_buffer,
+        reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul[:, None])), 3200.0
+    ).to(tl.int32, bitcast=True)
     put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
@@ -929,15 +993,22 @@ def orthograd_bfloat16_has_momentum_small_5_tile(
     p = tl.fma(minus_lr, momentum_buffer, p)        # 32  p = p - lr * update
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 0x8000)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + (
+        (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 0x8000
+    )
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
@@ -1013,7 +1084,12 @@ def orthograd_float16_has_momentum_5_tile(
     p_normal = (p_wide << 5) + 0x38000000
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
+    p = (
+        tl.where(
+            p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000
+        ).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True)
+        | (p_high & 0x8000) << 16
+    ).to(tl.float32, bitcast=True)
     stretch = tl.load(stretch_ptr)
     radial = tl.load(radial_ptr)
     g_stored = get(g_ptr, at, live, MASKED)
@@ -1021,7 +1097,9 @@ def orthograd_float16_has_momentum_5_tile(
     momentum_buffer_scale = get(momentum_buffer_scale_ptr, at_block, live_block, MASKED)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
-    momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
+    momentum_buffer_scale = tl.where(
+        momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits
+    ).to(tl.float32, bitcast=True)
     momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
@@ -1030,7 +1108,10 @@ def orthograd_float16_has_momentum_5_tile(
     g = tl.fma(weight_decay, p, stretch * tangent)  # 27  g = l2(stretch * tangent, p, weight_decay)
     momentum_buffer_scale_mul = where_lt_one_t_momentum_zero * momentum_buffer_scale
     # 30  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-    momentum_buffer = tl.fma(where_lt_one_t_one_minus_dampening_one, g, momentum_buffer_scale_mul[:, None] * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend)))
+    momentum_buffer = tl.fma(
+        where_lt_one_t_one_minus_dampening_one, g,
+        momentum_buffer_scale_mul[:, None] * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend))
+    )
     p = tl.fma(minus_lr, momentum_buffer, p)        # 32  p = p - lr * update
     # -- encode and store
     p_bitcast = p.to(tl.int32, bitcast=True)
@@ -1041,14 +1122,19 @@ def orthograd_float16_has_momentum_5_tile(
     p_subnormal = (2199023255552.0 * p_magnitude_bitcast).to(tl.int32)
     p_rebiased = tl.minimum(p_magnitude - 0x38000000, 0xf800000)
     p_fixed = tl.where(p_is_subnormal, p_subnormal, p_rebiased << 4)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     p_wide = ((p_fixed + ((noise & 255) << 1 | 1)).to(tl.uint32, bitcast=True) >> 9).to(tl.int32, bitcast=True)
     p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
@@ -1061,7 +1147,10 @@ def orthograd_float16_has_momentum_5_tile(
     put(momentum_buffer_scale_ptr, at_block, (momentum_buffer_up >> 15).to(tl.int16), live_block, MASKED)
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 0x7fff8000, 0x7f7fffff)
     momentum_buffer_divisor_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    momentum_buffer_pattern = tl.fma(
+        momentum_buffer,
+        reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul[:, None])), 3200.0
+    ).to(tl.int32, bitcast=True)
     put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
@@ -1135,7 +1224,12 @@ def orthograd_float16_has_momentum_small_5_tile(
     p_normal = (p_wide << 5) + 0x38000000
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
+    p = (
+        tl.where(
+            p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000
+        ).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True)
+        | (p_high & 0x8000) << 16
+    ).to(tl.float32, bitcast=True)
     stretch = tl.load(stretch_ptr)
     radial = tl.load(radial_ptr)
     g_stored = get(g_ptr, at, live, MASKED)
@@ -1157,15 +1251,25 @@ def orthograd_float16_has_momentum_small_5_tile(
     p_subnormal = (2199023255552.0 * p_magnitude_bitcast).to(tl.int32)
     p_rebiased = tl.minimum(p_magnitude - 0x38000000, 0xf800000)
     p_fixed = tl.where(p_is_subnormal, p_subnormal, p_rebiased << 4)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_wide = ((p_fixed + ((noise.to(tl.uint32, bitcast=True) >> 23).to(tl.int32, bitcast=True) | 1)).to(tl.uint32, bitcast=True) >> 9).to(tl.int32, bitcast=True)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
+    p_wide = (
+        (
+            p_fixed + ((noise.to(tl.uint32, bitcast=True) >> 23).to(tl.int32, bitcast=True) | 1)
+        ).to(tl.uint32, bitcast=True)
+        >> 9
+    ).to(tl.int32, bitcast=True)
     p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
@@ -1207,7 +1311,9 @@ def orthograd_float32_nesterov_has_momentum_5_tile(
     momentum_buffer_scale = get(momentum_buffer_scale_ptr, at_block, live_block, MASKED)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
-    momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
+    momentum_buffer_scale = tl.where(
+        momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits
+    ).to(tl.float32, bitcast=True)
     momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
@@ -1216,7 +1322,10 @@ def orthograd_float32_nesterov_has_momentum_5_tile(
     g = tl.fma(weight_decay, p, stretch * tangent)  # 27  g = l2(stretch * tangent, p, weight_decay)
     momentum_buffer_scale_mul = where_lt_one_t_momentum_zero * momentum_buffer_scale
     # 30  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-    momentum_buffer = tl.fma(where_lt_one_t_one_minus_dampening_one, g, momentum_buffer_scale_mul[:, None] * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend)))
+    momentum_buffer = tl.fma(
+        where_lt_one_t_one_minus_dampening_one, g,
+        momentum_buffer_scale_mul[:, None] * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend))
+    )
     # 31  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
     update = tl.fma(momentum, momentum_buffer, g)
     p = tl.fma(minus_lr, update, p)                 # 32  p = p - lr * update
@@ -1229,15 +1338,23 @@ def orthograd_float32_nesterov_has_momentum_5_tile(
     put(momentum_buffer_scale_ptr, at_block, (momentum_buffer_up >> 15).to(tl.int16), live_block, MASKED)
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 0x7fff8000, 0x7f7fffff)
     momentum_buffer_divisor_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    momentum_buffer_pattern = tl.fma(
+        momentum_buffer,
+        reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul[:, None])), 3200.0
+    ).to(tl.int32, bitcast=True)
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
@@ -1325,7 +1442,9 @@ def orthograd_bfloat16_nesterov_has_momentum_5_tile(
     momentum_buffer_scale = get(momentum_buffer_scale_ptr, at_block, live_block, MASKED)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
-    momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
+    momentum_buffer_scale = tl.where(
+        momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits
+    ).to(tl.float32, bitcast=True)
     momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
@@ -1334,19 +1453,27 @@ def orthograd_bfloat16_nesterov_has_momentum_5_tile(
     g = tl.fma(weight_decay, p, stretch * tangent)  # 27  g = l2(stretch * tangent, p, weight_decay)
     momentum_buffer_scale_mul = where_lt_one_t_momentum_zero * momentum_buffer_scale
     # 30  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-    momentum_buffer = tl.fma(where_lt_one_t_one_minus_dampening_one, g, momentum_buffer_scale_mul[:, None] * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend)))
+    momentum_buffer = tl.fma(
+        where_lt_one_t_one_minus_dampening_one, g,
+        momentum_buffer_scale_mul[:, None] * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend))
+    )
     # 31  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
     update = tl.fma(momentum, momentum_buffer, g)
     p = tl.fma(minus_lr, update, p)                 # 32  p = p - lr * update
     # -- encode and store
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise & 255) + 0x8000)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
@@ -1358,7 +1485,10 @@ def orthograd_bfloat16_nesterov_has_momentum_5_tile(
     put(momentum_buffer_scale_ptr, at_block, (momentum_buffer_up >> 15).to(tl.int16), live_block, MASKED)
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 0x7fff8000, 0x7f7fffff)
     momentum_buffer_divisor_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    momentum_buffer_pattern = tl.fma(
+        momentum_buffer,
+        reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul[:, None])), 3200.0
+    ).to(tl.int32, bitcast=True)
     put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
@@ -1409,15 +1539,22 @@ def orthograd_bfloat16_nesterov_has_momentum_small_5_tile(
     p = tl.fma(minus_lr, update, p)                 # 32  p = p - lr * update
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 0x8000)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + (
+        (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 0x8000
+    )
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
@@ -1461,7 +1598,12 @@ def orthograd_float16_nesterov_has_momentum_5_tile(
     p_normal = (p_wide << 5) + 0x38000000
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
+    p = (
+        tl.where(
+            p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000
+        ).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True)
+        | (p_high & 0x8000) << 16
+    ).to(tl.float32, bitcast=True)
     stretch = tl.load(stretch_ptr)
     radial = tl.load(radial_ptr)
     g_stored = get(g_ptr, at, live, MASKED)
@@ -1469,7 +1611,9 @@ def orthograd_float16_nesterov_has_momentum_5_tile(
     momentum_buffer_scale = get(momentum_buffer_scale_ptr, at_block, live_block, MASKED)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
-    momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
+    momentum_buffer_scale = tl.where(
+        momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits
+    ).to(tl.float32, bitcast=True)
     momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
@@ -1478,7 +1622,10 @@ def orthograd_float16_nesterov_has_momentum_5_tile(
     g = tl.fma(weight_decay, p, stretch * tangent)  # 27  g = l2(stretch * tangent, p, weight_decay)
     momentum_buffer_scale_mul = where_lt_one_t_momentum_zero * momentum_buffer_scale
     # 30  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-    momentum_buffer = tl.fma(where_lt_one_t_one_minus_dampening_one, g, momentum_buffer_scale_mul[:, None] * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend)))
+    momentum_buffer = tl.fma(
+        where_lt_one_t_one_minus_dampening_one, g,
+        momentum_buffer_scale_mul[:, None] * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend))
+    )
     # 31  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
     update = tl.fma(momentum, momentum_buffer, g)
     p = tl.fma(minus_lr, update, p)                 # 32  p = p - lr * update
@@ -1491,14 +1638,19 @@ def orthograd_float16_nesterov_has_momentum_5_tile(
     p_subnormal = (2199023255552.0 * p_magnitude_bitcast).to(tl.int32)
     p_rebiased = tl.minimum(p_magnitude - 0x38000000, 0xf800000)
     p_fixed = tl.where(p_is_subnormal, p_subnormal, p_rebiased << 4)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     p_wide = ((p_fixed + ((noise & 255) << 1 | 1)).to(tl.uint32, bitcast=True) >> 9).to(tl.int32, bitcast=True)
     p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
@@ -1511,7 +1663,10 @@ def orthograd_float16_nesterov_has_momentum_5_tile(
     put(momentum_buffer_scale_ptr, at_block, (momentum_buffer_up >> 15).to(tl.int16), live_block, MASKED)
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 0x7fff8000, 0x7f7fffff)
     momentum_buffer_divisor_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    momentum_buffer_pattern = tl.fma(
+        momentum_buffer,
+        reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul[:, None])), 3200.0
+    ).to(tl.int32, bitcast=True)
     put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
@@ -1553,7 +1708,12 @@ def orthograd_float16_nesterov_has_momentum_small_5_tile(
     p_normal = (p_wide << 5) + 0x38000000
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
+    p = (
+        tl.where(
+            p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000
+        ).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True)
+        | (p_high & 0x8000) << 16
+    ).to(tl.float32, bitcast=True)
     stretch = tl.load(stretch_ptr)
     radial = tl.load(radial_ptr)
     g_stored = get(g_ptr, at, live, MASKED)
@@ -1577,15 +1737,25 @@ def orthograd_float16_nesterov_has_momentum_small_5_tile(
     p_subnormal = (2199023255552.0 * p_magnitude_bitcast).to(tl.int32)
     p_rebiased = tl.minimum(p_magnitude - 0x38000000, 0xf800000)
     p_fixed = tl.where(p_is_subnormal, p_subnormal, p_rebiased << 4)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_wide = ((p_fixed + ((noise.to(tl.uint32, bitcast=True) >> 23).to(tl.int32, bitcast=True) | 1)).to(tl.uint32, bitcast=True) >> 9).to(tl.int32, bitcast=True)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
+    p_wide = (
+        (
+            p_fixed + ((noise.to(tl.uint32, bitcast=True) >> 23).to(tl.int32, bitcast=True) | 1)
+        ).to(tl.uint32, bitcast=True)
+        >> 9
+    ).to(tl.int32, bitcast=True)
     p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
@@ -1648,7 +1818,8 @@ TILE = {
     "orthograd_float16_nesterov_has_momentum_small_5": 256,
 }
 
-# What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
+# What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a
+#     time.
 OPTIONS = {
     "orthograd_float32_1": {"maxnreg": 112},
     "orthograd_float32_3": {"maxnreg": 80},

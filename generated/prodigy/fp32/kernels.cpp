@@ -936,12 +936,18 @@ template <class Grad> using prodigy_float16 = prodigy_step<weight_float16, Grad>
 template <class Grad> using prodigy_float32_safeguard_warmup = prodigy_safeguard_warmup_step<weight_float32, Grad>;
 template <class Grad> using prodigy_bfloat16_safeguard_warmup = prodigy_safeguard_warmup_step<weight_bfloat16, Grad>;
 template <class Grad> using prodigy_float16_safeguard_warmup = prodigy_safeguard_warmup_step<weight_float16, Grad>;
-template <class Grad> using prodigy_float32_use_bias_correction = prodigy_use_bias_correction_step<weight_float32, Grad>;
-template <class Grad> using prodigy_bfloat16_use_bias_correction = prodigy_use_bias_correction_step<weight_bfloat16, Grad>;
-template <class Grad> using prodigy_float16_use_bias_correction = prodigy_use_bias_correction_step<weight_float16, Grad>;
-template <class Grad> using prodigy_float32_use_bias_correction_safeguard_warmup = prodigy_use_bias_correction_safeguard_warmup_step<weight_float32, Grad>;
-template <class Grad> using prodigy_bfloat16_use_bias_correction_safeguard_warmup = prodigy_use_bias_correction_safeguard_warmup_step<weight_bfloat16, Grad>;
-template <class Grad> using prodigy_float16_use_bias_correction_safeguard_warmup = prodigy_use_bias_correction_safeguard_warmup_step<weight_float16, Grad>;
+template <class Grad> using prodigy_float32_use_bias_correction = prodigy_use_bias_correction_step<weight_float32,
+    Grad>;
+template <class Grad> using prodigy_bfloat16_use_bias_correction = prodigy_use_bias_correction_step<weight_bfloat16,
+    Grad>;
+template <class Grad> using prodigy_float16_use_bias_correction = prodigy_use_bias_correction_step<weight_float16,
+    Grad>;
+template <class Grad> using prodigy_float32_use_bias_correction_safeguard_warmup =
+    prodigy_use_bias_correction_safeguard_warmup_step<weight_float32, Grad>;
+template <class Grad> using prodigy_bfloat16_use_bias_correction_safeguard_warmup =
+    prodigy_use_bias_correction_safeguard_warmup_step<weight_bfloat16, Grad>;
+template <class Grad> using prodigy_float16_use_bias_correction_safeguard_warmup =
+    prodigy_use_bias_correction_safeguard_warmup_step<weight_float16, Grad>;
 
 }  // namespace
 

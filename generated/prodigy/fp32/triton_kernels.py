@@ -385,7 +385,10 @@ def prodigy_bfloat16_5_tile(
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(
+        p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live,
+        MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1036,7 +1039,8 @@ TILE = {
     "prodigy_float16_use_bias_correction_safeguard_warmup_2": 256,
 }
 
-# What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
+# What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a
+#     time.
 OPTIONS = {
     "prodigy_float32_2": {"maxnreg": 96},
     "prodigy_bfloat16_2": {"maxnreg": 96},

@@ -70,7 +70,10 @@ struct weight_float16 {
         const I subnormal = bits(2.3283064365386963e-10f * to_float(wide));
         const I normal = (wide << 5) + 0x38000000;
         const I finite = where(wide < 0x40000, subnormal, normal);
-        return as_float(bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000))) | (high & 0x8000) << 16);
+        return as_float(
+            bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000)))
+            | (high & 0x8000) << 16
+        );
     }
     template <class Noise> void encode(int i, F x, const Noise &noise) const {
         const I x_bitcast = bits(x);
@@ -163,7 +166,8 @@ struct prodigy_kernel_2 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         uint8_t *__restrict s_codes_at = (uint8_t *)at[1];                       // uint8 [n]  read and written
-        int16_t *__restrict s_scale_at = (int16_t *)at[2];                       // int16 [blocks of 64]  read and written
+        // int16 [blocks of 64]  read and written
+        int16_t *__restrict s_scale_at = (int16_t *)at[2];
         const float *__restrict p0_at = (const float *)at[3];                    // float32 [n]  read
         float *__restrict tensor_sum_for_d_denom_at = (float *)at[4];            // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_numerator_at = (float *)at[5];          // float32 [tensor]  for tensor_sum
@@ -416,11 +420,15 @@ struct prodigy_kernel_5 {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
+            const F exp_avg_scale_2 = as_float(
+                where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2)
+            );
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
             const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_step = bits(
+                fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)
+            ) - 0x4b400000;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             const F exp_avg_scale_mul = keep1 * exp_avg_scale_2;
@@ -454,7 +462,10 @@ struct prodigy_kernel_5 {
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 const F g_3 = where(0.0f < moves, g_2, F(0.0f));           // 34  g = where(lr > 0, g, 0.0)
                 // 43  exp_avg = keep1 * exp_avg + gain1 * d * g
-                const F exp_avg = fma(one_times_one_minus_beta1_times_d, g_3, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
+                const F exp_avg = fma(
+                    one_times_one_minus_beta1_times_d, g_3,
+                    exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend))
+                );
                 // 44  exp_avg_sq = keep2 * exp_avg_sq + gain2 * (d * g) ** 2
                 const F exp_avg_sq_2 = fma(gain2 * d * g_3, d * g_3, keep2 * exp_avg_sq);
                 const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
@@ -512,7 +523,8 @@ struct prodigy_kernel_5 {
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
                 const F p = weight.decode(i);
-                const F p_2 = p * one_minus_rate_times_weight_decay;  // 52  p = policies.decoupled(p, rate, weight_decay)
+                // 52  p = policies.decoupled(p, rate, weight_decay)
+                const F p_2 = p * one_minus_rate_times_weight_decay;
                 // 53  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
                 const F p_3 = fma(-(rate * exp_avg), 1.0f / (exp_avg_sq_sqrt + d_2_times_eps), p_2);
                 weight.encode(i, p_3, noise);
@@ -533,9 +545,12 @@ struct prodigy_kernel_5 {
                 const auto noise = words.kept(i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
+                const I exp_avg_pattern = bits(
+                    fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f)
+                );
                 const I exp_avg_sq_offset = fraction<1, 24>(noise) + exp_avg_sq_half_add;
-                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base,
+                    exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 store(exp_avg_codes_at + i, exp_avg_pattern + integer<0>(noise) >> 12);
                 store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
             }
@@ -1092,11 +1107,15 @@ struct prodigy_safeguard_warmup_kernel_5 {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
+            const F exp_avg_scale_2 = as_float(
+                where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2)
+            );
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
             const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_step = bits(
+                fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)
+            ) - 0x4b400000;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             const F exp_avg_scale_mul = keep1 * exp_avg_scale_2;
@@ -1130,7 +1149,10 @@ struct prodigy_safeguard_warmup_kernel_5 {
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 const F g_3 = where(0.0f < moves, g_2, F(0.0f));           // 34  g = where(lr > 0, g, 0.0)
                 // 43  exp_avg = keep1 * exp_avg + gain1 * d * g
-                const F exp_avg = fma(one_times_one_minus_beta1_times_d, g_3, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
+                const F exp_avg = fma(
+                    one_times_one_minus_beta1_times_d, g_3,
+                    exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend))
+                );
                 // 44  exp_avg_sq = keep2 * exp_avg_sq + gain2 * (d * g) ** 2
                 const F exp_avg_sq_2 = fma(gain2 * d * g_3, d * g_3, keep2 * exp_avg_sq);
                 const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
@@ -1188,7 +1210,8 @@ struct prodigy_safeguard_warmup_kernel_5 {
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
                 const F p = weight.decode(i);
-                const F p_2 = p * one_minus_rate_times_weight_decay;  // 52  p = policies.decoupled(p, rate, weight_decay)
+                // 52  p = policies.decoupled(p, rate, weight_decay)
+                const F p_2 = p * one_minus_rate_times_weight_decay;
                 // 53  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
                 const F p_3 = fma(-(rate * exp_avg), 1.0f / (exp_avg_sq_sqrt + d_2_times_eps), p_2);
                 weight.encode(i, p_3, noise);
@@ -1209,9 +1232,12 @@ struct prodigy_safeguard_warmup_kernel_5 {
                 const auto noise = words.kept(i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
+                const I exp_avg_pattern = bits(
+                    fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f)
+                );
                 const I exp_avg_sq_offset = fraction<1, 24>(noise) + exp_avg_sq_half_add;
-                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base,
+                    exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 store(exp_avg_codes_at + i, exp_avg_pattern + integer<0>(noise) >> 12);
                 store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
             }
@@ -1463,7 +1489,8 @@ struct prodigy_use_bias_correction_kernel_2 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         uint8_t *__restrict s_codes_at = (uint8_t *)at[1];                       // uint8 [n]  read and written
-        int16_t *__restrict s_scale_at = (int16_t *)at[2];                       // int16 [blocks of 64]  read and written
+        // int16 [blocks of 64]  read and written
+        int16_t *__restrict s_scale_at = (int16_t *)at[2];
         const float *__restrict p0_at = (const float *)at[3];                    // float32 [n]  read
         float *__restrict tensor_sum_for_d_denom_at = (float *)at[4];            // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_numerator_at = (float *)at[5];          // float32 [tensor]  for tensor_sum
@@ -2341,23 +2368,38 @@ template <class Grad> using prodigy_bfloat16_small = prodigy_small_step<weight_b
 template <class Grad> using prodigy_float16 = prodigy_step<weight_float16, Grad>;
 template <class Grad> using prodigy_float16_small = prodigy_small_step<weight_float16, Grad>;
 template <class Grad> using prodigy_float32_safeguard_warmup = prodigy_safeguard_warmup_step<weight_float32, Grad>;
-template <class Grad> using prodigy_float32_safeguard_warmup_small = prodigy_safeguard_warmup_small_step<weight_float32, Grad>;
+template <class Grad> using prodigy_float32_safeguard_warmup_small = prodigy_safeguard_warmup_small_step<weight_float32,
+    Grad>;
 template <class Grad> using prodigy_bfloat16_safeguard_warmup = prodigy_safeguard_warmup_step<weight_bfloat16, Grad>;
-template <class Grad> using prodigy_bfloat16_safeguard_warmup_small = prodigy_safeguard_warmup_small_step<weight_bfloat16, Grad>;
+template <class Grad> using prodigy_bfloat16_safeguard_warmup_small =
+    prodigy_safeguard_warmup_small_step<weight_bfloat16, Grad>;
 template <class Grad> using prodigy_float16_safeguard_warmup = prodigy_safeguard_warmup_step<weight_float16, Grad>;
-template <class Grad> using prodigy_float16_safeguard_warmup_small = prodigy_safeguard_warmup_small_step<weight_float16, Grad>;
-template <class Grad> using prodigy_float32_use_bias_correction = prodigy_use_bias_correction_step<weight_float32, Grad>;
-template <class Grad> using prodigy_float32_use_bias_correction_small = prodigy_use_bias_correction_small_step<weight_float32, Grad>;
-template <class Grad> using prodigy_bfloat16_use_bias_correction = prodigy_use_bias_correction_step<weight_bfloat16, Grad>;
-template <class Grad> using prodigy_bfloat16_use_bias_correction_small = prodigy_use_bias_correction_small_step<weight_bfloat16, Grad>;
-template <class Grad> using prodigy_float16_use_bias_correction = prodigy_use_bias_correction_step<weight_float16, Grad>;
-template <class Grad> using prodigy_float16_use_bias_correction_small = prodigy_use_bias_correction_small_step<weight_float16, Grad>;
-template <class Grad> using prodigy_float32_use_bias_correction_safeguard_warmup = prodigy_use_bias_correction_safeguard_warmup_step<weight_float32, Grad>;
-template <class Grad> using prodigy_float32_use_bias_correction_safeguard_warmup_small = prodigy_use_bias_correction_safeguard_warmup_small_step<weight_float32, Grad>;
-template <class Grad> using prodigy_bfloat16_use_bias_correction_safeguard_warmup = prodigy_use_bias_correction_safeguard_warmup_step<weight_bfloat16, Grad>;
-template <class Grad> using prodigy_bfloat16_use_bias_correction_safeguard_warmup_small = prodigy_use_bias_correction_safeguard_warmup_small_step<weight_bfloat16, Grad>;
-template <class Grad> using prodigy_float16_use_bias_correction_safeguard_warmup = prodigy_use_bias_correction_safeguard_warmup_step<weight_float16, Grad>;
-template <class Grad> using prodigy_float16_use_bias_correction_safeguard_warmup_small = prodigy_use_bias_correction_safeguard_warmup_small_step<weight_float16, Grad>;
+template <class Grad> using prodigy_float16_safeguard_warmup_small = prodigy_safeguard_warmup_small_step<weight_float16,
+    Grad>;
+template <class Grad> using prodigy_float32_use_bias_correction = prodigy_use_bias_correction_step<weight_float32,
+    Grad>;
+template <class Grad> using prodigy_float32_use_bias_correction_small =
+    prodigy_use_bias_correction_small_step<weight_float32, Grad>;
+template <class Grad> using prodigy_bfloat16_use_bias_correction = prodigy_use_bias_correction_step<weight_bfloat16,
+    Grad>;
+template <class Grad> using prodigy_bfloat16_use_bias_correction_small =
+    prodigy_use_bias_correction_small_step<weight_bfloat16, Grad>;
+template <class Grad> using prodigy_float16_use_bias_correction = prodigy_use_bias_correction_step<weight_float16,
+    Grad>;
+template <class Grad> using prodigy_float16_use_bias_correction_small =
+    prodigy_use_bias_correction_small_step<weight_float16, Grad>;
+template <class Grad> using prodigy_float32_use_bias_correction_safeguard_warmup =
+    prodigy_use_bias_correction_safeguard_warmup_step<weight_float32, Grad>;
+template <class Grad> using prodigy_float32_use_bias_correction_safeguard_warmup_small =
+    prodigy_use_bias_correction_safeguard_warmup_small_step<weight_float32, Grad>;
+template <class Grad> using prodigy_bfloat16_use_bias_correction_safeguard_warmup =
+    prodigy_use_bias_correction_safeguard_warmup_step<weight_bfloat16, Grad>;
+template <class Grad> using prodigy_bfloat16_use_bias_correction_safeguard_warmup_small =
+    prodigy_use_bias_correction_safeguard_warmup_small_step<weight_bfloat16, Grad>;
+template <class Grad> using prodigy_float16_use_bias_correction_safeguard_warmup =
+    prodigy_use_bias_correction_safeguard_warmup_step<weight_float16, Grad>;
+template <class Grad> using prodigy_float16_use_bias_correction_safeguard_warmup_small =
+    prodigy_use_bias_correction_safeguard_warmup_small_step<weight_float16, Grad>;
 
 }  // namespace
 

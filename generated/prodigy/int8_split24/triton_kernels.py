@@ -123,15 +123,22 @@ def prodigy_float32_2_tile(
     put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
     s_divisor = tl.minimum(s_up & 0x7fff8000, 0x7f7fffff)
     s_divisor_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_abs, s_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256 ^ 0x3c6ef372) * 0x7feb352d
+    s_pattern = tl.fma(
+        s, reciprocal(tl.fma(0.003937007874015748, s_abs, s_divisor_mul[:, None])), 3200.0
+    ).to(tl.int32, bitcast=True)
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256 ^ 0x3c6ef372
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise_2 = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise_2 = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     put(s_codes_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
     return term(moves * s_abs, at, live, MASKED), term(lr * (g * (p0 - p)), at, live, MASKED)
 
@@ -278,7 +285,9 @@ def prodigy_float32_5_tile(
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(
+        exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits
+    ).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
@@ -286,12 +295,16 @@ def prodigy_float32_5_tile(
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_step = (
+        tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    )
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
-    exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    exp_avg_sq_value = (
+        exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]
+    ).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     d_2_times_eps = tl.load(d_2_times_eps_ptr)
@@ -301,7 +314,10 @@ def prodigy_float32_5_tile(
     g = tl.where(0.0 < moves, g, 0.0)                              # 34  g = where(lr > 0, g, 0.0)
     exp_avg_scale_mul = keep1 * exp_avg_scale
     # 43  exp_avg = keep1 * exp_avg + gain1 * d * g
-    exp_avg = tl.fma(one_times_one_minus_beta1_times_d, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
+    exp_avg = tl.fma(
+        one_times_one_minus_beta1_times_d, g,
+        exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend))
+    )
     # 44  exp_avg_sq = keep2 * exp_avg_sq + gain2 * (d * g) ** 2
     exp_avg_sq = tl.fma(gain2 * d * g, d * g, keep2 * exp_avg_sq)
     exp_avg_sq_sqrt = tl.sqrt(exp_avg_sq)
@@ -317,15 +333,22 @@ def prodigy_float32_5_tile(
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    exp_avg_pattern = tl.fma(
+        exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 3200.0
+    ).to(tl.int32, bitcast=True)
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000010 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1000010 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
     exp_avg_sq_pattern = exp_avg_sq_sqrt.to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 0x20000000), 0x5f700000)
@@ -341,7 +364,9 @@ def prodigy_float32_5_tile(
     exp_avg_sq_scale = exp_avg_sq_cells << 2
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    exp_avg_sq_position = tl.maximum(
+        tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0
+    ) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
     put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
@@ -625,15 +650,22 @@ def prodigy_bfloat16_2_tile(
     put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
     s_divisor = tl.minimum(s_up & 0x7fff8000, 0x7f7fffff)
     s_divisor_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_abs, s_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256 ^ 0x3c6ef372) * 0x7feb352d
+    s_pattern = tl.fma(
+        s, reciprocal(tl.fma(0.003937007874015748, s_abs, s_divisor_mul[:, None])), 3200.0
+    ).to(tl.int32, bitcast=True)
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256 ^ 0x3c6ef372
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise_2 = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise_2 = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     put(s_codes_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
     return term(moves * s_abs, at, live, MASKED), term(lr * (g * (p0 - p)), at, live, MASKED)
 
@@ -716,7 +748,9 @@ def prodigy_bfloat16_5_tile(
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(
+        exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits
+    ).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
@@ -724,12 +758,16 @@ def prodigy_bfloat16_5_tile(
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_step = (
+        tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    )
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
-    exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    exp_avg_sq_value = (
+        exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]
+    ).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     d_2_times_eps = tl.load(d_2_times_eps_ptr)
@@ -742,7 +780,10 @@ def prodigy_bfloat16_5_tile(
     g = tl.where(0.0 < moves, g, 0.0)                              # 34  g = where(lr > 0, g, 0.0)
     exp_avg_scale_mul = keep1 * exp_avg_scale
     # 43  exp_avg = keep1 * exp_avg + gain1 * d * g
-    exp_avg = tl.fma(one_times_one_minus_beta1_times_d, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
+    exp_avg = tl.fma(
+        one_times_one_minus_beta1_times_d, g,
+        exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend))
+    )
     # 44  exp_avg_sq = keep2 * exp_avg_sq + gain2 * (d * g) ** 2
     exp_avg_sq = tl.fma(gain2 * d * g, d * g, keep2 * exp_avg_sq)
     exp_avg_sq_sqrt = tl.sqrt(exp_avg_sq)
@@ -759,7 +800,9 @@ def prodigy_bfloat16_5_tile(
     word_and = index & 7
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise_2 = word_xor_2 ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
+    noise_2 = word_xor_2 ^ (step_key & 255) * 0x1000001 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add
+    )
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise_2 & 255) + 0x8000)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
@@ -771,14 +814,18 @@ def prodigy_bfloat16_5_tile(
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    exp_avg_pattern = tl.fma(
+        exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 3200.0
+    ).to(tl.int32, bitcast=True)
     word_mul = word_xor * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000010 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
+    noise = word_xor ^ (step_key & 255) * 0x1000010 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add
+    )
     put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
     exp_avg_sq_pattern = exp_avg_sq_sqrt.to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 0x20000000), 0x5f700000)
@@ -794,7 +841,9 @@ def prodigy_bfloat16_5_tile(
     exp_avg_sq_scale = exp_avg_sq_cells << 2
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    exp_avg_sq_position = tl.maximum(
+        tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0
+    ) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
     put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
@@ -977,15 +1026,22 @@ def prodigy_bfloat16_small_5_tile(
     # -- encode and store
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 0x8000)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + (
+        (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 0x8000
+    )
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
@@ -1051,7 +1107,12 @@ def prodigy_float16_2_tile(
     p_normal = (p_wide << 5) + 0x38000000
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
+    p = (
+        tl.where(
+            p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000
+        ).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True)
+        | (p_high & 0x8000) << 16
+    ).to(tl.float32, bitcast=True)
     # -- update  (specs/prodigy.py)
     g = tl.where(0.0 < moves, g, 0.0)  # 34  g = where(lr > 0, g, 0.0)
     scale_mul = keep3 * scale
@@ -1065,15 +1126,22 @@ def prodigy_float16_2_tile(
     put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
     s_divisor = tl.minimum(s_up & 0x7fff8000, 0x7f7fffff)
     s_divisor_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_abs, s_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256 ^ 0x3c6ef372) * 0x7feb352d
+    s_pattern = tl.fma(
+        s, reciprocal(tl.fma(0.003937007874015748, s_abs, s_divisor_mul[:, None])), 3200.0
+    ).to(tl.int32, bitcast=True)
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256 ^ 0x3c6ef372
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise_2 = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise_2 = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     put(s_codes_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
     return term(moves * s_abs, at, live, MASKED), term(lr * (g * (p0 - p)), at, live, MASKED)
 
@@ -1112,7 +1180,9 @@ def prodigy_float16_5_tile(
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(
+        exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits
+    ).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
@@ -1120,12 +1190,16 @@ def prodigy_float16_5_tile(
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_step = (
+        tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    )
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
-    exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    exp_avg_sq_value = (
+        exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]
+    ).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     d_2_times_eps = tl.load(d_2_times_eps_ptr)
@@ -1139,13 +1213,21 @@ def prodigy_float16_5_tile(
     p_normal = (p_wide << 5) + 0x38000000
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
+    p = (
+        tl.where(
+            p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000
+        ).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True)
+        | (p_high & 0x8000) << 16
+    ).to(tl.float32, bitcast=True)
     one_minus_rate_times_weight_decay = tl.load(one_minus_rate_times_weight_decay_ptr)
     # -- update  (specs/prodigy.py)
     g = tl.where(0.0 < moves, g, 0.0)                              # 34  g = where(lr > 0, g, 0.0)
     exp_avg_scale_mul = keep1 * exp_avg_scale
     # 43  exp_avg = keep1 * exp_avg + gain1 * d * g
-    exp_avg = tl.fma(one_times_one_minus_beta1_times_d, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
+    exp_avg = tl.fma(
+        one_times_one_minus_beta1_times_d, g,
+        exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend))
+    )
     # 44  exp_avg_sq = keep2 * exp_avg_sq + gain2 * (d * g) ** 2
     exp_avg_sq = tl.fma(gain2 * d * g, d * g, keep2 * exp_avg_sq)
     exp_avg_sq_sqrt = tl.sqrt(exp_avg_sq)
@@ -1170,7 +1252,9 @@ def prodigy_float16_5_tile(
     word_and = index & 7
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise_2 = word_xor_2 ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
+    noise_2 = word_xor_2 ^ (step_key & 255) * 0x1000001 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add
+    )
     p_wide = ((p_fixed + ((noise_2 & 255) << 1 | 1)).to(tl.uint32, bitcast=True) >> 9).to(tl.int32, bitcast=True)
     p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
@@ -1183,14 +1267,18 @@ def prodigy_float16_5_tile(
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    exp_avg_pattern = tl.fma(
+        exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 3200.0
+    ).to(tl.int32, bitcast=True)
     word_mul = word_xor * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000010 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
+    noise = word_xor ^ (step_key & 255) * 0x1000010 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add
+    )
     put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
     exp_avg_sq_pattern = exp_avg_sq_sqrt.to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 0x20000000), 0x5f700000)
@@ -1206,7 +1294,9 @@ def prodigy_float16_5_tile(
     exp_avg_sq_scale = exp_avg_sq_cells << 2
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    exp_avg_sq_position = tl.maximum(
+        tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0
+    ) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
     put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
@@ -1253,7 +1343,12 @@ def prodigy_float16_small_2_tile(
     p_normal = (p_wide << 5) + 0x38000000
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
+    p = (
+        tl.where(
+            p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000
+        ).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True)
+        | (p_high & 0x8000) << 16
+    ).to(tl.float32, bitcast=True)
     # -- update  (specs/prodigy.py)
     g = tl.where(0.0 < moves, g, 0.0)               # 34  g = where(lr > 0, g, 0.0)
     # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
@@ -1306,7 +1401,12 @@ def prodigy_float16_small_5_tile(
     p_normal = (p_wide << 5) + 0x38000000
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
+    p = (
+        tl.where(
+            p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000
+        ).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True)
+        | (p_high & 0x8000) << 16
+    ).to(tl.float32, bitcast=True)
     one_minus_rate_times_weight_decay = tl.load(one_minus_rate_times_weight_decay_ptr)
     # -- update  (specs/prodigy.py)
     g = tl.where(0.0 < moves, g, 0.0)                                        # 34  g = where(lr > 0, g, 0.0)
@@ -1329,15 +1429,25 @@ def prodigy_float16_small_5_tile(
     p_subnormal = (2199023255552.0 * p_magnitude_bitcast).to(tl.int32)
     p_rebiased = tl.minimum(p_magnitude - 0x38000000, 0xf800000)
     p_fixed = tl.where(p_is_subnormal, p_subnormal, p_rebiased << 4)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_wide = ((p_fixed + ((noise.to(tl.uint32, bitcast=True) >> 23).to(tl.int32, bitcast=True) | 1)).to(tl.uint32, bitcast=True) >> 9).to(tl.int32, bitcast=True)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
+    p_wide = (
+        (
+            p_fixed + ((noise.to(tl.uint32, bitcast=True) >> 23).to(tl.int32, bitcast=True) | 1)
+        ).to(tl.uint32, bitcast=True)
+        >> 9
+    ).to(tl.int32, bitcast=True)
     p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
@@ -1448,15 +1558,22 @@ def prodigy_float32_safeguard_warmup_2_tile(
     put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
     s_divisor = tl.minimum(s_up & 0x7fff8000, 0x7f7fffff)
     s_divisor_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_abs, s_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256 ^ 0x3c6ef372) * 0x7feb352d
+    s_pattern = tl.fma(
+        s, reciprocal(tl.fma(0.003937007874015748, s_abs, s_divisor_mul[:, None])), 3200.0
+    ).to(tl.int32, bitcast=True)
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256 ^ 0x3c6ef372
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise_2 = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise_2 = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     put(s_codes_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
     return term(moves * s_abs, at, live, MASKED), term(lr * (g * (p0 - p)), at, live, MASKED)
 
@@ -1604,15 +1721,22 @@ def prodigy_bfloat16_safeguard_warmup_2_tile(
     put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
     s_divisor = tl.minimum(s_up & 0x7fff8000, 0x7f7fffff)
     s_divisor_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_abs, s_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256 ^ 0x3c6ef372) * 0x7feb352d
+    s_pattern = tl.fma(
+        s, reciprocal(tl.fma(0.003937007874015748, s_abs, s_divisor_mul[:, None])), 3200.0
+    ).to(tl.int32, bitcast=True)
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256 ^ 0x3c6ef372
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise_2 = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise_2 = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     put(s_codes_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
     return term(moves * s_abs, at, live, MASKED), term(lr * (g * (p0 - p)), at, live, MASKED)
 
@@ -1731,7 +1855,12 @@ def prodigy_float16_safeguard_warmup_2_tile(
     p_normal = (p_wide << 5) + 0x38000000
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
+    p = (
+        tl.where(
+            p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000
+        ).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True)
+        | (p_high & 0x8000) << 16
+    ).to(tl.float32, bitcast=True)
     # -- update  (specs/prodigy.py)
     g = tl.where(0.0 < moves, g, 0.0)  # 34  g = where(lr > 0, g, 0.0)
     scale_mul = keep3 * scale
@@ -1745,15 +1874,22 @@ def prodigy_float16_safeguard_warmup_2_tile(
     put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
     s_divisor = tl.minimum(s_up & 0x7fff8000, 0x7f7fffff)
     s_divisor_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_abs, s_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256 ^ 0x3c6ef372) * 0x7feb352d
+    s_pattern = tl.fma(
+        s, reciprocal(tl.fma(0.003937007874015748, s_abs, s_divisor_mul[:, None])), 3200.0
+    ).to(tl.int32, bitcast=True)
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256 ^ 0x3c6ef372
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise_2 = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise_2 = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     put(s_codes_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
     return term(moves * s_abs, at, live, MASKED), term(lr * (g * (p0 - p)), at, live, MASKED)
 
@@ -1798,7 +1934,12 @@ def prodigy_float16_safeguard_warmup_small_2_tile(
     p_normal = (p_wide << 5) + 0x38000000
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
+    p = (
+        tl.where(
+            p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000
+        ).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True)
+        | (p_high & 0x8000) << 16
+    ).to(tl.float32, bitcast=True)
     # -- update  (specs/prodigy.py)
     g = tl.where(0.0 < moves, g, 0.0)                      # 34  g = where(lr > 0, g, 0.0)
     # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
@@ -1910,15 +2051,22 @@ def prodigy_float32_use_bias_correction_2_tile(
     put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
     s_divisor = tl.minimum(s_up & 0x7fff8000, 0x7f7fffff)
     s_divisor_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_abs, s_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256 ^ 0x3c6ef372) * 0x7feb352d
+    s_pattern = tl.fma(
+        s, reciprocal(tl.fma(0.003937007874015748, s_abs, s_divisor_mul[:, None])), 3200.0
+    ).to(tl.int32, bitcast=True)
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256 ^ 0x3c6ef372
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise_2 = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise_2 = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     put(s_codes_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
     return term(moves * s_abs, at, live, MASKED), term(own * (g * (p0 - p)), at, live, MASKED)
 
@@ -2063,15 +2211,22 @@ def prodigy_bfloat16_use_bias_correction_2_tile(
     put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
     s_divisor = tl.minimum(s_up & 0x7fff8000, 0x7f7fffff)
     s_divisor_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_abs, s_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256 ^ 0x3c6ef372) * 0x7feb352d
+    s_pattern = tl.fma(
+        s, reciprocal(tl.fma(0.003937007874015748, s_abs, s_divisor_mul[:, None])), 3200.0
+    ).to(tl.int32, bitcast=True)
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256 ^ 0x3c6ef372
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise_2 = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise_2 = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     put(s_codes_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
     return term(moves * s_abs, at, live, MASKED), term(own * (g * (p0 - p)), at, live, MASKED)
 
@@ -2188,7 +2343,12 @@ def prodigy_float16_use_bias_correction_2_tile(
     p_normal = (p_wide << 5) + 0x38000000
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
+    p = (
+        tl.where(
+            p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000
+        ).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True)
+        | (p_high & 0x8000) << 16
+    ).to(tl.float32, bitcast=True)
     # -- update  (specs/prodigy.py)
     g = tl.where(0.0 < moves, g, 0.0)  # 34  g = where(lr > 0, g, 0.0)
     scale_mul = keep3 * scale
@@ -2202,15 +2362,22 @@ def prodigy_float16_use_bias_correction_2_tile(
     put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
     s_divisor = tl.minimum(s_up & 0x7fff8000, 0x7f7fffff)
     s_divisor_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_abs, s_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256 ^ 0x3c6ef372) * 0x7feb352d
+    s_pattern = tl.fma(
+        s, reciprocal(tl.fma(0.003937007874015748, s_abs, s_divisor_mul[:, None])), 3200.0
+    ).to(tl.int32, bitcast=True)
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256 ^ 0x3c6ef372
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise_2 = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise_2 = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     put(s_codes_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
     return term(moves * s_abs, at, live, MASKED), term(own * (g * (p0 - p)), at, live, MASKED)
 
@@ -2255,7 +2422,12 @@ def prodigy_float16_use_bias_correction_small_2_tile(
     p_normal = (p_wide << 5) + 0x38000000
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
+    p = (
+        tl.where(
+            p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000
+        ).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True)
+        | (p_high & 0x8000) << 16
+    ).to(tl.float32, bitcast=True)
     # -- update  (specs/prodigy.py)
     g = tl.where(0.0 < moves, g, 0.0)               # 34  g = where(lr > 0, g, 0.0)
     # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
@@ -2368,15 +2540,22 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
     put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
     s_divisor = tl.minimum(s_up & 0x7fff8000, 0x7f7fffff)
     s_divisor_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_abs, s_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256 ^ 0x3c6ef372) * 0x7feb352d
+    s_pattern = tl.fma(
+        s, reciprocal(tl.fma(0.003937007874015748, s_abs, s_divisor_mul[:, None])), 3200.0
+    ).to(tl.int32, bitcast=True)
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256 ^ 0x3c6ef372
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise_2 = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise_2 = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     put(s_codes_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
     return term(moves * s_abs, at, live, MASKED), term(own * (g * (p0 - p)), at, live, MASKED)
 
@@ -2524,15 +2703,22 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup_2_tile(
     put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
     s_divisor = tl.minimum(s_up & 0x7fff8000, 0x7f7fffff)
     s_divisor_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_abs, s_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256 ^ 0x3c6ef372) * 0x7feb352d
+    s_pattern = tl.fma(
+        s, reciprocal(tl.fma(0.003937007874015748, s_abs, s_divisor_mul[:, None])), 3200.0
+    ).to(tl.int32, bitcast=True)
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256 ^ 0x3c6ef372
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise_2 = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise_2 = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     put(s_codes_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
     return term(moves * s_abs, at, live, MASKED), term(own * (g * (p0 - p)), at, live, MASKED)
 
@@ -2651,7 +2837,12 @@ def prodigy_float16_use_bias_correction_safeguard_warmup_2_tile(
     p_normal = (p_wide << 5) + 0x38000000
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
+    p = (
+        tl.where(
+            p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000
+        ).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True)
+        | (p_high & 0x8000) << 16
+    ).to(tl.float32, bitcast=True)
     # -- update  (specs/prodigy.py)
     g = tl.where(0.0 < moves, g, 0.0)  # 34  g = where(lr > 0, g, 0.0)
     scale_mul = keep3 * scale
@@ -2665,15 +2856,22 @@ def prodigy_float16_use_bias_correction_safeguard_warmup_2_tile(
     put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
     s_divisor = tl.minimum(s_up & 0x7fff8000, 0x7f7fffff)
     s_divisor_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_abs, s_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256 ^ 0x3c6ef372) * 0x7feb352d
+    s_pattern = tl.fma(
+        s, reciprocal(tl.fma(0.003937007874015748, s_abs, s_divisor_mul[:, None])), 3200.0
+    ).to(tl.int32, bitcast=True)
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256 ^ 0x3c6ef372
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise_2 = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise_2 = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     put(s_codes_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
     return term(moves * s_abs, at, live, MASKED), term(own * (g * (p0 - p)), at, live, MASKED)
 
@@ -2718,7 +2916,12 @@ def prodigy_float16_use_bias_correction_safeguard_warmup_small_2_tile(
     p_normal = (p_wide << 5) + 0x38000000
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
+    p = (
+        tl.where(
+            p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000
+        ).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True)
+        | (p_high & 0x8000) << 16
+    ).to(tl.float32, bitcast=True)
     # -- update  (specs/prodigy.py)
     g = tl.where(0.0 < moves, g, 0.0)                      # 34  g = where(lr > 0, g, 0.0)
     # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
@@ -2779,7 +2982,8 @@ TILE = {
     "prodigy_float16_use_bias_correction_safeguard_warmup_small_2": 256,
 }
 
-# What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
+# What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a
+#     time.
 OPTIONS = {
     "prodigy_float32_2": {"maxnreg": 136},
     "prodigy_float32_small_2": {"maxnreg": 96},

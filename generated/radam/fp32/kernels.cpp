@@ -92,7 +92,8 @@ struct radam_kernel {
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F g_3 = fma(weight_decay, p, g_2);                         // 24  g = l2(g, p, weight_decay)
-            const F exp_avg_2 = fma(one_minus_beta1, g_3, beta1 * exp_avg);  // 25  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            // 25  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+            const F exp_avg_2 = fma(one_minus_beta1, g_3, beta1 * exp_avg);
             // 26  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(one_minus_beta2 * g_3, g_3, beta2 * exp_avg_sq);
             // 35  denom = where(rho > 5, adaptive * (sqrt(exp_avg_sq) + eps), 1.0)
@@ -160,9 +161,12 @@ struct radam_decoupled_weight_decay_kernel {
 template <class Grad> using radam_float32 = radam_kernel<weight_float32, Grad>;
 template <class Grad> using radam_bfloat16 = radam_kernel<weight_bfloat16, Grad>;
 template <class Grad> using radam_float16 = radam_kernel<weight_float16, Grad>;
-template <class Grad> using radam_float32_decoupled_weight_decay = radam_decoupled_weight_decay_kernel<weight_float32, Grad>;
-template <class Grad> using radam_bfloat16_decoupled_weight_decay = radam_decoupled_weight_decay_kernel<weight_bfloat16, Grad>;
-template <class Grad> using radam_float16_decoupled_weight_decay = radam_decoupled_weight_decay_kernel<weight_float16, Grad>;
+template <class Grad> using radam_float32_decoupled_weight_decay = radam_decoupled_weight_decay_kernel<weight_float32,
+    Grad>;
+template <class Grad> using radam_bfloat16_decoupled_weight_decay = radam_decoupled_weight_decay_kernel<weight_bfloat16,
+    Grad>;
+template <class Grad> using radam_float16_decoupled_weight_decay = radam_decoupled_weight_decay_kernel<weight_float16,
+    Grad>;
 
 }  // namespace
 

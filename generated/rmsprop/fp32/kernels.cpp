@@ -177,7 +177,8 @@ struct rmsprop_centered_kernel {
             const F square_avg = load(square_avg_at + i);
             const F g_3 = fma(weight_decay, p, g_2);                     // 27  g = l2(g, p, weight_decay)
             const F g_mul = one_minus_alpha * g_3;
-            const F grad_avg_2 = fma(alpha, grad_avg, g_mul);            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+            const F grad_avg_2 = fma(alpha, grad_avg, g_mul);
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
             const F square_avg_2 = fma(g_mul, g_3, alpha * square_avg);
             // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
@@ -198,7 +199,8 @@ struct rmsprop_centered_has_momentum_kernel {
     static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}});
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT,
+        true}});
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -230,7 +232,8 @@ struct rmsprop_centered_has_momentum_kernel {
             const F momentum_buffer = load(momentum_buffer_at + i);
             const F g_3 = fma(weight_decay, p, g_2);                     // 27  g = l2(g, p, weight_decay)
             const F g_mul = one_minus_alpha * g_3;
-            const F grad_avg_2 = fma(alpha, grad_avg, g_mul);            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+            const F grad_avg_2 = fma(alpha, grad_avg, g_mul);
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
             const F square_avg_2 = fma(g_mul, g_3, alpha * square_avg);
             // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
@@ -255,9 +258,12 @@ template <class Grad> using rmsprop_float16_has_momentum = rmsprop_has_momentum_
 template <class Grad> using rmsprop_float32_centered = rmsprop_centered_kernel<weight_float32, Grad>;
 template <class Grad> using rmsprop_bfloat16_centered = rmsprop_centered_kernel<weight_bfloat16, Grad>;
 template <class Grad> using rmsprop_float16_centered = rmsprop_centered_kernel<weight_float16, Grad>;
-template <class Grad> using rmsprop_float32_centered_has_momentum = rmsprop_centered_has_momentum_kernel<weight_float32, Grad>;
-template <class Grad> using rmsprop_bfloat16_centered_has_momentum = rmsprop_centered_has_momentum_kernel<weight_bfloat16, Grad>;
-template <class Grad> using rmsprop_float16_centered_has_momentum = rmsprop_centered_has_momentum_kernel<weight_float16, Grad>;
+template <class Grad> using rmsprop_float32_centered_has_momentum = rmsprop_centered_has_momentum_kernel<weight_float32,
+    Grad>;
+template <class Grad> using rmsprop_bfloat16_centered_has_momentum =
+    rmsprop_centered_has_momentum_kernel<weight_bfloat16, Grad>;
+template <class Grad> using rmsprop_float16_centered_has_momentum = rmsprop_centered_has_momentum_kernel<weight_float16,
+    Grad>;
 
 }  // namespace
 

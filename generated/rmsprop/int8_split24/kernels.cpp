@@ -58,7 +58,10 @@ struct weight_float16 {
         const I subnormal = bits(2.3283064365386963e-10f * to_float(wide));
         const I normal = (wide << 5) + 0x38000000;
         const I finite = where(wide < 0x40000, subnormal, normal);
-        return as_float(bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000))) | (high & 0x8000) << 16);
+        return as_float(
+            bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000)))
+            | (high & 0x8000) << 16
+        );
     }
     template <class Noise> void encode(int i, F x, const Noise &noise) const {
         const I x_bitcast = bits(x);
@@ -119,7 +122,9 @@ struct rmsprop_kernel {
             const I16 square_avg_range = raw(square_avg_range_at + b);
             const I square_avg_header = to_int(square_avg_range);
             const I square_avg_cells = max(I(4), square_avg_header & 255);
-            const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) - 0x4b400000;
+            const I square_avg_step = bits(
+                fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)
+            ) - 0x4b400000;
             const I square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1);
             const I square_avg_middle_2 = where(square_avg_header == 0, I(0), square_avg_middle);
             store(square_avg_middle_2_kept + b, square_avg_middle_2);
@@ -199,7 +204,8 @@ struct rmsprop_kernel {
                 const auto noise = words.kept(i);
                 const F square_avg_sqrt = load(square_avg_sqrt_kept + i);
                 const I square_avg_offset = fraction<0, 24>(noise) + square_avg_half_add;
-                const I square_avg_position = max(I(0), min(bits(square_avg_sqrt) - square_avg_base, square_avg_base_sub)) * square_avg_scale + square_avg_offset;
+                const I square_avg_position = max(I(0), min(bits(square_avg_sqrt) - square_avg_base,
+                    square_avg_base_sub)) * square_avg_scale + square_avg_offset;
                 store_byte<3>(square_avg_codes_at + i, square_avg_position);
             }
         }
@@ -255,7 +261,9 @@ struct rmsprop_has_momentum_kernel {
     static constexpr int DRAWN = NOISE.mask({P, 1, 0}), KEPT = NOISE.mask({P, 1, 0});
     static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2 + count(KEPT)), SCALARS = 7;
     // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}});
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>(
+        {{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}}
+    );
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -298,13 +306,17 @@ struct rmsprop_has_momentum_kernel {
             const I16 square_avg_range = raw(square_avg_range_at + b);
             const I square_avg_header = to_int(square_avg_range);
             const I square_avg_cells = max(I(4), square_avg_header & 255);
-            const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) - 0x4b400000;
+            const I square_avg_step = bits(
+                fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)
+            ) - 0x4b400000;
             const I square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1);
             const I square_avg_middle_2 = where(square_avg_header == 0, I(0), square_avg_middle);
             const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
             const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
             const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 0x7fffffff;
-            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2));
+            const F momentum_buffer_scale_2 = as_float(
+                where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2)
+            );
             const F momentum_buffer_scale_mul = momentum * momentum_buffer_scale_2;
             store(square_avg_middle_2_kept + b, square_avg_middle_2);
             store(square_avg_step_kept + b, square_avg_step);
@@ -320,7 +332,9 @@ struct rmsprop_has_momentum_kernel {
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             fetch_weight<BLOCK>(weight, b);
-            if constexpr (!apart<Weight>()) { fetch_weight<BLOCK>(weight, b + TILE / BLOCK); fetch<BLOCK>(g_at, b + TILE / BLOCK); }
+            if constexpr (!apart<Weight>()) {
+                fetch_weight<BLOCK>(weight, b + TILE / BLOCK); fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            }
             const I square_avg_middle_2(square_avg_middle_2_kept[b]);
             const I square_avg_step(square_avg_step_kept[b]);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
@@ -346,7 +360,10 @@ struct rmsprop_has_momentum_kernel {
                 const F square_avg_2 = fma(one_minus_alpha * g_3, g_3, alpha * square_avg);
                 const F square_avg_sqrt = sqrt(square_avg_2);
                 // 36  momentum_buffer = momentum * momentum_buffer + update
-                const F momentum_buffer = fma(g_3, 1.0f / (square_avg_sqrt + eps), momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
+                const F momentum_buffer = fma(
+                    g_3, 1.0f / (square_avg_sqrt + eps),
+                    momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend))
+                );
                 const I square_avg_pattern = bits(square_avg_sqrt);
                 const F momentum_buffer_abs = abs(momentum_buffer);
                 largest_of_block = larger<RAGGED>(largest_of_block, square_avg_pattern, i, end);
@@ -421,8 +438,14 @@ struct rmsprop_has_momentum_kernel {
                 const F square_avg_sqrt = load(square_avg_sqrt_kept + i);
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I square_avg_offset = fraction<0, 24>(noise) + square_avg_half_add;
-                const I square_avg_position = max(I(0), min(bits(square_avg_sqrt) - square_avg_base, square_avg_base_sub)) * square_avg_scale + square_avg_offset;
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
+                const I square_avg_position = max(I(0), min(bits(square_avg_sqrt) - square_avg_base,
+                    square_avg_base_sub)) * square_avg_scale + square_avg_offset;
+                const I momentum_buffer_pattern = bits(
+                    fma(
+                        momentum_buffer,
+                        1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f
+                    )
+                );
                 store_byte<3>(square_avg_codes_at + i, square_avg_position);
                 store(momentum_buffer_codes_at + i, momentum_buffer_pattern + integer<1>(noise) >> 12);
             }
@@ -485,7 +508,9 @@ struct rmsprop_centered_kernel {
     static constexpr int DRAWN = NOISE.mask({P, 0, 1}), KEPT = NOISE.mask({0, 1});
     static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3 + count(KEPT)), SCALARS = 6;
     // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}});
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>(
+        {{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}}
+    );
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -530,11 +555,15 @@ struct rmsprop_centered_kernel {
             const I16 grad_avg_scale = raw(grad_avg_scale_at + b);
             const I grad_avg_scale_bits = to_int(grad_avg_scale) << 15;
             const I grad_avg_scale_bits_2 = grad_avg_scale_bits & 0x7fffffff;
-            const F grad_avg_scale_2 = as_float(where(grad_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), grad_avg_scale_bits_2));
+            const F grad_avg_scale_2 = as_float(
+                where(grad_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), grad_avg_scale_bits_2)
+            );
             const I16 square_avg_range = raw(square_avg_range_at + b);
             const I square_avg_header = to_int(square_avg_range);
             const I square_avg_cells = max(I(4), square_avg_header & 255);
-            const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) - 0x4b400000;
+            const I square_avg_step = bits(
+                fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)
+            ) - 0x4b400000;
             const I square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1);
             const I square_avg_middle_2 = where(square_avg_header == 0, I(0), square_avg_middle);
             const F grad_avg_scale_mul = alpha * grad_avg_scale_2;
@@ -569,7 +598,9 @@ struct rmsprop_centered_kernel {
                 const F g_3 = fma(weight_decay, p, g_2);                     // 27  g = l2(g, p, weight_decay)
                 const F g_mul = one_minus_alpha * g_3;
                 // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
-                const F grad_avg = fma(grad_avg_scale_mul, grad_avg_code_2 / (254.0f - grad_avg_bend) * square_avg_value, g_mul);
+                const F grad_avg = fma(
+                    grad_avg_scale_mul, grad_avg_code_2 / (254.0f - grad_avg_bend) * square_avg_value, g_mul
+                );
                 // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
                 const F square_avg_2 = fma(g_mul, g_3, alpha * square_avg);
                 // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
@@ -605,7 +636,9 @@ struct rmsprop_centered_kernel {
             const I square_avg_scale = square_avg_cells_2 << 2;
             const I square_avg_half_add = square_avg_half * square_avg_scale - 0x800000;
             const I square_avg_header_2 = square_avg_first - 128 << 8 | square_avg_cells_2;
-            const I square_avg_step_2 = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells_2), 12582912.0f)) - 0x4b400000;
+            const I square_avg_step_2 = bits(
+                fma(4194304.0f, 1.0f / to_float(square_avg_cells_2), 12582912.0f)
+            ) - 0x4b400000;
             const I square_avg_start_add = square_avg_start + (square_avg_step_2 >> 1);
             store(square_avg_half_add_kept + b, square_avg_half_add);
             store(square_avg_base_kept + b, square_avg_base);
@@ -633,7 +666,8 @@ struct rmsprop_centered_kernel {
                 const I square_avg_pattern = load(square_avg_pattern_kept + i);
                 const F grad_avg = load(grad_avg_kept + i);
                 const I square_avg_offset = fraction<0, 24>(noise) + square_avg_half_add;
-                const I square_avg_position = max(I(0), min(square_avg_pattern - square_avg_base, square_avg_base_sub)) * square_avg_scale + square_avg_offset;
+                const I square_avg_position = max(I(0), min(square_avg_pattern - square_avg_base, square_avg_base_sub))
+                    * square_avg_scale + square_avg_offset;
                 const I square_avg_code_2 = lshr(square_avg_position, 24);
                 const F square_avg_value_2 = as_float(square_avg_start_add + square_avg_code_2 * square_avg_step_2);
                 const F grad_avg_value = grad_avg / square_avg_value_2;
@@ -665,7 +699,12 @@ struct rmsprop_centered_kernel {
                 const int i = b * BLOCK + k;
                 const auto noise = words.kept(i);
                 const F grad_avg_value = load(grad_avg_value_kept + i);
-                const I grad_avg_pattern = bits(fma(grad_avg_value, 1.0f / fma(0.003937007859349251f, abs(grad_avg_value), grad_avg_divisor_mul), 3200.0f));
+                const I grad_avg_pattern = bits(
+                    fma(
+                        grad_avg_value, 1.0f / fma(0.003937007859349251f, abs(grad_avg_value), grad_avg_divisor_mul),
+                        3200.0f
+                    )
+                );
                 store(grad_avg_codes_at + i, grad_avg_pattern + integer<1>(noise) >> 12);
             }
         }
@@ -707,7 +746,8 @@ struct rmsprop_centered_small_kernel {
             const F square_avg = load(square_avg_at + i);
             const F g_3 = fma(weight_decay, p, g_2);                     // 27  g = l2(g, p, weight_decay)
             const F g_mul = one_minus_alpha * g_3;
-            const F grad_avg_2 = fma(alpha, grad_avg, g_mul);            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+            const F grad_avg_2 = fma(alpha, grad_avg, g_mul);
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
             const F square_avg_2 = fma(g_mul, g_3, alpha * square_avg);
             // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
@@ -728,7 +768,12 @@ struct rmsprop_centered_has_momentum_kernel {
     static constexpr int DRAWN = NOISE.mask({P, 0, 2, 1}), KEPT = NOISE.mask({P, 0, 2, 1});
     static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 4 + count(KEPT)), SCALARS = 7;
     // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}});
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>(
+        {
+            {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true},
+            {2, BLOCK_OF, true}
+        }
+    );
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -782,17 +827,23 @@ struct rmsprop_centered_has_momentum_kernel {
             const I16 grad_avg_scale = raw(grad_avg_scale_at + b);
             const I grad_avg_scale_bits = to_int(grad_avg_scale) << 15;
             const I grad_avg_scale_bits_2 = grad_avg_scale_bits & 0x7fffffff;
-            const F grad_avg_scale_2 = as_float(where(grad_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), grad_avg_scale_bits_2));
+            const F grad_avg_scale_2 = as_float(
+                where(grad_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), grad_avg_scale_bits_2)
+            );
             const I16 square_avg_range = raw(square_avg_range_at + b);
             const I square_avg_header = to_int(square_avg_range);
             const I square_avg_cells = max(I(4), square_avg_header & 255);
-            const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) - 0x4b400000;
+            const I square_avg_step = bits(
+                fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)
+            ) - 0x4b400000;
             const I square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1);
             const I square_avg_middle_2 = where(square_avg_header == 0, I(0), square_avg_middle);
             const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
             const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
             const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 0x7fffffff;
-            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2));
+            const F momentum_buffer_scale_2 = as_float(
+                where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2)
+            );
             const F grad_avg_scale_mul = alpha * grad_avg_scale_2;
             const F momentum_buffer_scale_mul = momentum * momentum_buffer_scale_2;
             store(square_avg_middle_2_kept + b, square_avg_middle_2);
@@ -838,13 +889,18 @@ struct rmsprop_centered_has_momentum_kernel {
                 const F g_3 = fma(weight_decay, p, g_2);                     // 27  g = l2(g, p, weight_decay)
                 const F g_mul = one_minus_alpha * g_3;
                 // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
-                const F grad_avg = fma(grad_avg_scale_mul, grad_avg_code_2 / (254.0f - grad_avg_bend) * square_avg_value, g_mul);
+                const F grad_avg = fma(
+                    grad_avg_scale_mul, grad_avg_code_2 / (254.0f - grad_avg_bend) * square_avg_value, g_mul
+                );
                 // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
                 const F square_avg_2 = fma(g_mul, g_3, alpha * square_avg);
                 // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
                 const F variance = max(F(0.0f), fma(-grad_avg, grad_avg, square_avg_2));
                 // 36  momentum_buffer = momentum * momentum_buffer + update
-                const F momentum_buffer = fma(g_3, 1.0f / (sqrt(variance) + eps), momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
+                const F momentum_buffer = fma(
+                    g_3, 1.0f / (sqrt(variance) + eps),
+                    momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend))
+                );
                 const I square_avg_pattern = bits(sqrt(square_avg_2));
                 const F momentum_buffer_abs = abs(momentum_buffer);
                 largest_of_block = larger<RAGGED>(largest_of_block, square_avg_pattern, i, end);
@@ -880,7 +936,9 @@ struct rmsprop_centered_has_momentum_kernel {
             const I square_avg_scale = square_avg_cells_2 << 2;
             const I square_avg_half_add = square_avg_half * square_avg_scale - 0x800000;
             const I square_avg_header_2 = square_avg_first - 128 << 8 | square_avg_cells_2;
-            const I square_avg_step_2 = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells_2), 12582912.0f)) - 0x4b400000;
+            const I square_avg_step_2 = bits(
+                fma(4194304.0f, 1.0f / to_float(square_avg_cells_2), 12582912.0f)
+            ) - 0x4b400000;
             const I square_avg_start_add = square_avg_start + (square_avg_step_2 >> 1);
             const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
             const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
@@ -925,7 +983,8 @@ struct rmsprop_centered_has_momentum_kernel {
                 const I square_avg_pattern = load(square_avg_pattern_kept + i);
                 const F grad_avg = load(grad_avg_kept + i);
                 const I square_avg_offset = fraction<0, 24>(noise) + square_avg_half_add;
-                const I square_avg_position = max(I(0), min(square_avg_pattern - square_avg_base, square_avg_base_sub)) * square_avg_scale + square_avg_offset;
+                const I square_avg_position = max(I(0), min(square_avg_pattern - square_avg_base, square_avg_base_sub))
+                    * square_avg_scale + square_avg_offset;
                 const I square_avg_code_2 = lshr(square_avg_position, 24);
                 const F square_avg_value_2 = as_float(square_avg_start_add + square_avg_code_2 * square_avg_step_2);
                 const F grad_avg_value = grad_avg / square_avg_value_2;
@@ -956,7 +1015,12 @@ struct rmsprop_centered_has_momentum_kernel {
                 const int i = b * BLOCK + k;
                 const auto noise = words.kept(i);
                 const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
+                const I momentum_buffer_pattern = bits(
+                    fma(
+                        momentum_buffer,
+                        1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f
+                    )
+                );
                 store(momentum_buffer_codes_at + i, momentum_buffer_pattern + integer<2>(noise) >> 12);
             }
         }
@@ -970,7 +1034,12 @@ struct rmsprop_centered_has_momentum_kernel {
                 const int i = b * BLOCK + k;
                 const auto noise = words.kept(i);
                 const F grad_avg_value = load(grad_avg_value_kept + i);
-                const I grad_avg_pattern = bits(fma(grad_avg_value, 1.0f / fma(0.003937007859349251f, abs(grad_avg_value), grad_avg_divisor_mul), 3200.0f));
+                const I grad_avg_pattern = bits(
+                    fma(
+                        grad_avg_value, 1.0f / fma(0.003937007859349251f, abs(grad_avg_value), grad_avg_divisor_mul),
+                        3200.0f
+                    )
+                );
                 store(grad_avg_codes_at + i, grad_avg_pattern + integer<1>(noise) >> 12);
             }
         }
@@ -984,7 +1053,8 @@ struct rmsprop_centered_has_momentum_small_kernel {
     static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
     // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}});
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT,
+        true}});
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -1016,7 +1086,8 @@ struct rmsprop_centered_has_momentum_small_kernel {
             const F momentum_buffer = load(momentum_buffer_at + i);
             const F g_3 = fma(weight_decay, p, g_2);                     // 27  g = l2(g, p, weight_decay)
             const F g_mul = one_minus_alpha * g_3;
-            const F grad_avg_2 = fma(alpha, grad_avg, g_mul);            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+            const F grad_avg_2 = fma(alpha, grad_avg, g_mul);
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
             const F square_avg_2 = fma(g_mul, g_3, alpha * square_avg);
             // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
@@ -1039,23 +1110,32 @@ template <class Grad> using rmsprop_bfloat16_small = rmsprop_small_kernel<weight
 template <class Grad> using rmsprop_float16 = rmsprop_kernel<weight_float16, Grad>;
 template <class Grad> using rmsprop_float16_small = rmsprop_small_kernel<weight_float16, Grad>;
 template <class Grad> using rmsprop_float32_has_momentum = rmsprop_has_momentum_kernel<weight_float32, Grad>;
-template <class Grad> using rmsprop_float32_has_momentum_small = rmsprop_has_momentum_small_kernel<weight_float32, Grad>;
+template <class Grad> using rmsprop_float32_has_momentum_small = rmsprop_has_momentum_small_kernel<weight_float32,
+    Grad>;
 template <class Grad> using rmsprop_bfloat16_has_momentum = rmsprop_has_momentum_kernel<weight_bfloat16, Grad>;
-template <class Grad> using rmsprop_bfloat16_has_momentum_small = rmsprop_has_momentum_small_kernel<weight_bfloat16, Grad>;
+template <class Grad> using rmsprop_bfloat16_has_momentum_small = rmsprop_has_momentum_small_kernel<weight_bfloat16,
+    Grad>;
 template <class Grad> using rmsprop_float16_has_momentum = rmsprop_has_momentum_kernel<weight_float16, Grad>;
-template <class Grad> using rmsprop_float16_has_momentum_small = rmsprop_has_momentum_small_kernel<weight_float16, Grad>;
+template <class Grad> using rmsprop_float16_has_momentum_small = rmsprop_has_momentum_small_kernel<weight_float16,
+    Grad>;
 template <class Grad> using rmsprop_float32_centered = rmsprop_centered_kernel<weight_float32, Grad>;
 template <class Grad> using rmsprop_float32_centered_small = rmsprop_centered_small_kernel<weight_float32, Grad>;
 template <class Grad> using rmsprop_bfloat16_centered = rmsprop_centered_kernel<weight_bfloat16, Grad>;
 template <class Grad> using rmsprop_bfloat16_centered_small = rmsprop_centered_small_kernel<weight_bfloat16, Grad>;
 template <class Grad> using rmsprop_float16_centered = rmsprop_centered_kernel<weight_float16, Grad>;
 template <class Grad> using rmsprop_float16_centered_small = rmsprop_centered_small_kernel<weight_float16, Grad>;
-template <class Grad> using rmsprop_float32_centered_has_momentum = rmsprop_centered_has_momentum_kernel<weight_float32, Grad>;
-template <class Grad> using rmsprop_float32_centered_has_momentum_small = rmsprop_centered_has_momentum_small_kernel<weight_float32, Grad>;
-template <class Grad> using rmsprop_bfloat16_centered_has_momentum = rmsprop_centered_has_momentum_kernel<weight_bfloat16, Grad>;
-template <class Grad> using rmsprop_bfloat16_centered_has_momentum_small = rmsprop_centered_has_momentum_small_kernel<weight_bfloat16, Grad>;
-template <class Grad> using rmsprop_float16_centered_has_momentum = rmsprop_centered_has_momentum_kernel<weight_float16, Grad>;
-template <class Grad> using rmsprop_float16_centered_has_momentum_small = rmsprop_centered_has_momentum_small_kernel<weight_float16, Grad>;
+template <class Grad> using rmsprop_float32_centered_has_momentum = rmsprop_centered_has_momentum_kernel<weight_float32,
+    Grad>;
+template <class Grad> using rmsprop_float32_centered_has_momentum_small =
+    rmsprop_centered_has_momentum_small_kernel<weight_float32, Grad>;
+template <class Grad> using rmsprop_bfloat16_centered_has_momentum =
+    rmsprop_centered_has_momentum_kernel<weight_bfloat16, Grad>;
+template <class Grad> using rmsprop_bfloat16_centered_has_momentum_small =
+    rmsprop_centered_has_momentum_small_kernel<weight_bfloat16, Grad>;
+template <class Grad> using rmsprop_float16_centered_has_momentum = rmsprop_centered_has_momentum_kernel<weight_float16,
+    Grad>;
+template <class Grad> using rmsprop_float16_centered_has_momentum_small =
+    rmsprop_centered_has_momentum_small_kernel<weight_float16, Grad>;
 
 }  // namespace
 

@@ -89,7 +89,8 @@ struct rprop_kernel {
             const F p = weight.decode(i);
             const F agreement = grad_scale * (g * prev);                           // 22  agreement = g * prev
             const M agreement_lt = agreement < 0.0f;
-            const F prev_2 = where(agreement_lt, F(0.0f), g_2);                    // 27  prev = where(agreement < 0, 0.0, g)
+            // 27  prev = where(agreement < 0, 0.0, g)
+            const F prev_2 = where(agreement_lt, F(0.0f), g_2);
             // 23  size = step_size + where(t > 1, 0.0, lr)
             const F size = step_size + where_lt_one_t_zero_lr;
             // 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))

@@ -60,7 +60,10 @@ struct weight_float16 {
         const I subnormal = bits(2.3283064365386963e-10f * to_float(wide));
         const I normal = (wide << 5) + 0x38000000;
         const I finite = where(wide < 0x40000, subnormal, normal);
-        return as_float(bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000))) | (high & 0x8000) << 16);
+        return as_float(
+            bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000)))
+            | (high & 0x8000) << 16
+        );
     }
     template <class Noise> void encode(int i, F x, const Noise &noise) const {
         const I x_bitcast = bits(x);
@@ -87,7 +90,9 @@ struct rprop_kernel {
     static constexpr int DRAWN = NOISE.mask({P, 0}), KEPT = NOISE.mask({0});
     static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2 + count(KEPT)), SCALARS = 6;
     // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}});
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>(
+        {{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}}
+    );
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -96,7 +101,8 @@ struct rprop_kernel {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict prev_codes_at = (uint8_t *)at[parts<Weight>() + 1];  // uint8 [n]  read and written
-        int16_t *__restrict prev_scale_at = (int16_t *)at[parts<Weight>() + 2];  // int16 [blocks of 64]  read and written
+        // int16 [blocks of 64]  read and written
+        int16_t *__restrict prev_scale_at = (int16_t *)at[parts<Weight>() + 2];
         // uint8 [n]  read and written
         uint8_t *__restrict step_size_codes_at = (uint8_t *)at[parts<Weight>() + 3];
         // int16 [blocks of 64]  read and written
@@ -166,14 +172,16 @@ struct rprop_kernel {
                 // 22  agreement = g * prev
                 const F agreement = prev_scale_mul * (g * prev_code_2 / (254.0f - prev_bend));
                 const M agreement_lt = agreement < 0.0f;
-                const F prev = where(agreement_lt, F(0.0f), g_2);                    // 27  prev = where(agreement < 0, 0.0, g)
+                // 27  prev = where(agreement < 0, 0.0, g)
+                const F prev = where(agreement_lt, F(0.0f), g_2);
                 // 23  size = step_size + where(t > 1, 0.0, lr)
                 const F size = fma(step_size_value, step_size_value, where_lt_one_t_zero_lr);
                 // 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
                 const F scaled = where(0.0f < agreement, etaplus * size, where(agreement_lt, etaminus * size, size));
                 // 25  step_size = clip(scaled, step_size_min, step_size_max)
                 const F step_size = min(max(scaled, step_size_min), step_size_max);
-                const F p_2 = fma(-sign(prev), step_size, p);                        // 28  p = p - sign(prev) * step_size
+                // 28  p = p - sign(prev) * step_size
+                const F p_2 = fma(-sign(prev), step_size, p);
                 const F prev_abs = abs(prev);
                 const I step_size_pattern = bits(sqrt(step_size));
                 prev_top = larger<RAGGED>(prev_top, bits(prev_abs), i, end);
@@ -235,8 +243,12 @@ struct rprop_kernel {
                 const I step_size_pattern = load(step_size_pattern_kept + i);
                 const F prev = load(prev_kept + i);
                 const I step_size_offset = fraction<0, 24>(noise) + step_size_half_add;
-                const I step_size_position = max(I(0), min(step_size_pattern - step_size_base, step_size_base_sub)) * step_size_scale + step_size_offset;
-                store(prev_codes_at + i, bits(fma(prev, 1.0f / fma(0.003937007859349251f, abs(prev), prev_divisor_mul), 12583040.0f)));
+                const I step_size_position = max(I(0), min(step_size_pattern - step_size_base, step_size_base_sub)) *
+                    step_size_scale + step_size_offset;
+                store(
+                    prev_codes_at + i,
+                    bits(fma(prev, 1.0f / fma(0.003937007859349251f, abs(prev), prev_divisor_mul), 12583040.0f))
+                );
                 store_byte<3>(step_size_codes_at + i, step_size_position);
             }
         }
@@ -278,7 +290,8 @@ struct rprop_small_kernel {
             const F p = weight.decode(i);
             const F agreement = grad_scale * (g * prev);                           // 22  agreement = g * prev
             const M agreement_lt = agreement < 0.0f;
-            const F prev_2 = where(agreement_lt, F(0.0f), g_2);                    // 27  prev = where(agreement < 0, 0.0, g)
+            // 27  prev = where(agreement < 0, 0.0, g)
+            const F prev_2 = where(agreement_lt, F(0.0f), g_2);
             // 23  size = step_size + where(t > 1, 0.0, lr)
             const F size = step_size + where_lt_one_t_zero_lr;
             // 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))

@@ -91,7 +91,12 @@ struct schedule_free_adamw_kernel {
             // 37  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_0 * g, g, beta2 * exp_avg_sq);
             // 38  step = g / (sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps) + weight_decay * p
-            const F step = fma(weight_decay, p, grad_scale_times_sqrt_one_minus_beta2_pow_t * g / (sqrt(exp_avg_sq_2) + eps_times_sqrt_one_minus_beta2_pow_t));
+            const F step = fma(
+                weight_decay, p,
+                grad_scale_times_sqrt_one_minus_beta2_pow_t * g / (
+                    sqrt(exp_avg_sq_2) + eps_times_sqrt_one_minus_beta2_pow_t
+                )
+            );
             // 39  p = p + c * (z - p) + rate * (beta1 * (1 - c) - 1) * step
             const F p_2 = fma(scalar_4, step, fma(c, z - p, p));
             const F z_2 = fma(scalar_5, step, z);                             // 40  z = z - rate * step

@@ -111,7 +111,9 @@ struct sgd_has_momentum_kernel {
             const F p = weight.decode(i);
             const F g = Grad::load(g_at + i);
             // 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-            const F momentum_buffer_2 = fma(where_lt_one_t_momentum_zero, momentum_buffer, fma(scalar_1, p, scalar_0 * g));
+            const F momentum_buffer_2 = fma(
+                where_lt_one_t_momentum_zero, momentum_buffer, fma(scalar_1, p, scalar_0 * g)
+            );
             const F p_2 = fma(minus_lr, momentum_buffer_2, p);  // 25  p = p - lr * update
             weight.encode(i, p_2, noise);
             store(momentum_buffer_at + i, momentum_buffer_2);
@@ -153,7 +155,9 @@ struct sgd_nesterov_has_momentum_kernel {
             const F momentum_buffer = load(momentum_buffer_at + i);
             const F g_3 = fma(weight_decay, p, g_2);                 // 20  g = l2(g, p, weight_decay)
             // 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-            const F momentum_buffer_2 = fma(where_lt_one_t_one_minus_dampening_one, g_3, where_lt_one_t_momentum_zero * momentum_buffer);
+            const F momentum_buffer_2 = fma(
+                where_lt_one_t_one_minus_dampening_one, g_3, where_lt_one_t_momentum_zero * momentum_buffer
+            );
             // 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
             const F update = fma(momentum, momentum_buffer_2, g_3);
             const F p_2 = fma(minus_lr, update, p);                  // 25  p = p - lr * update
@@ -170,7 +174,8 @@ template <class Grad> using sgd_float32_has_momentum = sgd_has_momentum_kernel<w
 template <class Grad> using sgd_bfloat16_has_momentum = sgd_has_momentum_kernel<weight_bfloat16, Grad>;
 template <class Grad> using sgd_float16_has_momentum = sgd_has_momentum_kernel<weight_float16, Grad>;
 template <class Grad> using sgd_float32_nesterov_has_momentum = sgd_nesterov_has_momentum_kernel<weight_float32, Grad>;
-template <class Grad> using sgd_bfloat16_nesterov_has_momentum = sgd_nesterov_has_momentum_kernel<weight_bfloat16, Grad>;
+template <class Grad> using sgd_bfloat16_nesterov_has_momentum = sgd_nesterov_has_momentum_kernel<weight_bfloat16,
+    Grad>;
 template <class Grad> using sgd_float16_nesterov_has_momentum = sgd_nesterov_has_momentum_kernel<weight_float16, Grad>;
 
 }  // namespace

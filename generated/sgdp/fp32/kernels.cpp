@@ -145,8 +145,16 @@ struct sgdp_kernel_2 {
             const F row_sum_for_invariant_3 = load(row_sum_for_invariant_3_at + i);
             const F row_sum_of_p = load(row_sum_of_p_at + i);
             const F row_sum_for_invariant_2_add = sqrt(row_sum_for_invariant_2) + eps;
-            store(tensor_max_for_invariant_at + i, abs(grad_scale * row_sum_for_invariant) / (row_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)));
-            store(row_sum_of_p_over_row_mul_3_at + i, row_sum_of_p / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add));
+            store(
+                tensor_max_for_invariant_at + i,
+                abs(grad_scale * row_sum_for_invariant) / (
+                    row_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)
+                )
+            );
+            store(
+                row_sum_of_p_over_row_mul_3_at + i,
+                row_sum_of_p / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add)
+            );
             store(tensor_sum_for_invariant_at + i, row_sum_for_invariant);
             store(tensor_sum_for_invariant_2_at + i, row_sum_for_invariant_2);
             store(tensor_sum_for_invariant_3_at + i, row_sum_for_invariant_3);
@@ -228,9 +236,17 @@ struct sgdp_kernel_4 {
             const F delta_over_sqrt_elements = load(delta_over_sqrt_elements_at + i);
             const F tensor_sum_of_p = load(tensor_sum_of_p_at + i);
             const F tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps;
-            const M delta_over_sqrt_elements_lt = abs(grad_scale * tensor_sum_for_invariant) / (tensor_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements;
+            const M delta_over_sqrt_elements_lt = abs(grad_scale * tensor_sum_for_invariant) /
+                (tensor_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) +
+                eps)) < delta_over_sqrt_elements;
             store(lt_tensor_div_delta_over_sqrt_elements_at + i, where(delta_over_sqrt_elements_lt, F(1.0f), F(0.0f)));
-            store(tensor_sum_of_p_over_tensor_mul_3_2_at + i, where(delta_over_sqrt_elements_lt, tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), F(0.0f)));
+            store(
+                tensor_sum_of_p_over_tensor_mul_3_2_at + i,
+                where(
+                    delta_over_sqrt_elements_lt,
+                    tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), F(0.0f)
+                )
+            );
         }
     }
 };
@@ -273,7 +289,9 @@ struct sgdp_kernel_5 {
             const F lt_tensor_div_delta_over_sqrt_elements = load(lt_tensor_div_delta_over_sqrt_elements_at + i);
             const M tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns;
             // 27  update, invariant = without_radial(update, p, g, delta, eps)
-            const F invariant = where(tensor_max_for_invariant_lt | 0.0f < lt_tensor_div_delta_over_sqrt_elements, F(1.0f), F(0.0f));
+            const F invariant = where(
+                tensor_max_for_invariant_lt | 0.0f < lt_tensor_div_delta_over_sqrt_elements, F(1.0f), F(0.0f)
+            );
             // 28  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
             const F weight_decay = weight_decay_2 * fma(minus_one_minus_wd_ratio, invariant, 1.0f);
             store(tensor_lt_at + i, where(tensor_max_for_invariant_lt, F(1.0f), F(0.0f)));
@@ -311,7 +329,10 @@ struct sgdp_kernel_6 {
             const F tensor_lt = F(*tensor_lt_at);
             const F row_sum_of_p_over_row_mul_3 = load(row_sum_of_p_over_row_mul_3_at + i);
             const F tensor_sum_of_p_over_tensor_mul_3_2 = F(*tensor_sum_of_p_over_tensor_mul_3_2_at);
-            store(row_sum_of_p_over_row_mul_3_2_at + i, where(0.0f < tensor_lt, row_sum_of_p_over_row_mul_3, tensor_sum_of_p_over_tensor_mul_3_2));
+            store(
+                row_sum_of_p_over_row_mul_3_2_at + i,
+                where(0.0f < tensor_lt, row_sum_of_p_over_row_mul_3, tensor_sum_of_p_over_tensor_mul_3_2)
+            );
         }
     }
 };
@@ -459,8 +480,16 @@ struct sgdp_kernel_2_2 {
             const F row_sum_for_invariant_3 = load(row_sum_for_invariant_3_at + i);
             const F row_sum_of_momentum_buffer = load(row_sum_of_momentum_buffer_at + i);
             const F row_sum_for_invariant_2_add = sqrt(row_sum_for_invariant_2) + eps;
-            store(tensor_max_for_invariant_at + i, abs(grad_scale * row_sum_for_invariant) / (row_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)));
-            store(row_sum_of_momentum_buffer_over_row_mul_3_at + i, row_sum_of_momentum_buffer / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add));
+            store(
+                tensor_max_for_invariant_at + i,
+                abs(grad_scale * row_sum_for_invariant) / (
+                    row_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)
+                )
+            );
+            store(
+                row_sum_of_momentum_buffer_over_row_mul_3_at + i,
+                row_sum_of_momentum_buffer / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add)
+            );
             store(tensor_sum_for_invariant_at + i, row_sum_for_invariant);
             store(tensor_sum_for_invariant_2_at + i, row_sum_for_invariant_2);
             store(tensor_sum_for_invariant_3_at + i, row_sum_for_invariant_3);
@@ -515,9 +544,18 @@ struct sgdp_kernel_4_2 {
             const F delta_over_sqrt_elements = load(delta_over_sqrt_elements_at + i);
             const F tensor_sum_of_momentum_buffer = load(tensor_sum_of_momentum_buffer_at + i);
             const F tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps;
-            const M delta_over_sqrt_elements_lt = abs(grad_scale * tensor_sum_for_invariant) / (tensor_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements;
+            const M delta_over_sqrt_elements_lt = abs(grad_scale * tensor_sum_for_invariant) /
+                (tensor_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) +
+                eps)) < delta_over_sqrt_elements;
             store(lt_tensor_div_delta_over_sqrt_elements_at + i, where(delta_over_sqrt_elements_lt, F(1.0f), F(0.0f)));
-            store(tensor_sum_of_momentum_buffer_over_tensor_mul_3_2_at + i, where(delta_over_sqrt_elements_lt, tensor_sum_of_momentum_buffer / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), F(0.0f)));
+            store(
+                tensor_sum_of_momentum_buffer_over_tensor_mul_3_2_at + i,
+                where(
+                    delta_over_sqrt_elements_lt,
+                    tensor_sum_of_momentum_buffer / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add),
+                    F(0.0f)
+                )
+            );
         }
     }
 };
@@ -551,8 +589,15 @@ struct sgdp_kernel_6_2 {
         for (int i = 0; i < count; i += W) {
             const F tensor_lt = F(*tensor_lt_at);
             const F row_sum_of_momentum_buffer_over_row_mul_3 = load(row_sum_of_momentum_buffer_over_row_mul_3_at + i);
-            const F tensor_sum_of_momentum_buffer_over_tensor_mul_3_2 = F(*tensor_sum_of_momentum_buffer_over_tensor_mul_3_2_at);
-            store(row_sum_of_momentum_buffer_over_row_mul_3_2_at + i, where(0.0f < tensor_lt, row_sum_of_momentum_buffer_over_row_mul_3, tensor_sum_of_momentum_buffer_over_tensor_mul_3_2));
+            const F tensor_sum_of_momentum_buffer_over_tensor_mul_3_2 =
+                F(*tensor_sum_of_momentum_buffer_over_tensor_mul_3_2_at);
+            store(
+                row_sum_of_momentum_buffer_over_row_mul_3_2_at + i,
+                where(
+                    0.0f < tensor_lt, row_sum_of_momentum_buffer_over_row_mul_3,
+                    tensor_sum_of_momentum_buffer_over_tensor_mul_3_2
+                )
+            );
         }
     }
 };
@@ -589,7 +634,9 @@ struct sgdp_kernel_7_2 {
             const F p = widened(p_stored);                        // bf16, nearest
             const F momentum_buffer = load(momentum_buffer_at + i);
             // 27  update, invariant = without_radial(update, p, g, delta, eps)
-            const F update = fma(-load(row_sum_of_momentum_buffer_over_row_mul_3_2_at + (i & row_mask)), p, momentum_buffer);
+            const F update = fma(
+                -load(row_sum_of_momentum_buffer_over_row_mul_3_2_at + (i & row_mask)), p, momentum_buffer
+            );
             const F p_2 = p * one_minus_lr_times_weight_decay_2;  // 29  p = decoupled(p, lr, weight_decay)
             const F p_3 = fma(minus_lr, update, p_2);             // 30  p = p - lr * update
             const I p_x_bits = bits(p_3);
@@ -680,7 +727,9 @@ struct sgdp_kernel_7_3 {
             const F p = widen_half(p_stored);                     // f16, nearest
             const F momentum_buffer = load(momentum_buffer_at + i);
             // 27  update, invariant = without_radial(update, p, g, delta, eps)
-            const F update = fma(-load(row_sum_of_momentum_buffer_over_row_mul_3_2_at + (i & row_mask)), p, momentum_buffer);
+            const F update = fma(
+                -load(row_sum_of_momentum_buffer_over_row_mul_3_2_at + (i & row_mask)), p, momentum_buffer
+            );
             const F p_2 = p * one_minus_lr_times_weight_decay_2;  // 29  p = decoupled(p, lr, weight_decay)
             const F p_3 = fma(minus_lr, update, p_2);             // 30  p = p - lr * update
             store(p_at + i, narrow_half(p_3));
@@ -820,8 +869,16 @@ struct sgdp_nesterov_kernel_2 {
             const F row_sum_for_invariant_3 = load(row_sum_for_invariant_3_at + i);
             const F row_sum_of_p = load(row_sum_of_p_at + i);
             const F row_sum_for_invariant_2_add = sqrt(row_sum_for_invariant_2) + eps;
-            store(tensor_max_for_invariant_at + i, abs(grad_scale * row_sum_for_invariant) / (row_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)));
-            store(row_sum_of_p_over_row_mul_3_at + i, row_sum_of_p / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add));
+            store(
+                tensor_max_for_invariant_at + i,
+                abs(grad_scale * row_sum_for_invariant) / (
+                    row_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)
+                )
+            );
+            store(
+                row_sum_of_p_over_row_mul_3_at + i,
+                row_sum_of_p / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add)
+            );
             store(tensor_sum_for_invariant_at + i, row_sum_for_invariant);
             store(tensor_sum_for_invariant_2_at + i, row_sum_for_invariant_2);
             store(tensor_sum_for_invariant_3_at + i, row_sum_for_invariant_3);
@@ -875,9 +932,17 @@ struct sgdp_nesterov_kernel_4 {
             const F delta_over_sqrt_elements = load(delta_over_sqrt_elements_at + i);
             const F tensor_sum_of_p = load(tensor_sum_of_p_at + i);
             const F tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps;
-            const M delta_over_sqrt_elements_lt = abs(grad_scale * tensor_sum_for_invariant) / (tensor_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements;
+            const M delta_over_sqrt_elements_lt = abs(grad_scale * tensor_sum_for_invariant) /
+                (tensor_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) +
+                eps)) < delta_over_sqrt_elements;
             store(lt_tensor_div_delta_over_sqrt_elements_at + i, where(delta_over_sqrt_elements_lt, F(1.0f), F(0.0f)));
-            store(tensor_sum_of_p_over_tensor_mul_3_2_at + i, where(delta_over_sqrt_elements_lt, tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), F(0.0f)));
+            store(
+                tensor_sum_of_p_over_tensor_mul_3_2_at + i,
+                where(
+                    delta_over_sqrt_elements_lt,
+                    tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), F(0.0f)
+                )
+            );
         }
     }
 };
@@ -1036,8 +1101,16 @@ struct sgdp_nesterov_kernel_2_2 {
             const F row_sum_for_invariant_3 = load(row_sum_for_invariant_3_at + i);
             const F row_sum_of_update = load(row_sum_of_update_at + i);
             const F row_sum_for_invariant_2_add = sqrt(row_sum_for_invariant_2) + eps;
-            store(tensor_max_for_invariant_at + i, abs(grad_scale * row_sum_for_invariant) / (row_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)));
-            store(row_sum_of_update_over_row_mul_3_at + i, row_sum_of_update / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add));
+            store(
+                tensor_max_for_invariant_at + i,
+                abs(grad_scale * row_sum_for_invariant) / (
+                    row_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)
+                )
+            );
+            store(
+                row_sum_of_update_over_row_mul_3_at + i,
+                row_sum_of_update / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add)
+            );
             store(tensor_sum_for_invariant_at + i, row_sum_for_invariant);
             store(tensor_sum_for_invariant_2_at + i, row_sum_for_invariant_2);
             store(tensor_sum_for_invariant_3_at + i, row_sum_for_invariant_3);
@@ -1091,9 +1164,17 @@ struct sgdp_nesterov_kernel_4_2 {
             const F delta_over_sqrt_elements = load(delta_over_sqrt_elements_at + i);
             const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
             const F tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps;
-            const M delta_over_sqrt_elements_lt = abs(grad_scale * tensor_sum_for_invariant) / (tensor_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements;
+            const M delta_over_sqrt_elements_lt = abs(grad_scale * tensor_sum_for_invariant) /
+                (tensor_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) +
+                eps)) < delta_over_sqrt_elements;
             store(lt_tensor_div_delta_over_sqrt_elements_at + i, where(delta_over_sqrt_elements_lt, F(1.0f), F(0.0f)));
-            store(tensor_sum_of_update_over_tensor_mul_3_2_at + i, where(delta_over_sqrt_elements_lt, tensor_sum_of_update / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), F(0.0f)));
+            store(
+                tensor_sum_of_update_over_tensor_mul_3_2_at + i,
+                where(
+                    delta_over_sqrt_elements_lt,
+                    tensor_sum_of_update / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), F(0.0f)
+                )
+            );
         }
     }
 };
@@ -1128,7 +1209,10 @@ struct sgdp_nesterov_kernel_6 {
             const F tensor_lt = F(*tensor_lt_at);
             const F row_sum_of_update_over_row_mul_3 = load(row_sum_of_update_over_row_mul_3_at + i);
             const F tensor_sum_of_update_over_tensor_mul_3_2 = F(*tensor_sum_of_update_over_tensor_mul_3_2_at);
-            store(row_sum_of_update_over_row_mul_3_2_at + i, where(0.0f < tensor_lt, row_sum_of_update_over_row_mul_3, tensor_sum_of_update_over_tensor_mul_3_2));
+            store(
+                row_sum_of_update_over_row_mul_3_2_at + i,
+                where(0.0f < tensor_lt, row_sum_of_update_over_row_mul_3, tensor_sum_of_update_over_tensor_mul_3_2)
+            );
         }
     }
 };
@@ -1589,9 +1673,12 @@ template <class Grad> using sgdp_float16_no_projected = sgdp_no_projected_kernel
 template <class Grad> using sgdp_float32_nesterov = sgdp_nesterov_step<weight_float32, Grad>;
 template <class Grad> using sgdp_bfloat16_nesterov = sgdp_nesterov_step_2<weight_float32, Grad>;
 template <class Grad> using sgdp_float16_nesterov = sgdp_nesterov_step_3<weight_float32, Grad>;
-template <class Grad> using sgdp_float32_nesterov_no_projected = sgdp_nesterov_no_projected_kernel<weight_float32, Grad>;
-template <class Grad> using sgdp_bfloat16_nesterov_no_projected = sgdp_nesterov_no_projected_kernel<weight_bfloat16, Grad>;
-template <class Grad> using sgdp_float16_nesterov_no_projected = sgdp_nesterov_no_projected_kernel<weight_float16, Grad>;
+template <class Grad> using sgdp_float32_nesterov_no_projected = sgdp_nesterov_no_projected_kernel<weight_float32,
+    Grad>;
+template <class Grad> using sgdp_bfloat16_nesterov_no_projected = sgdp_nesterov_no_projected_kernel<weight_bfloat16,
+    Grad>;
+template <class Grad> using sgdp_float16_nesterov_no_projected = sgdp_nesterov_no_projected_kernel<weight_float16,
+    Grad>;
 
 }  // namespace
 

@@ -35,7 +35,10 @@ def sgdp_float32_1_tile(
     momentum_buffer = tl.fma(one_minus_dampening_times_grad_scale, g, momentum * momentum_buffer)
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
-    return term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(momentum_buffer, at, live, MASKED)
+    return (
+        term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(g, at, live, MASKED),
+        term(p, at, live, MASKED), term(momentum_buffer, at, live, MASKED)
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -81,8 +84,20 @@ def sgdp_float32_2_values(
     row_sum_for_invariant_3 = get(row_sum_for_invariant_3_ptr, at, live, True)
     row_sum_of_p = get(row_sum_of_p_ptr, at, live, True)
     row_sum_for_invariant_2_add = tl.sqrt(row_sum_for_invariant_2) + eps
-    put(row_sum_of_p_over_row_mul_3_ptr, at, row_sum_of_p / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add), live, True)
-    return term(tl.abs(grad_scale * row_sum_for_invariant) / (row_sum_for_invariant_2_add * (tl.sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)), at, live, True, True), term(row_sum_for_invariant, at, live, True), term(row_sum_for_invariant_2, at, live, True), term(row_sum_for_invariant_3, at, live, True), term(row_sum_of_p, at, live, True)
+    put(
+        row_sum_of_p_over_row_mul_3_ptr, at, row_sum_of_p / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add),
+        live, True
+    )
+    return (
+        term(
+            tl.abs(grad_scale * row_sum_for_invariant) / (
+                row_sum_for_invariant_2_add * (tl.sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)
+            ),
+            at, live, True, True
+        ),
+        term(row_sum_for_invariant, at, live, True), term(row_sum_for_invariant_2, at, live, True),
+        term(row_sum_for_invariant_3, at, live, True), term(row_sum_of_p, at, live, True)
+    )
 
 
 @triton.jit
@@ -102,7 +117,10 @@ def sgdp_float32_2_round(
         lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
         at = lane
         live = lane < end * rows
-        tensor_max_term, row_sum_for_invariant_term, row_sum_for_invariant_2_term, row_sum_for_invariant_3_term, row_sum_of_p_term = sgdp_float32_2_values(
+        (
+            tensor_max_term, row_sum_for_invariant_term, row_sum_for_invariant_2_term, row_sum_for_invariant_3_term,
+            row_sum_of_p_term
+        ) = sgdp_float32_2_values(
             row_sum_of_p_over_row_mul_3_ptr, row_sum_for_invariant_ptr, row_sum_for_invariant_2_ptr,
             row_sum_for_invariant_3_ptr, row_sum_of_p_ptr, at, live, eps, grad_scale, grad_scale_times_grad_scale,
         )
@@ -112,9 +130,15 @@ def sgdp_float32_2_round(
         row_sum_for_invariant_3_terms += tl.sum(row_sum_for_invariant_3_term, 0)
         row_sum_of_p_terms += tl.sum(row_sum_of_p_term, 0)
     tl.store(tensor_max_for_invariant_ptr + tl.arange(0, 1), fold(tl.reshape(tensor_max_terms, [1, 256]), True))
-    tl.store(tensor_sum_for_invariant_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_terms, [1, 256]), 1))
-    tl.store(tensor_sum_for_invariant_2_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_2_terms, [1, 256]), 1))
-    tl.store(tensor_sum_for_invariant_3_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_3_terms, [1, 256]), 1))
+    tl.store(
+        tensor_sum_for_invariant_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_terms, [1, 256]), 1)
+    )
+    tl.store(
+        tensor_sum_for_invariant_2_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_2_terms, [1, 256]), 1)
+    )
+    tl.store(
+        tensor_sum_for_invariant_3_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_3_terms, [1, 256]), 1)
+    )
     tl.store(tensor_sum_of_p_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_of_p_terms, [1, 256]), 1))
 
 
@@ -151,9 +175,17 @@ def sgdp_float32_4_values(
     delta_over_sqrt_elements = tl.load(delta_over_sqrt_elements_ptr)
     tensor_sum_of_p = tl.load(tensor_sum_of_p_ptr)
     tensor_sum_for_invariant_2_add = tl.sqrt(tensor_sum_for_invariant_2) + eps
-    delta_over_sqrt_elements_lt = tl.abs(grad_scale * tensor_sum_for_invariant) / (tensor_sum_for_invariant_2_add * (tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
+    delta_over_sqrt_elements_lt = tl.abs(grad_scale * tensor_sum_for_invariant) / (
+        tensor_sum_for_invariant_2_add * (tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) + eps)
+    ) < delta_over_sqrt_elements
     tl.store(lt_tensor_div_delta_over_sqrt_elements_ptr, tl.where(delta_over_sqrt_elements_lt, 1.0, 0.0))
-    tl.store(tensor_sum_of_p_over_tensor_mul_3_2_ptr, tl.where(delta_over_sqrt_elements_lt, tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0))
+    tl.store(
+        tensor_sum_of_p_over_tensor_mul_3_2_ptr,
+        tl.where(
+            delta_over_sqrt_elements_lt,
+            tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0
+        )
+    )
 
 
 @triton.jit
@@ -213,7 +245,10 @@ def sgdp_float32_6_values(
     tensor_lt = tl.load(tensor_lt_ptr)
     row_sum_of_p_over_row_mul_3 = get(row_sum_of_p_over_row_mul_3_ptr, at, live, True)
     tensor_sum_of_p_over_tensor_mul_3_2 = tl.load(tensor_sum_of_p_over_tensor_mul_3_2_ptr)
-    put(row_sum_of_p_over_row_mul_3_2_ptr, at, tl.where(0.0 < tensor_lt, row_sum_of_p_over_row_mul_3, tensor_sum_of_p_over_tensor_mul_3_2), live, True)
+    put(
+        row_sum_of_p_over_row_mul_3_2_ptr, at,
+        tl.where(0.0 < tensor_lt, row_sum_of_p_over_row_mul_3, tensor_sum_of_p_over_tensor_mul_3_2), live, True
+    )
 
 
 @triton.jit
@@ -362,7 +397,10 @@ def sgdp_bfloat16_1_tile(
     momentum_buffer = tl.fma(one_minus_dampening_times_grad_scale, g_cast, momentum * momentum_buffer)
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
-    return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(momentum_buffer, at, live, MASKED)
+    return (
+        term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED),
+        term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(momentum_buffer, at, live, MASKED)
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -409,8 +447,20 @@ def sgdp_bfloat16_2_values(
     row_sum_for_invariant_3 = get(row_sum_for_invariant_3_ptr, at, live, True)
     row_sum_of_momentum_buffer = get(row_sum_of_momentum_buffer_ptr, at, live, True)
     row_sum_for_invariant_2_add = tl.sqrt(row_sum_for_invariant_2) + eps
-    put(row_sum_of_momentum_buffer_over_row_mul_3_ptr, at, row_sum_of_momentum_buffer / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add), live, True)
-    return term(tl.abs(grad_scale * row_sum_for_invariant) / (row_sum_for_invariant_2_add * (tl.sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)), at, live, True, True), term(row_sum_for_invariant, at, live, True), term(row_sum_for_invariant_2, at, live, True), term(row_sum_for_invariant_3, at, live, True), term(row_sum_of_momentum_buffer, at, live, True)
+    put(
+        row_sum_of_momentum_buffer_over_row_mul_3_ptr, at,
+        row_sum_of_momentum_buffer / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add), live, True
+    )
+    return (
+        term(
+            tl.abs(grad_scale * row_sum_for_invariant) / (
+                row_sum_for_invariant_2_add * (tl.sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)
+            ),
+            at, live, True, True
+        ),
+        term(row_sum_for_invariant, at, live, True), term(row_sum_for_invariant_2, at, live, True),
+        term(row_sum_for_invariant_3, at, live, True), term(row_sum_of_momentum_buffer, at, live, True)
+    )
 
 
 @triton.jit
@@ -431,7 +481,10 @@ def sgdp_bfloat16_2_round(
         lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
         at = lane
         live = lane < end * rows
-        tensor_max_term, row_sum_for_invariant_term, row_sum_for_invariant_2_term, row_sum_for_invariant_3_term, row_sum_of_momentum_buffer_term = sgdp_bfloat16_2_values(
+        (
+            tensor_max_term, row_sum_for_invariant_term, row_sum_for_invariant_2_term, row_sum_for_invariant_3_term,
+            row_sum_of_momentum_buffer_term
+        ) = sgdp_bfloat16_2_values(
             row_sum_of_momentum_buffer_over_row_mul_3_ptr, row_sum_for_invariant_ptr, row_sum_for_invariant_2_ptr,
             row_sum_for_invariant_3_ptr, row_sum_of_momentum_buffer_ptr, at, live, eps, grad_scale,
             grad_scale_times_grad_scale,
@@ -442,10 +495,19 @@ def sgdp_bfloat16_2_round(
         row_sum_for_invariant_3_terms += tl.sum(row_sum_for_invariant_3_term, 0)
         row_sum_of_momentum_buffer_terms += tl.sum(row_sum_of_momentum_buffer_term, 0)
     tl.store(tensor_max_for_invariant_ptr + tl.arange(0, 1), fold(tl.reshape(tensor_max_terms, [1, 256]), True))
-    tl.store(tensor_sum_for_invariant_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_terms, [1, 256]), 1))
-    tl.store(tensor_sum_for_invariant_2_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_2_terms, [1, 256]), 1))
-    tl.store(tensor_sum_for_invariant_3_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_3_terms, [1, 256]), 1))
-    tl.store(tensor_sum_of_momentum_buffer_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_of_momentum_buffer_terms, [1, 256]), 1))
+    tl.store(
+        tensor_sum_for_invariant_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_terms, [1, 256]), 1)
+    )
+    tl.store(
+        tensor_sum_for_invariant_2_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_2_terms, [1, 256]), 1)
+    )
+    tl.store(
+        tensor_sum_for_invariant_3_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_3_terms, [1, 256]), 1)
+    )
+    tl.store(
+        tensor_sum_of_momentum_buffer_ptr + tl.arange(0, 1),
+        tl.sum(tl.reshape(row_sum_of_momentum_buffer_terms, [1, 256]), 1)
+    )
 
 
 @triton.jit
@@ -462,9 +524,17 @@ def sgdp_bfloat16_4_values(
     delta_over_sqrt_elements = tl.load(delta_over_sqrt_elements_ptr)
     tensor_sum_of_momentum_buffer = tl.load(tensor_sum_of_momentum_buffer_ptr)
     tensor_sum_for_invariant_2_add = tl.sqrt(tensor_sum_for_invariant_2) + eps
-    delta_over_sqrt_elements_lt = tl.abs(grad_scale * tensor_sum_for_invariant) / (tensor_sum_for_invariant_2_add * (tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
+    delta_over_sqrt_elements_lt = tl.abs(grad_scale * tensor_sum_for_invariant) / (
+        tensor_sum_for_invariant_2_add * (tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) + eps)
+    ) < delta_over_sqrt_elements
     tl.store(lt_tensor_div_delta_over_sqrt_elements_ptr, tl.where(delta_over_sqrt_elements_lt, 1.0, 0.0))
-    tl.store(tensor_sum_of_momentum_buffer_over_tensor_mul_3_2_ptr, tl.where(delta_over_sqrt_elements_lt, tensor_sum_of_momentum_buffer / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0))
+    tl.store(
+        tensor_sum_of_momentum_buffer_over_tensor_mul_3_2_ptr,
+        tl.where(
+            delta_over_sqrt_elements_lt,
+            tensor_sum_of_momentum_buffer / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0
+        )
+    )
 
 
 @triton.jit
@@ -493,7 +563,14 @@ def sgdp_bfloat16_6_values(
     tensor_lt = tl.load(tensor_lt_ptr)
     row_sum_of_momentum_buffer_over_row_mul_3 = get(row_sum_of_momentum_buffer_over_row_mul_3_ptr, at, live, True)
     tensor_sum_of_momentum_buffer_over_tensor_mul_3_2 = tl.load(tensor_sum_of_momentum_buffer_over_tensor_mul_3_2_ptr)
-    put(row_sum_of_momentum_buffer_over_row_mul_3_2_ptr, at, tl.where(0.0 < tensor_lt, row_sum_of_momentum_buffer_over_row_mul_3, tensor_sum_of_momentum_buffer_over_tensor_mul_3_2), live, True)
+    put(
+        row_sum_of_momentum_buffer_over_row_mul_3_2_ptr, at,
+        tl.where(
+            0.0 < tensor_lt, row_sum_of_momentum_buffer_over_row_mul_3,
+            tensor_sum_of_momentum_buffer_over_tensor_mul_3_2
+        ),
+        live, True
+    )
 
 
 @triton.jit
@@ -592,7 +669,9 @@ def sgdp_bfloat16_7_tile(
 ):
     """One tile."""
     # -- load and decode
-    row_sum_of_momentum_buffer_over_row_mul_3_2 = get(row_sum_of_momentum_buffer_over_row_mul_3_2_ptr, at_row, live_row, MASKED)
+    row_sum_of_momentum_buffer_over_row_mul_3_2 = get(
+        row_sum_of_momentum_buffer_over_row_mul_3_2_ptr, at_row, live_row, MASKED
+    )
     p_stored = get(p_ptr, at, live, MASKED)
     p = widened(p_stored)  # bf16, nearest
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
@@ -605,7 +684,10 @@ def sgdp_bfloat16_7_tile(
     # -- encode and store
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(
+        p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live,
+        MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -650,7 +732,10 @@ def sgdp_float16_1_tile(
     momentum_buffer = tl.fma(one_minus_dampening_times_grad_scale, g_cast, momentum * momentum_buffer)
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
-    return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(momentum_buffer, at, live, MASKED)
+    return (
+        term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED),
+        term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(momentum_buffer, at, live, MASKED)
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -693,7 +778,9 @@ def sgdp_float16_7_tile(
 ):
     """One tile."""
     # -- load and decode
-    row_sum_of_momentum_buffer_over_row_mul_3_2 = get(row_sum_of_momentum_buffer_over_row_mul_3_2_ptr, at_row, live_row, MASKED)
+    row_sum_of_momentum_buffer_over_row_mul_3_2 = get(
+        row_sum_of_momentum_buffer_over_row_mul_3_2_ptr, at_row, live_row, MASKED
+    )
     p_stored = get(p_ptr, at, live, MASKED)
     p = p_stored.to(tl.float32)  # f16, nearest
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
@@ -746,7 +833,10 @@ def sgdp_float32_nesterov_1_tile(
     # 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
     update = tl.fma(grad_scale, g, tl.fma(scalar_1, g, momentum_times_momentum * momentum_buffer))
     # -- encode and store
-    return term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
+    return (
+        term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(g, at, live, MASKED),
+        term(p, at, live, MASKED), term(update, at, live, MASKED)
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -859,7 +949,10 @@ def sgdp_bfloat16_nesterov_1_tile(
     # 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
     update = tl.fma(grad_scale, g_cast, tl.fma(scalar_1, g_cast, momentum_times_momentum * momentum_buffer))
     # -- encode and store
-    return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
+    return (
+        term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED),
+        term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -906,8 +999,20 @@ def sgdp_bfloat16_nesterov_2_values(
     row_sum_for_invariant_3 = get(row_sum_for_invariant_3_ptr, at, live, True)
     row_sum_of_update = get(row_sum_of_update_ptr, at, live, True)
     row_sum_for_invariant_2_add = tl.sqrt(row_sum_for_invariant_2) + eps
-    put(row_sum_of_update_over_row_mul_3_ptr, at, row_sum_of_update / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add), live, True)
-    return term(tl.abs(grad_scale * row_sum_for_invariant) / (row_sum_for_invariant_2_add * (tl.sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)), at, live, True, True), term(row_sum_for_invariant, at, live, True), term(row_sum_for_invariant_2, at, live, True), term(row_sum_for_invariant_3, at, live, True), term(row_sum_of_update, at, live, True)
+    put(
+        row_sum_of_update_over_row_mul_3_ptr, at,
+        row_sum_of_update / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add), live, True
+    )
+    return (
+        term(
+            tl.abs(grad_scale * row_sum_for_invariant) / (
+                row_sum_for_invariant_2_add * (tl.sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)
+            ),
+            at, live, True, True
+        ),
+        term(row_sum_for_invariant, at, live, True), term(row_sum_for_invariant_2, at, live, True),
+        term(row_sum_for_invariant_3, at, live, True), term(row_sum_of_update, at, live, True)
+    )
 
 
 @triton.jit
@@ -928,7 +1033,10 @@ def sgdp_bfloat16_nesterov_2_round(
         lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
         at = lane
         live = lane < end * rows
-        tensor_max_term, row_sum_for_invariant_term, row_sum_for_invariant_2_term, row_sum_for_invariant_3_term, row_sum_of_update_term = sgdp_bfloat16_nesterov_2_values(
+        (
+            tensor_max_term, row_sum_for_invariant_term, row_sum_for_invariant_2_term, row_sum_for_invariant_3_term,
+            row_sum_of_update_term
+        ) = sgdp_bfloat16_nesterov_2_values(
             row_sum_of_update_over_row_mul_3_ptr, row_sum_for_invariant_ptr, row_sum_for_invariant_2_ptr,
             row_sum_for_invariant_3_ptr, row_sum_of_update_ptr, at, live, eps, grad_scale,
             grad_scale_times_grad_scale,
@@ -939,9 +1047,15 @@ def sgdp_bfloat16_nesterov_2_round(
         row_sum_for_invariant_3_terms += tl.sum(row_sum_for_invariant_3_term, 0)
         row_sum_of_update_terms += tl.sum(row_sum_of_update_term, 0)
     tl.store(tensor_max_for_invariant_ptr + tl.arange(0, 1), fold(tl.reshape(tensor_max_terms, [1, 256]), True))
-    tl.store(tensor_sum_for_invariant_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_terms, [1, 256]), 1))
-    tl.store(tensor_sum_for_invariant_2_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_2_terms, [1, 256]), 1))
-    tl.store(tensor_sum_for_invariant_3_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_3_terms, [1, 256]), 1))
+    tl.store(
+        tensor_sum_for_invariant_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_terms, [1, 256]), 1)
+    )
+    tl.store(
+        tensor_sum_for_invariant_2_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_2_terms, [1, 256]), 1)
+    )
+    tl.store(
+        tensor_sum_for_invariant_3_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_3_terms, [1, 256]), 1)
+    )
     tl.store(tensor_sum_of_update_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_of_update_terms, [1, 256]), 1))
 
 
@@ -958,9 +1072,17 @@ def sgdp_bfloat16_nesterov_4_values(
     delta_over_sqrt_elements = tl.load(delta_over_sqrt_elements_ptr)
     tensor_sum_of_update = tl.load(tensor_sum_of_update_ptr)
     tensor_sum_for_invariant_2_add = tl.sqrt(tensor_sum_for_invariant_2) + eps
-    delta_over_sqrt_elements_lt = tl.abs(grad_scale * tensor_sum_for_invariant) / (tensor_sum_for_invariant_2_add * (tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
+    delta_over_sqrt_elements_lt = tl.abs(grad_scale * tensor_sum_for_invariant) / (
+        tensor_sum_for_invariant_2_add * (tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) + eps)
+    ) < delta_over_sqrt_elements
     tl.store(lt_tensor_div_delta_over_sqrt_elements_ptr, tl.where(delta_over_sqrt_elements_lt, 1.0, 0.0))
-    tl.store(tensor_sum_of_update_over_tensor_mul_3_2_ptr, tl.where(delta_over_sqrt_elements_lt, tensor_sum_of_update / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0))
+    tl.store(
+        tensor_sum_of_update_over_tensor_mul_3_2_ptr,
+        tl.where(
+            delta_over_sqrt_elements_lt,
+            tensor_sum_of_update / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0
+        )
+    )
 
 
 @triton.jit
@@ -987,7 +1109,11 @@ def sgdp_bfloat16_nesterov_6_values(
     tensor_lt = tl.load(tensor_lt_ptr)
     row_sum_of_update_over_row_mul_3 = get(row_sum_of_update_over_row_mul_3_ptr, at, live, True)
     tensor_sum_of_update_over_tensor_mul_3_2 = tl.load(tensor_sum_of_update_over_tensor_mul_3_2_ptr)
-    put(row_sum_of_update_over_row_mul_3_2_ptr, at, tl.where(0.0 < tensor_lt, row_sum_of_update_over_row_mul_3, tensor_sum_of_update_over_tensor_mul_3_2), live, True)
+    put(
+        row_sum_of_update_over_row_mul_3_2_ptr, at,
+        tl.where(0.0 < tensor_lt, row_sum_of_update_over_row_mul_3, tensor_sum_of_update_over_tensor_mul_3_2), live,
+        True
+    )
 
 
 @triton.jit
@@ -1103,7 +1229,10 @@ def sgdp_bfloat16_nesterov_7_tile(
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(
+        p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live,
+        MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1156,7 +1285,10 @@ def sgdp_float16_nesterov_1_tile(
     # 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
     update = tl.fma(grad_scale, g_cast, tl.fma(scalar_1, g_cast, momentum_times_momentum * momentum_buffer))
     # -- encode and store
-    return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
+    return (
+        term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED),
+        term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1259,7 +1391,8 @@ def sgdp_float16_nesterov_7_flat(
 TILE = {
 }
 
-# What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
+# What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a
+#     time.
 OPTIONS = {
 }
 
@@ -1281,16 +1414,30 @@ WARPS = {
 
 # What each of them reduces: the number of the dense operand that its kernel for tensors of any shape stores.
 DENSE = {
-    "sgdp_float32_1": {'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2, 'row_sum_of_p': 3},
+    "sgdp_float32_1": {
+        'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2, 'row_sum_of_p': 3
+    },
     "sgdp_float32_7": {},
-    "sgdp_bfloat16_1": {'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2, 'row_sum_of_momentum_buffer': 3},
+    "sgdp_bfloat16_1": {
+        'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2,
+        'row_sum_of_momentum_buffer': 3
+    },
     "sgdp_bfloat16_7": {},
-    "sgdp_float16_1": {'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2, 'row_sum_of_momentum_buffer': 3},
+    "sgdp_float16_1": {
+        'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2,
+        'row_sum_of_momentum_buffer': 3
+    },
     "sgdp_float16_7": {},
-    "sgdp_float32_nesterov_1": {'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2, 'row_sum_of_p': 3},
+    "sgdp_float32_nesterov_1": {
+        'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2, 'row_sum_of_p': 3
+    },
     "sgdp_float32_nesterov_7": {},
-    "sgdp_bfloat16_nesterov_1": {'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2, 'row_sum_of_update': 3},
+    "sgdp_bfloat16_nesterov_1": {
+        'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2, 'row_sum_of_update': 3
+    },
     "sgdp_bfloat16_nesterov_7": {},
-    "sgdp_float16_nesterov_1": {'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2, 'row_sum_of_update': 3},
+    "sgdp_float16_nesterov_1": {
+        'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2, 'row_sum_of_update': 3
+    },
     "sgdp_float16_nesterov_7": {},
 }

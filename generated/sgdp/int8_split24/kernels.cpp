@@ -55,7 +55,10 @@ struct weight_float16 {
         const I subnormal = bits(2.3283064365386963e-10f * to_float(wide));
         const I normal = (wide << 5) + 0x38000000;
         const I finite = where(wide < 0x40000, subnormal, normal);
-        return as_float(bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000))) | (high & 0x8000) << 16);
+        return as_float(
+            bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000)))
+            | (high & 0x8000) << 16
+        );
     }
     template <class Noise> void encode(int i, F x, const Noise &noise) const {
         const I x_bitcast = bits(x);
@@ -122,7 +125,9 @@ struct sgdp_kernel_1 {
             const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
             const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
             const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 0x7fffffff;
-            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2));
+            const F momentum_buffer_scale_2 = as_float(
+                where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2)
+            );
             const F momentum_buffer_scale_mul = momentum * momentum_buffer_scale_2;
             store(momentum_buffer_scale_mul_kept + b, momentum_buffer_scale_mul);
         }
@@ -142,7 +147,10 @@ struct sgdp_kernel_1 {
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 const F p = weight.decode(i);
                 // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
-                const F momentum_buffer = fma(one_minus_dampening_times_grad_scale, g, momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
+                const F momentum_buffer = fma(
+                    one_minus_dampening_times_grad_scale, g,
+                    momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend))
+                );
                 const F momentum_buffer_abs = abs(momentum_buffer);
                 momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(momentum_buffer_abs), i, end);
                 words.keep(noise, i);
@@ -175,7 +183,12 @@ struct sgdp_kernel_1 {
                 const int i = b * BLOCK + k;
                 const auto noise = words.kept(i);
                 const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
+                const I momentum_buffer_pattern = bits(
+                    fma(
+                        momentum_buffer,
+                        1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f
+                    )
+                );
                 store(momentum_buffer_codes_at + i, momentum_buffer_pattern + integer<0>(noise) >> 12);
             }
         }
@@ -229,8 +242,16 @@ struct sgdp_kernel_2 {
             const F row_sum_for_invariant_3 = load(row_sum_for_invariant_3_at + i);
             const F row_sum_of_p = load(row_sum_of_p_at + i);
             const F row_sum_for_invariant_2_add = sqrt(row_sum_for_invariant_2) + eps;
-            store(tensor_max_for_invariant_at + i, abs(grad_scale * row_sum_for_invariant) / (row_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)));
-            store(row_sum_of_p_over_row_mul_3_at + i, row_sum_of_p / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add));
+            store(
+                tensor_max_for_invariant_at + i,
+                abs(grad_scale * row_sum_for_invariant) / (
+                    row_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)
+                )
+            );
+            store(
+                row_sum_of_p_over_row_mul_3_at + i,
+                row_sum_of_p / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add)
+            );
             store(tensor_sum_for_invariant_at + i, row_sum_for_invariant);
             store(tensor_sum_for_invariant_2_at + i, row_sum_for_invariant_2);
             store(tensor_sum_for_invariant_3_at + i, row_sum_for_invariant_3);
@@ -312,9 +333,17 @@ struct sgdp_kernel_4 {
             const F delta_over_sqrt_elements = load(delta_over_sqrt_elements_at + i);
             const F tensor_sum_of_p = load(tensor_sum_of_p_at + i);
             const F tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps;
-            const M delta_over_sqrt_elements_lt = abs(grad_scale * tensor_sum_for_invariant) / (tensor_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements;
+            const M delta_over_sqrt_elements_lt = abs(grad_scale * tensor_sum_for_invariant) /
+                (tensor_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) +
+                eps)) < delta_over_sqrt_elements;
             store(lt_tensor_div_delta_over_sqrt_elements_at + i, where(delta_over_sqrt_elements_lt, F(1.0f), F(0.0f)));
-            store(tensor_sum_of_p_over_tensor_mul_3_2_at + i, where(delta_over_sqrt_elements_lt, tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), F(0.0f)));
+            store(
+                tensor_sum_of_p_over_tensor_mul_3_2_at + i,
+                where(
+                    delta_over_sqrt_elements_lt,
+                    tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), F(0.0f)
+                )
+            );
         }
     }
 };
@@ -357,7 +386,9 @@ struct sgdp_kernel_5 {
             const F lt_tensor_div_delta_over_sqrt_elements = load(lt_tensor_div_delta_over_sqrt_elements_at + i);
             const M tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns;
             // 27  update, invariant = without_radial(update, p, g, delta, eps)
-            const F invariant = where(tensor_max_for_invariant_lt | 0.0f < lt_tensor_div_delta_over_sqrt_elements, F(1.0f), F(0.0f));
+            const F invariant = where(
+                tensor_max_for_invariant_lt | 0.0f < lt_tensor_div_delta_over_sqrt_elements, F(1.0f), F(0.0f)
+            );
             // 28  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
             const F weight_decay = weight_decay_2 * fma(minus_one_minus_wd_ratio, invariant, 1.0f);
             store(tensor_lt_at + i, where(tensor_max_for_invariant_lt, F(1.0f), F(0.0f)));
@@ -395,7 +426,10 @@ struct sgdp_kernel_6 {
             const F tensor_lt = F(*tensor_lt_at);
             const F row_sum_of_p_over_row_mul_3 = load(row_sum_of_p_over_row_mul_3_at + i);
             const F tensor_sum_of_p_over_tensor_mul_3_2 = F(*tensor_sum_of_p_over_tensor_mul_3_2_at);
-            store(row_sum_of_p_over_row_mul_3_2_at + i, where(0.0f < tensor_lt, row_sum_of_p_over_row_mul_3, tensor_sum_of_p_over_tensor_mul_3_2));
+            store(
+                row_sum_of_p_over_row_mul_3_2_at + i,
+                where(0.0f < tensor_lt, row_sum_of_p_over_row_mul_3, tensor_sum_of_p_over_tensor_mul_3_2)
+            );
         }
     }
 };
@@ -441,7 +475,9 @@ struct sgdp_kernel_7 {
             const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
             const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
             const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 0x7fffffff;
-            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2));
+            const F momentum_buffer_scale_2 = as_float(
+                where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2)
+            );
             store(momentum_buffer_scale_2_kept + b, momentum_buffer_scale_2);
         }
 
@@ -457,9 +493,12 @@ struct sgdp_kernel_7 {
                 const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
-                const F momentum_buffer_value = momentum_buffer_scale_2 * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend));
+                const F momentum_buffer_value = momentum_buffer_scale_2 * (momentum_buffer_code_2 / (254.0f -
+                    momentum_buffer_bend));
                 // 27  update, invariant = without_radial(update, p, g, delta, eps)
-                const F update = fma(-load(row_sum_of_p_over_row_mul_3_2_at + (i & row_mask)), p, momentum_buffer_value);
+                const F update = fma(
+                    -load(row_sum_of_p_over_row_mul_3_2_at + (i & row_mask)), p, momentum_buffer_value
+                );
                 const F p_2 = p * one_minus_lr_times_weight_decay_2;  // 29  p = decoupled(p, lr, weight_decay)
                 const F p_3 = fma(minus_lr, update, p_2);             // 30  p = p - lr * update
                 weight.encode(i, p_3, noise);
@@ -561,8 +600,16 @@ struct sgdp_small_kernel_2 {
             const F row_sum_for_invariant_3 = load(row_sum_for_invariant_3_at + i);
             const F row_sum_of_p = load(row_sum_of_p_at + i);
             const F row_sum_for_invariant_2_add = sqrt(row_sum_for_invariant_2) + eps;
-            store(tensor_max_for_invariant_at + i, abs(grad_scale * row_sum_for_invariant) / (row_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)));
-            store(row_sum_of_p_over_row_mul_3_at + i, row_sum_of_p / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add));
+            store(
+                tensor_max_for_invariant_at + i,
+                abs(grad_scale * row_sum_for_invariant) / (
+                    row_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)
+                )
+            );
+            store(
+                row_sum_of_p_over_row_mul_3_at + i,
+                row_sum_of_p / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add)
+            );
             store(tensor_sum_for_invariant_at + i, row_sum_for_invariant);
             store(tensor_sum_for_invariant_2_at + i, row_sum_for_invariant_2);
             store(tensor_sum_for_invariant_3_at + i, row_sum_for_invariant_3);
@@ -644,9 +691,17 @@ struct sgdp_small_kernel_4 {
             const F delta_over_sqrt_elements = load(delta_over_sqrt_elements_at + i);
             const F tensor_sum_of_p = load(tensor_sum_of_p_at + i);
             const F tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps;
-            const M delta_over_sqrt_elements_lt = abs(grad_scale * tensor_sum_for_invariant) / (tensor_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements;
+            const M delta_over_sqrt_elements_lt = abs(grad_scale * tensor_sum_for_invariant) /
+                (tensor_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) +
+                eps)) < delta_over_sqrt_elements;
             store(lt_tensor_div_delta_over_sqrt_elements_at + i, where(delta_over_sqrt_elements_lt, F(1.0f), F(0.0f)));
-            store(tensor_sum_of_p_over_tensor_mul_3_2_at + i, where(delta_over_sqrt_elements_lt, tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), F(0.0f)));
+            store(
+                tensor_sum_of_p_over_tensor_mul_3_2_at + i,
+                where(
+                    delta_over_sqrt_elements_lt,
+                    tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), F(0.0f)
+                )
+            );
         }
     }
 };
@@ -689,7 +744,9 @@ struct sgdp_small_kernel_5 {
             const F lt_tensor_div_delta_over_sqrt_elements = load(lt_tensor_div_delta_over_sqrt_elements_at + i);
             const M tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns;
             // 27  update, invariant = without_radial(update, p, g, delta, eps)
-            const F invariant = where(tensor_max_for_invariant_lt | 0.0f < lt_tensor_div_delta_over_sqrt_elements, F(1.0f), F(0.0f));
+            const F invariant = where(
+                tensor_max_for_invariant_lt | 0.0f < lt_tensor_div_delta_over_sqrt_elements, F(1.0f), F(0.0f)
+            );
             // 28  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
             const F weight_decay = weight_decay_2 * fma(minus_one_minus_wd_ratio, invariant, 1.0f);
             store(tensor_lt_at + i, where(tensor_max_for_invariant_lt, F(1.0f), F(0.0f)));
@@ -727,7 +784,10 @@ struct sgdp_small_kernel_6 {
             const F tensor_lt = F(*tensor_lt_at);
             const F row_sum_of_p_over_row_mul_3 = load(row_sum_of_p_over_row_mul_3_at + i);
             const F tensor_sum_of_p_over_tensor_mul_3_2 = F(*tensor_sum_of_p_over_tensor_mul_3_2_at);
-            store(row_sum_of_p_over_row_mul_3_2_at + i, where(0.0f < tensor_lt, row_sum_of_p_over_row_mul_3, tensor_sum_of_p_over_tensor_mul_3_2));
+            store(
+                row_sum_of_p_over_row_mul_3_2_at + i,
+                where(0.0f < tensor_lt, row_sum_of_p_over_row_mul_3, tensor_sum_of_p_over_tensor_mul_3_2)
+            );
         }
     }
 };
@@ -827,7 +887,9 @@ struct sgdp_kernel_1_2 {
             const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
             const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
             const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 0x7fffffff;
-            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2));
+            const F momentum_buffer_scale_2 = as_float(
+                where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2)
+            );
             const F momentum_buffer_scale_mul = momentum * momentum_buffer_scale_2;
             store(momentum_buffer_scale_mul_kept + b, momentum_buffer_scale_mul);
         }
@@ -851,7 +913,10 @@ struct sgdp_kernel_1_2 {
                 const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
                 const F g_cast = g_stored;
                 // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
-                const F momentum_buffer = fma(one_minus_dampening_times_grad_scale, g_cast, momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
+                const F momentum_buffer = fma(
+                    one_minus_dampening_times_grad_scale, g_cast,
+                    momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend))
+                );
                 const F momentum_buffer_abs = abs(momentum_buffer);
                 momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(momentum_buffer_abs), i, end);
                 words.keep(noise, i);
@@ -884,7 +949,12 @@ struct sgdp_kernel_1_2 {
                 const int i = b * BLOCK + k;
                 const auto noise = words.kept(i);
                 const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
+                const I momentum_buffer_pattern = bits(
+                    fma(
+                        momentum_buffer,
+                        1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f
+                    )
+                );
                 store(momentum_buffer_codes_at + i, momentum_buffer_pattern + integer<0>(noise) >> 12);
             }
         }
@@ -940,8 +1010,16 @@ struct sgdp_kernel_2_2 {
             const F row_sum_for_invariant_3 = load(row_sum_for_invariant_3_at + i);
             const F row_sum_of_momentum_buffer = load(row_sum_of_momentum_buffer_at + i);
             const F row_sum_for_invariant_2_add = sqrt(row_sum_for_invariant_2) + eps;
-            store(tensor_max_for_invariant_at + i, abs(grad_scale * row_sum_for_invariant) / (row_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)));
-            store(row_sum_of_momentum_buffer_over_row_mul_3_at + i, row_sum_of_momentum_buffer / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add));
+            store(
+                tensor_max_for_invariant_at + i,
+                abs(grad_scale * row_sum_for_invariant) / (
+                    row_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)
+                )
+            );
+            store(
+                row_sum_of_momentum_buffer_over_row_mul_3_at + i,
+                row_sum_of_momentum_buffer / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add)
+            );
             store(tensor_sum_for_invariant_at + i, row_sum_for_invariant);
             store(tensor_sum_for_invariant_2_at + i, row_sum_for_invariant_2);
             store(tensor_sum_for_invariant_3_at + i, row_sum_for_invariant_3);
@@ -1024,9 +1102,18 @@ struct sgdp_kernel_4_2 {
             const F delta_over_sqrt_elements = load(delta_over_sqrt_elements_at + i);
             const F tensor_sum_of_momentum_buffer = load(tensor_sum_of_momentum_buffer_at + i);
             const F tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps;
-            const M delta_over_sqrt_elements_lt = abs(grad_scale * tensor_sum_for_invariant) / (tensor_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements;
+            const M delta_over_sqrt_elements_lt = abs(grad_scale * tensor_sum_for_invariant) /
+                (tensor_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) +
+                eps)) < delta_over_sqrt_elements;
             store(lt_tensor_div_delta_over_sqrt_elements_at + i, where(delta_over_sqrt_elements_lt, F(1.0f), F(0.0f)));
-            store(tensor_sum_of_momentum_buffer_over_tensor_mul_3_2_at + i, where(delta_over_sqrt_elements_lt, tensor_sum_of_momentum_buffer / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), F(0.0f)));
+            store(
+                tensor_sum_of_momentum_buffer_over_tensor_mul_3_2_at + i,
+                where(
+                    delta_over_sqrt_elements_lt,
+                    tensor_sum_of_momentum_buffer / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add),
+                    F(0.0f)
+                )
+            );
         }
     }
 };
@@ -1069,7 +1156,9 @@ struct sgdp_kernel_5_2 {
             const F lt_tensor_div_delta_over_sqrt_elements = load(lt_tensor_div_delta_over_sqrt_elements_at + i);
             const M tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns;
             // 27  update, invariant = without_radial(update, p, g, delta, eps)
-            const F invariant = where(tensor_max_for_invariant_lt | 0.0f < lt_tensor_div_delta_over_sqrt_elements, F(1.0f), F(0.0f));
+            const F invariant = where(
+                tensor_max_for_invariant_lt | 0.0f < lt_tensor_div_delta_over_sqrt_elements, F(1.0f), F(0.0f)
+            );
             // 28  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
             const F weight_decay = weight_decay_2 * fma(minus_one_minus_wd_ratio, invariant, 1.0f);
             store(tensor_lt_at + i, where(tensor_max_for_invariant_lt, F(1.0f), F(0.0f)));
@@ -1107,8 +1196,15 @@ struct sgdp_kernel_6_2 {
         for (int i = 0; i < count; i += W) {
             const F tensor_lt = F(*tensor_lt_at);
             const F row_sum_of_momentum_buffer_over_row_mul_3 = load(row_sum_of_momentum_buffer_over_row_mul_3_at + i);
-            const F tensor_sum_of_momentum_buffer_over_tensor_mul_3_2 = F(*tensor_sum_of_momentum_buffer_over_tensor_mul_3_2_at);
-            store(row_sum_of_momentum_buffer_over_row_mul_3_2_at + i, where(0.0f < tensor_lt, row_sum_of_momentum_buffer_over_row_mul_3, tensor_sum_of_momentum_buffer_over_tensor_mul_3_2));
+            const F tensor_sum_of_momentum_buffer_over_tensor_mul_3_2 =
+                F(*tensor_sum_of_momentum_buffer_over_tensor_mul_3_2_at);
+            store(
+                row_sum_of_momentum_buffer_over_row_mul_3_2_at + i,
+                where(
+                    0.0f < tensor_lt, row_sum_of_momentum_buffer_over_row_mul_3,
+                    tensor_sum_of_momentum_buffer_over_tensor_mul_3_2
+                )
+            );
         }
     }
 };
@@ -1157,7 +1253,9 @@ struct sgdp_kernel_7_2 {
             const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
             const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
             const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 0x7fffffff;
-            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2));
+            const F momentum_buffer_scale_2 = as_float(
+                where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2)
+            );
             store(momentum_buffer_scale_2_kept + b, momentum_buffer_scale_2);
         }
 
@@ -1176,10 +1274,14 @@ struct sgdp_kernel_7_2 {
                 const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
-                const F momentum_buffer_value = momentum_buffer_scale_2 * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend));
+                const F momentum_buffer_value = momentum_buffer_scale_2 * (momentum_buffer_code_2 / (254.0f -
+                    momentum_buffer_bend));
                 // 27  update, invariant = without_radial(update, p, g, delta, eps)
-                const F update = fma(-load(row_sum_of_momentum_buffer_over_row_mul_3_2_at + (i & row_mask)), p, momentum_buffer_value);
-                const F p_2 = p * one_minus_lr_times_weight_decay_2;              // 29  p = decoupled(p, lr, weight_decay)
+                const F update = fma(
+                    -load(row_sum_of_momentum_buffer_over_row_mul_3_2_at + (i & row_mask)), p, momentum_buffer_value
+                );
+                // 29  p = decoupled(p, lr, weight_decay)
+                const F p_2 = p * one_minus_lr_times_weight_decay_2;
                 const F p_3 = fma(minus_lr, update, p_2);                         // 30  p = p - lr * update
                 const I p_word = bits_or_nan(p_3) + (integer<P>(noise) | 0x8000);
                 store_half<2>(p_at + i, p_word);
@@ -1290,8 +1392,16 @@ struct sgdp_small_kernel_2_2 {
             const F row_sum_for_invariant_3 = load(row_sum_for_invariant_3_at + i);
             const F row_sum_of_momentum_buffer = load(row_sum_of_momentum_buffer_at + i);
             const F row_sum_for_invariant_2_add = sqrt(row_sum_for_invariant_2) + eps;
-            store(tensor_max_for_invariant_at + i, abs(grad_scale * row_sum_for_invariant) / (row_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)));
-            store(row_sum_of_momentum_buffer_over_row_mul_3_at + i, row_sum_of_momentum_buffer / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add));
+            store(
+                tensor_max_for_invariant_at + i,
+                abs(grad_scale * row_sum_for_invariant) / (
+                    row_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)
+                )
+            );
+            store(
+                row_sum_of_momentum_buffer_over_row_mul_3_at + i,
+                row_sum_of_momentum_buffer / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add)
+            );
             store(tensor_sum_for_invariant_at + i, row_sum_for_invariant);
             store(tensor_sum_for_invariant_2_at + i, row_sum_for_invariant_2);
             store(tensor_sum_for_invariant_3_at + i, row_sum_for_invariant_3);
@@ -1346,9 +1456,18 @@ struct sgdp_small_kernel_4_2 {
             const F delta_over_sqrt_elements = load(delta_over_sqrt_elements_at + i);
             const F tensor_sum_of_momentum_buffer = load(tensor_sum_of_momentum_buffer_at + i);
             const F tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps;
-            const M delta_over_sqrt_elements_lt = abs(grad_scale * tensor_sum_for_invariant) / (tensor_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements;
+            const M delta_over_sqrt_elements_lt = abs(grad_scale * tensor_sum_for_invariant) /
+                (tensor_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) +
+                eps)) < delta_over_sqrt_elements;
             store(lt_tensor_div_delta_over_sqrt_elements_at + i, where(delta_over_sqrt_elements_lt, F(1.0f), F(0.0f)));
-            store(tensor_sum_of_momentum_buffer_over_tensor_mul_3_2_at + i, where(delta_over_sqrt_elements_lt, tensor_sum_of_momentum_buffer / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), F(0.0f)));
+            store(
+                tensor_sum_of_momentum_buffer_over_tensor_mul_3_2_at + i,
+                where(
+                    delta_over_sqrt_elements_lt,
+                    tensor_sum_of_momentum_buffer / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add),
+                    F(0.0f)
+                )
+            );
         }
     }
 };
@@ -1382,8 +1501,15 @@ struct sgdp_small_kernel_6_2 {
         for (int i = 0; i < count; i += W) {
             const F tensor_lt = F(*tensor_lt_at);
             const F row_sum_of_momentum_buffer_over_row_mul_3 = load(row_sum_of_momentum_buffer_over_row_mul_3_at + i);
-            const F tensor_sum_of_momentum_buffer_over_tensor_mul_3_2 = F(*tensor_sum_of_momentum_buffer_over_tensor_mul_3_2_at);
-            store(row_sum_of_momentum_buffer_over_row_mul_3_2_at + i, where(0.0f < tensor_lt, row_sum_of_momentum_buffer_over_row_mul_3, tensor_sum_of_momentum_buffer_over_tensor_mul_3_2));
+            const F tensor_sum_of_momentum_buffer_over_tensor_mul_3_2 =
+                F(*tensor_sum_of_momentum_buffer_over_tensor_mul_3_2_at);
+            store(
+                row_sum_of_momentum_buffer_over_row_mul_3_2_at + i,
+                where(
+                    0.0f < tensor_lt, row_sum_of_momentum_buffer_over_row_mul_3,
+                    tensor_sum_of_momentum_buffer_over_tensor_mul_3_2
+                )
+            );
         }
     }
 };
@@ -1430,7 +1556,9 @@ struct sgdp_small_kernel_7_2 {
             const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
             const F momentum_buffer = load(momentum_buffer_at + i);
             // 27  update, invariant = without_radial(update, p, g, delta, eps)
-            const F update = fma(-load(row_sum_of_momentum_buffer_over_row_mul_3_2_at + (i & row_mask)), p, momentum_buffer);
+            const F update = fma(
+                -load(row_sum_of_momentum_buffer_over_row_mul_3_2_at + (i & row_mask)), p, momentum_buffer
+            );
             const F p_2 = p * one_minus_lr_times_weight_decay_2;              // 29  p = decoupled(p, lr, weight_decay)
             const F p_3 = fma(minus_lr, update, p_2);                         // 30  p = p - lr * update
             const I p_word = bits_or_nan(p_3) + (integer<P>(noise) | 0x8000);
@@ -1490,7 +1618,9 @@ struct sgdp_kernel_1_3 {
             const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
             const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
             const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 0x7fffffff;
-            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2));
+            const F momentum_buffer_scale_2 = as_float(
+                where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2)
+            );
             const F momentum_buffer_scale_mul = momentum * momentum_buffer_scale_2;
             store(momentum_buffer_scale_mul_kept + b, momentum_buffer_scale_mul);
         }
@@ -1512,7 +1642,10 @@ struct sgdp_kernel_1_3 {
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 const F g_cast = g_stored;
                 // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
-                const F momentum_buffer = fma(one_minus_dampening_times_grad_scale, g_cast, momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
+                const F momentum_buffer = fma(
+                    one_minus_dampening_times_grad_scale, g_cast,
+                    momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend))
+                );
                 const F momentum_buffer_abs = abs(momentum_buffer);
                 momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(momentum_buffer_abs), i, end);
                 words.keep(noise, i);
@@ -1550,7 +1683,12 @@ struct sgdp_kernel_1_3 {
                 const I p_normal = (p_wide << 5) + 0x38000000;
                 const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
                 // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
+                const F p = as_float(
+                    bits(
+                        as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))
+                    )
+                    | (p_high & 0x8000) << 16
+                );
                 const F g_cast = g_stored;
                 store(row_sum_for_invariant_at + i, p * g_cast);
                 store(row_sum_for_invariant_2_at + i, p * p);
@@ -1566,7 +1704,12 @@ struct sgdp_kernel_1_3 {
                 const int i = b * BLOCK + k;
                 const auto noise = words.kept(i);
                 const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
+                const I momentum_buffer_pattern = bits(
+                    fma(
+                        momentum_buffer,
+                        1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f
+                    )
+                );
                 store(momentum_buffer_codes_at + i, momentum_buffer_pattern + integer<0>(noise) >> 12);
             }
         }
@@ -1617,7 +1760,9 @@ struct sgdp_kernel_7_3 {
             const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
             const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
             const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 0x7fffffff;
-            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2));
+            const F momentum_buffer_scale_2 = as_float(
+                where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2)
+            );
             store(momentum_buffer_scale_2_kept + b, momentum_buffer_scale_2);
         }
 
@@ -1640,13 +1785,21 @@ struct sgdp_kernel_7_3 {
                 const I p_normal = (p_wide << 5) + 0x38000000;
                 const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
                 // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
+                const F p = as_float(
+                    bits(
+                        as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))
+                    )
+                    | (p_high & 0x8000) << 16
+                );
                 const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
-                const F momentum_buffer_value = momentum_buffer_scale_2 * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend));
+                const F momentum_buffer_value = momentum_buffer_scale_2 * (momentum_buffer_code_2 / (254.0f -
+                    momentum_buffer_bend));
                 // 27  update, invariant = without_radial(update, p, g, delta, eps)
-                const F update = fma(-load(row_sum_of_momentum_buffer_over_row_mul_3_2_at + (i & row_mask)), p, momentum_buffer_value);
+                const F update = fma(
+                    -load(row_sum_of_momentum_buffer_over_row_mul_3_2_at + (i & row_mask)), p, momentum_buffer_value
+                );
                 const F p_2 = p * one_minus_lr_times_weight_decay_2;  // 29  p = decoupled(p, lr, weight_decay)
                 const F p_3 = fma(minus_lr, update, p_2);             // 30  p = p - lr * update
                 const I p_bitcast = bits(p_3);
@@ -1714,7 +1867,10 @@ struct sgdp_small_kernel_1_3 {
             const I p_normal = (p_wide << 5) + 0x38000000;
             const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
+            const F p = as_float(
+                bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000)))
+                | (p_high & 0x8000) << 16
+            );
             const F g_cast = g_stored;
             // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
             const F momentum_buffer_2 = fma(one_minus_dampening_times_grad_scale, g_cast, momentum * momentum_buffer);
@@ -1774,10 +1930,15 @@ struct sgdp_small_kernel_7_3 {
             const I p_normal = (p_wide << 5) + 0x38000000;
             const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
+            const F p = as_float(
+                bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000)))
+                | (p_high & 0x8000) << 16
+            );
             const F momentum_buffer = load(momentum_buffer_at + i);
             // 27  update, invariant = without_radial(update, p, g, delta, eps)
-            const F update = fma(-load(row_sum_of_momentum_buffer_over_row_mul_3_2_at + (i & row_mask)), p, momentum_buffer);
+            const F update = fma(
+                -load(row_sum_of_momentum_buffer_over_row_mul_3_2_at + (i & row_mask)), p, momentum_buffer
+            );
             const F p_2 = p * one_minus_lr_times_weight_decay_2;  // 29  p = decoupled(p, lr, weight_decay)
             const F p_3 = fma(minus_lr, update, p_2);             // 30  p = p - lr * update
             const I p_bitcast = bits(p_3);
@@ -1831,7 +1992,9 @@ struct sgdp_no_projected_kernel {
             const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
             const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
             const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 0x7fffffff;
-            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2));
+            const F momentum_buffer_scale_2 = as_float(
+                where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2)
+            );
             const F momentum_buffer_scale_mul = momentum * momentum_buffer_scale_2;
             store(momentum_buffer_scale_mul_kept + b, momentum_buffer_scale_mul);
         }
@@ -1857,7 +2020,10 @@ struct sgdp_no_projected_kernel {
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
-                const F momentum_buffer = fma(one_minus_dampening_times_grad_scale, g, momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
+                const F momentum_buffer = fma(
+                    one_minus_dampening_times_grad_scale, g,
+                    momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend))
+                );
                 const F momentum_buffer_abs = abs(momentum_buffer);
                 momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(momentum_buffer_abs), i, end);
                 words.keep(noise, i);
@@ -1898,7 +2064,12 @@ struct sgdp_no_projected_kernel {
                 const int i = b * BLOCK + k;
                 const auto noise = words.kept(i);
                 const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
+                const I momentum_buffer_pattern = bits(
+                    fma(
+                        momentum_buffer,
+                        1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f
+                    )
+                );
                 store(momentum_buffer_codes_at + i, momentum_buffer_pattern + integer<0>(noise) >> 12);
             }
         }
@@ -1985,7 +2156,9 @@ struct sgdp_nesterov_kernel_1 {
             const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
             const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
             const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 0x7fffffff;
-            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2));
+            const F momentum_buffer_scale_2 = as_float(
+                where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2)
+            );
             const F momentum_buffer_scale_mul = momentum_times_momentum * momentum_buffer_scale_2;
             store(momentum_buffer_scale_mul_kept + b, momentum_buffer_scale_mul);
         }
@@ -2004,7 +2177,13 @@ struct sgdp_nesterov_kernel_1 {
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 // 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-                const F update = fma(grad_scale, g, fma(scalar_1, g, momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend))));
+                const F update = fma(
+                    grad_scale, g,
+                    fma(
+                        scalar_1, g,
+                        momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend))
+                    )
+                );
                 store(row_sum_for_invariant_at + i, p * g);
                 store(row_sum_for_invariant_2_at + i, p * p);
                 store(row_sum_for_invariant_3_at + i, g * g);
@@ -2061,8 +2240,16 @@ struct sgdp_nesterov_kernel_2 {
             const F row_sum_for_invariant_3 = load(row_sum_for_invariant_3_at + i);
             const F row_sum_of_p = load(row_sum_of_p_at + i);
             const F row_sum_for_invariant_2_add = sqrt(row_sum_for_invariant_2) + eps;
-            store(tensor_max_for_invariant_at + i, abs(grad_scale * row_sum_for_invariant) / (row_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)));
-            store(row_sum_of_p_over_row_mul_3_at + i, row_sum_of_p / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add));
+            store(
+                tensor_max_for_invariant_at + i,
+                abs(grad_scale * row_sum_for_invariant) / (
+                    row_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)
+                )
+            );
+            store(
+                row_sum_of_p_over_row_mul_3_at + i,
+                row_sum_of_p / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add)
+            );
             store(tensor_sum_for_invariant_at + i, row_sum_for_invariant);
             store(tensor_sum_for_invariant_2_at + i, row_sum_for_invariant_2);
             store(tensor_sum_for_invariant_3_at + i, row_sum_for_invariant_3);
@@ -2116,9 +2303,17 @@ struct sgdp_nesterov_kernel_4 {
             const F delta_over_sqrt_elements = load(delta_over_sqrt_elements_at + i);
             const F tensor_sum_of_p = load(tensor_sum_of_p_at + i);
             const F tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps;
-            const M delta_over_sqrt_elements_lt = abs(grad_scale * tensor_sum_for_invariant) / (tensor_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements;
+            const M delta_over_sqrt_elements_lt = abs(grad_scale * tensor_sum_for_invariant) /
+                (tensor_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) +
+                eps)) < delta_over_sqrt_elements;
             store(lt_tensor_div_delta_over_sqrt_elements_at + i, where(delta_over_sqrt_elements_lt, F(1.0f), F(0.0f)));
-            store(tensor_sum_of_p_over_tensor_mul_3_2_at + i, where(delta_over_sqrt_elements_lt, tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), F(0.0f)));
+            store(
+                tensor_sum_of_p_over_tensor_mul_3_2_at + i,
+                where(
+                    delta_over_sqrt_elements_lt,
+                    tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), F(0.0f)
+                )
+            );
         }
     }
 };
@@ -2171,7 +2366,9 @@ struct sgdp_nesterov_kernel_7 {
             const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
             const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
             const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 0x7fffffff;
-            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2));
+            const F momentum_buffer_scale_2 = as_float(
+                where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2)
+            );
             const F momentum_buffer_scale_mul = momentum * momentum_buffer_scale_2;
             store(momentum_buffer_scale_mul_kept + b, momentum_buffer_scale_mul);
         }
@@ -2204,7 +2401,10 @@ struct sgdp_nesterov_kernel_7 {
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
-                const F momentum_buffer = fma(one_minus_dampening_times_grad_scale, g, momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
+                const F momentum_buffer = fma(
+                    one_minus_dampening_times_grad_scale, g,
+                    momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend))
+                );
                 const F momentum_buffer_abs = abs(momentum_buffer);
                 momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(momentum_buffer_abs), i, end);
                 words.keep(noise, i);
@@ -2245,7 +2445,12 @@ struct sgdp_nesterov_kernel_7 {
                 const int i = b * BLOCK + k;
                 const auto noise = words.kept(i);
                 const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
+                const I momentum_buffer_pattern = bits(
+                    fma(
+                        momentum_buffer,
+                        1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f
+                    )
+                );
                 store(momentum_buffer_codes_at + i, momentum_buffer_pattern + integer<0>(noise) >> 12);
             }
         }
@@ -2345,8 +2550,16 @@ struct sgdp_nesterov_small_kernel_2 {
             const F row_sum_for_invariant_3 = load(row_sum_for_invariant_3_at + i);
             const F row_sum_of_p = load(row_sum_of_p_at + i);
             const F row_sum_for_invariant_2_add = sqrt(row_sum_for_invariant_2) + eps;
-            store(tensor_max_for_invariant_at + i, abs(grad_scale * row_sum_for_invariant) / (row_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)));
-            store(row_sum_of_p_over_row_mul_3_at + i, row_sum_of_p / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add));
+            store(
+                tensor_max_for_invariant_at + i,
+                abs(grad_scale * row_sum_for_invariant) / (
+                    row_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)
+                )
+            );
+            store(
+                row_sum_of_p_over_row_mul_3_at + i,
+                row_sum_of_p / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add)
+            );
             store(tensor_sum_for_invariant_at + i, row_sum_for_invariant);
             store(tensor_sum_for_invariant_2_at + i, row_sum_for_invariant_2);
             store(tensor_sum_for_invariant_3_at + i, row_sum_for_invariant_3);
@@ -2400,9 +2613,17 @@ struct sgdp_nesterov_small_kernel_4 {
             const F delta_over_sqrt_elements = load(delta_over_sqrt_elements_at + i);
             const F tensor_sum_of_p = load(tensor_sum_of_p_at + i);
             const F tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps;
-            const M delta_over_sqrt_elements_lt = abs(grad_scale * tensor_sum_for_invariant) / (tensor_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements;
+            const M delta_over_sqrt_elements_lt = abs(grad_scale * tensor_sum_for_invariant) /
+                (tensor_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) +
+                eps)) < delta_over_sqrt_elements;
             store(lt_tensor_div_delta_over_sqrt_elements_at + i, where(delta_over_sqrt_elements_lt, F(1.0f), F(0.0f)));
-            store(tensor_sum_of_p_over_tensor_mul_3_2_at + i, where(delta_over_sqrt_elements_lt, tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), F(0.0f)));
+            store(
+                tensor_sum_of_p_over_tensor_mul_3_2_at + i,
+                where(
+                    delta_over_sqrt_elements_lt,
+                    tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), F(0.0f)
+                )
+            );
         }
     }
 };
@@ -2509,7 +2730,9 @@ struct sgdp_nesterov_kernel_1_2 {
             const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
             const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
             const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 0x7fffffff;
-            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2));
+            const F momentum_buffer_scale_2 = as_float(
+                where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2)
+            );
             const F momentum_buffer_scale_mul = momentum_times_momentum * momentum_buffer_scale_2;
             store(momentum_buffer_scale_mul_kept + b, momentum_buffer_scale_mul);
         }
@@ -2532,7 +2755,13 @@ struct sgdp_nesterov_kernel_1_2 {
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 const F g_cast = g_stored;
                 // 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-                const F update = fma(grad_scale, g_cast, fma(scalar_1, g_cast, momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend))));
+                const F update = fma(
+                    grad_scale, g_cast,
+                    fma(
+                        scalar_1, g_cast,
+                        momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend))
+                    )
+                );
                 store(row_sum_for_invariant_at + i, p * g_cast);
                 store(row_sum_for_invariant_2_at + i, p * p);
                 store(row_sum_for_invariant_3_at + i, g_cast * g_cast);
@@ -2589,8 +2818,16 @@ struct sgdp_nesterov_kernel_2_2 {
             const F row_sum_for_invariant_3 = load(row_sum_for_invariant_3_at + i);
             const F row_sum_of_update = load(row_sum_of_update_at + i);
             const F row_sum_for_invariant_2_add = sqrt(row_sum_for_invariant_2) + eps;
-            store(tensor_max_for_invariant_at + i, abs(grad_scale * row_sum_for_invariant) / (row_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)));
-            store(row_sum_of_update_over_row_mul_3_at + i, row_sum_of_update / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add));
+            store(
+                tensor_max_for_invariant_at + i,
+                abs(grad_scale * row_sum_for_invariant) / (
+                    row_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)
+                )
+            );
+            store(
+                row_sum_of_update_over_row_mul_3_at + i,
+                row_sum_of_update / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add)
+            );
             store(tensor_sum_for_invariant_at + i, row_sum_for_invariant);
             store(tensor_sum_for_invariant_2_at + i, row_sum_for_invariant_2);
             store(tensor_sum_for_invariant_3_at + i, row_sum_for_invariant_3);
@@ -2644,9 +2881,17 @@ struct sgdp_nesterov_kernel_4_2 {
             const F delta_over_sqrt_elements = load(delta_over_sqrt_elements_at + i);
             const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
             const F tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps;
-            const M delta_over_sqrt_elements_lt = abs(grad_scale * tensor_sum_for_invariant) / (tensor_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements;
+            const M delta_over_sqrt_elements_lt = abs(grad_scale * tensor_sum_for_invariant) /
+                (tensor_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) +
+                eps)) < delta_over_sqrt_elements;
             store(lt_tensor_div_delta_over_sqrt_elements_at + i, where(delta_over_sqrt_elements_lt, F(1.0f), F(0.0f)));
-            store(tensor_sum_of_update_over_tensor_mul_3_2_at + i, where(delta_over_sqrt_elements_lt, tensor_sum_of_update / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), F(0.0f)));
+            store(
+                tensor_sum_of_update_over_tensor_mul_3_2_at + i,
+                where(
+                    delta_over_sqrt_elements_lt,
+                    tensor_sum_of_update / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), F(0.0f)
+                )
+            );
         }
     }
 };
@@ -2681,7 +2926,10 @@ struct sgdp_nesterov_kernel_6 {
             const F tensor_lt = F(*tensor_lt_at);
             const F row_sum_of_update_over_row_mul_3 = load(row_sum_of_update_over_row_mul_3_at + i);
             const F tensor_sum_of_update_over_tensor_mul_3_2 = F(*tensor_sum_of_update_over_tensor_mul_3_2_at);
-            store(row_sum_of_update_over_row_mul_3_2_at + i, where(0.0f < tensor_lt, row_sum_of_update_over_row_mul_3, tensor_sum_of_update_over_tensor_mul_3_2));
+            store(
+                row_sum_of_update_over_row_mul_3_2_at + i,
+                where(0.0f < tensor_lt, row_sum_of_update_over_row_mul_3, tensor_sum_of_update_over_tensor_mul_3_2)
+            );
         }
     }
 };
@@ -2737,7 +2985,9 @@ struct sgdp_nesterov_kernel_7_2 {
             const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
             const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
             const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 0x7fffffff;
-            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2));
+            const F momentum_buffer_scale_2 = as_float(
+                where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2)
+            );
             const F momentum_buffer_scale_mul = momentum * momentum_buffer_scale_2;
             store(momentum_buffer_scale_mul_kept + b, momentum_buffer_scale_mul);
         }
@@ -2759,7 +3009,10 @@ struct sgdp_nesterov_kernel_7_2 {
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
-                const F momentum_buffer = fma(one_minus_dampening_times_grad_scale, g_cast, momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
+                const F momentum_buffer = fma(
+                    one_minus_dampening_times_grad_scale, g_cast,
+                    momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend))
+                );
                 const F momentum_buffer_abs = abs(momentum_buffer);
                 momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(momentum_buffer_abs), i, end);
                 words.keep(noise, i);
@@ -2796,7 +3049,8 @@ struct sgdp_nesterov_kernel_7_2 {
                 const F update = fma(momentum, momentum_buffer, g);
                 // 27  update, invariant = without_radial(update, p, g, delta, eps)
                 const F update_2 = fma(-load(row_sum_of_update_over_row_mul_3_2_at + (i & row_mask)), p, update);
-                const F p_2 = p * one_minus_lr_times_weight_decay_2;              // 29  p = decoupled(p, lr, weight_decay)
+                // 29  p = decoupled(p, lr, weight_decay)
+                const F p_2 = p * one_minus_lr_times_weight_decay_2;
                 const F p_3 = fma(minus_lr, update_2, p_2);                       // 30  p = p - lr * update
                 const I p_word = bits_or_nan(p_3) + (integer<P>(noise) | 0x8000);
                 store_half<2>(p_at + i, p_word);
@@ -2812,7 +3066,12 @@ struct sgdp_nesterov_kernel_7_2 {
                 const int i = b * BLOCK + k;
                 const auto noise = words.kept(i);
                 const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
+                const I momentum_buffer_pattern = bits(
+                    fma(
+                        momentum_buffer,
+                        1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f
+                    )
+                );
                 store(momentum_buffer_codes_at + i, momentum_buffer_pattern + integer<0>(noise) >> 12);
             }
         }
@@ -2918,8 +3177,16 @@ struct sgdp_nesterov_small_kernel_2_2 {
             const F row_sum_for_invariant_3 = load(row_sum_for_invariant_3_at + i);
             const F row_sum_of_update = load(row_sum_of_update_at + i);
             const F row_sum_for_invariant_2_add = sqrt(row_sum_for_invariant_2) + eps;
-            store(tensor_max_for_invariant_at + i, abs(grad_scale * row_sum_for_invariant) / (row_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)));
-            store(row_sum_of_update_over_row_mul_3_at + i, row_sum_of_update / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add));
+            store(
+                tensor_max_for_invariant_at + i,
+                abs(grad_scale * row_sum_for_invariant) / (
+                    row_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)
+                )
+            );
+            store(
+                row_sum_of_update_over_row_mul_3_at + i,
+                row_sum_of_update / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add)
+            );
             store(tensor_sum_for_invariant_at + i, row_sum_for_invariant);
             store(tensor_sum_for_invariant_2_at + i, row_sum_for_invariant_2);
             store(tensor_sum_for_invariant_3_at + i, row_sum_for_invariant_3);
@@ -2973,9 +3240,17 @@ struct sgdp_nesterov_small_kernel_4_2 {
             const F delta_over_sqrt_elements = load(delta_over_sqrt_elements_at + i);
             const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
             const F tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps;
-            const M delta_over_sqrt_elements_lt = abs(grad_scale * tensor_sum_for_invariant) / (tensor_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements;
+            const M delta_over_sqrt_elements_lt = abs(grad_scale * tensor_sum_for_invariant) /
+                (tensor_sum_for_invariant_2_add * (sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) +
+                eps)) < delta_over_sqrt_elements;
             store(lt_tensor_div_delta_over_sqrt_elements_at + i, where(delta_over_sqrt_elements_lt, F(1.0f), F(0.0f)));
-            store(tensor_sum_of_update_over_tensor_mul_3_2_at + i, where(delta_over_sqrt_elements_lt, tensor_sum_of_update / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), F(0.0f)));
+            store(
+                tensor_sum_of_update_over_tensor_mul_3_2_at + i,
+                where(
+                    delta_over_sqrt_elements_lt,
+                    tensor_sum_of_update / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), F(0.0f)
+                )
+            );
         }
     }
 };
@@ -3010,7 +3285,10 @@ struct sgdp_nesterov_small_kernel_6 {
             const F tensor_lt = F(*tensor_lt_at);
             const F row_sum_of_update_over_row_mul_3 = load(row_sum_of_update_over_row_mul_3_at + i);
             const F tensor_sum_of_update_over_tensor_mul_3_2 = F(*tensor_sum_of_update_over_tensor_mul_3_2_at);
-            store(row_sum_of_update_over_row_mul_3_2_at + i, where(0.0f < tensor_lt, row_sum_of_update_over_row_mul_3, tensor_sum_of_update_over_tensor_mul_3_2));
+            store(
+                row_sum_of_update_over_row_mul_3_2_at + i,
+                where(0.0f < tensor_lt, row_sum_of_update_over_row_mul_3, tensor_sum_of_update_over_tensor_mul_3_2)
+            );
         }
     }
 };
@@ -3125,7 +3403,9 @@ struct sgdp_nesterov_kernel_1_3 {
             const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
             const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
             const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 0x7fffffff;
-            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2));
+            const F momentum_buffer_scale_2 = as_float(
+                where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2)
+            );
             const F momentum_buffer_scale_mul = momentum_times_momentum * momentum_buffer_scale_2;
             store(momentum_buffer_scale_mul_kept + b, momentum_buffer_scale_mul);
         }
@@ -3149,14 +3429,25 @@ struct sgdp_nesterov_kernel_1_3 {
                 const I p_normal = (p_wide << 5) + 0x38000000;
                 const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
                 // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
+                const F p = as_float(
+                    bits(
+                        as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))
+                    )
+                    | (p_high & 0x8000) << 16
+                );
                 const F g_stored = Grad::load(g_at + i);
                 const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 const F g_cast = g_stored;
                 // 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-                const F update = fma(grad_scale, g_cast, fma(scalar_1, g_cast, momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend))));
+                const F update = fma(
+                    grad_scale, g_cast,
+                    fma(
+                        scalar_1, g_cast,
+                        momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend))
+                    )
+                );
                 store(row_sum_for_invariant_at + i, p * g_cast);
                 store(row_sum_for_invariant_2_at + i, p * p);
                 store(row_sum_for_invariant_3_at + i, g_cast * g_cast);
@@ -3217,7 +3508,9 @@ struct sgdp_nesterov_kernel_7_3 {
             const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
             const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
             const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 0x7fffffff;
-            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2));
+            const F momentum_buffer_scale_2 = as_float(
+                where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2)
+            );
             const F momentum_buffer_scale_mul = momentum * momentum_buffer_scale_2;
             store(momentum_buffer_scale_mul_kept + b, momentum_buffer_scale_mul);
         }
@@ -3239,7 +3532,10 @@ struct sgdp_nesterov_kernel_7_3 {
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
-                const F momentum_buffer = fma(one_minus_dampening_times_grad_scale, g_cast, momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
+                const F momentum_buffer = fma(
+                    one_minus_dampening_times_grad_scale, g_cast,
+                    momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend))
+                );
                 const F momentum_buffer_abs = abs(momentum_buffer);
                 momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(momentum_buffer_abs), i, end);
                 words.keep(noise, i);
@@ -3276,7 +3572,12 @@ struct sgdp_nesterov_kernel_7_3 {
                 const I p_normal = (p_wide << 5) + 0x38000000;
                 const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
                 // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
+                const F p = as_float(
+                    bits(
+                        as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))
+                    )
+                    | (p_high & 0x8000) << 16
+                );
                 const F g_stored = Grad::load(g_at + i);
                 const F g_cast = g_stored;
                 const F g = grad_scale * g_cast;
@@ -3310,7 +3611,12 @@ struct sgdp_nesterov_kernel_7_3 {
                 const int i = b * BLOCK + k;
                 const auto noise = words.kept(i);
                 const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
+                const I momentum_buffer_pattern = bits(
+                    fma(
+                        momentum_buffer,
+                        1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f
+                    )
+                );
                 store(momentum_buffer_codes_at + i, momentum_buffer_pattern + integer<0>(noise) >> 12);
             }
         }
@@ -3363,7 +3669,10 @@ struct sgdp_nesterov_small_kernel_1_3 {
             const I p_normal = (p_wide << 5) + 0x38000000;
             const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
+            const F p = as_float(
+                bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000)))
+                | (p_high & 0x8000) << 16
+            );
             const F g_stored = Grad::load(g_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
             const F g_cast = g_stored;
@@ -3430,7 +3739,10 @@ struct sgdp_nesterov_small_kernel_7_3 {
             const I p_normal = (p_wide << 5) + 0x38000000;
             const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
+            const F p = as_float(
+                bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000)))
+                | (p_high & 0x8000) << 16
+            );
             const F g_stored = Grad::load(g_at + i);
             const F g_cast = g_stored;
             const F momentum_buffer = load(momentum_buffer_at + i);
@@ -3496,7 +3808,9 @@ struct sgdp_nesterov_no_projected_kernel {
             const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
             const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
             const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 0x7fffffff;
-            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2));
+            const F momentum_buffer_scale_2 = as_float(
+                where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2)
+            );
             const F momentum_buffer_scale_mul = momentum * momentum_buffer_scale_2;
             store(momentum_buffer_scale_mul_kept + b, momentum_buffer_scale_mul);
         }
@@ -3524,7 +3838,10 @@ struct sgdp_nesterov_no_projected_kernel {
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
-                const F momentum_buffer = fma(one_minus_dampening_times_grad_scale, g, momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
+                const F momentum_buffer = fma(
+                    one_minus_dampening_times_grad_scale, g,
+                    momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend))
+                );
                 const F momentum_buffer_abs = abs(momentum_buffer);
                 momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(momentum_buffer_abs), i, end);
                 words.keep(noise, i);
@@ -3565,7 +3882,12 @@ struct sgdp_nesterov_no_projected_kernel {
                 const int i = b * BLOCK + k;
                 const auto noise = words.kept(i);
                 const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
+                const I momentum_buffer_pattern = bits(
+                    fma(
+                        momentum_buffer,
+                        1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f
+                    )
+                );
                 store(momentum_buffer_codes_at + i, momentum_buffer_pattern + integer<0>(noise) >> 12);
             }
         }
@@ -4140,12 +4462,18 @@ template <class Grad> using sgdp_bfloat16_nesterov = sgdp_nesterov_step_2<weight
 template <class Grad> using sgdp_bfloat16_nesterov_small = sgdp_nesterov_small_step_2<weight_float32, Grad>;
 template <class Grad> using sgdp_float16_nesterov = sgdp_nesterov_step_3<weight_float32, Grad>;
 template <class Grad> using sgdp_float16_nesterov_small = sgdp_nesterov_small_step_3<weight_float32, Grad>;
-template <class Grad> using sgdp_float32_nesterov_no_projected = sgdp_nesterov_no_projected_kernel<weight_float32, Grad>;
-template <class Grad> using sgdp_float32_nesterov_no_projected_small = sgdp_nesterov_no_projected_small_kernel<weight_float32, Grad>;
-template <class Grad> using sgdp_bfloat16_nesterov_no_projected = sgdp_nesterov_no_projected_kernel<weight_bfloat16, Grad>;
-template <class Grad> using sgdp_bfloat16_nesterov_no_projected_small = sgdp_nesterov_no_projected_small_kernel<weight_bfloat16, Grad>;
-template <class Grad> using sgdp_float16_nesterov_no_projected = sgdp_nesterov_no_projected_kernel<weight_float16, Grad>;
-template <class Grad> using sgdp_float16_nesterov_no_projected_small = sgdp_nesterov_no_projected_small_kernel<weight_float16, Grad>;
+template <class Grad> using sgdp_float32_nesterov_no_projected = sgdp_nesterov_no_projected_kernel<weight_float32,
+    Grad>;
+template <class Grad> using sgdp_float32_nesterov_no_projected_small =
+    sgdp_nesterov_no_projected_small_kernel<weight_float32, Grad>;
+template <class Grad> using sgdp_bfloat16_nesterov_no_projected = sgdp_nesterov_no_projected_kernel<weight_bfloat16,
+    Grad>;
+template <class Grad> using sgdp_bfloat16_nesterov_no_projected_small =
+    sgdp_nesterov_no_projected_small_kernel<weight_bfloat16, Grad>;
+template <class Grad> using sgdp_float16_nesterov_no_projected = sgdp_nesterov_no_projected_kernel<weight_float16,
+    Grad>;
+template <class Grad> using sgdp_float16_nesterov_no_projected_small =
+    sgdp_nesterov_no_projected_small_kernel<weight_float16, Grad>;
 
 }  // namespace
 

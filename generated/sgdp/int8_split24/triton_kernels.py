@@ -34,7 +34,9 @@ def sgdp_float32_1_tile(
     momentum_buffer_scale = get(momentum_buffer_scale_ptr, at_block, live_block, MASKED)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
-    momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
+    momentum_buffer_scale = tl.where(
+        momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits
+    ).to(tl.float32, bitcast=True)
     momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     index = within(index, momentum_buffer_code)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
@@ -43,7 +45,10 @@ def sgdp_float32_1_tile(
     # -- update  (specs/sgdp.py)
     momentum_buffer_scale_mul = momentum * momentum_buffer_scale
     # 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
-    momentum_buffer = tl.fma(one_minus_dampening_times_grad_scale, g, momentum_buffer_scale_mul * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend)))
+    momentum_buffer = tl.fma(
+        one_minus_dampening_times_grad_scale, g,
+        momentum_buffer_scale_mul * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend))
+    )
     # -- encode and store
     momentum_buffer_abs = tl.abs(momentum_buffer)
     momentum_buffer_top = block_magnitude(momentum_buffer, live, MASKED, True)
@@ -52,17 +57,28 @@ def sgdp_float32_1_tile(
     put(momentum_buffer_scale_ptr, at_block, (momentum_buffer_up >> 15).to(tl.int16), live_block, MASKED)
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 0x7fff8000, 0x7f7fffff)
     momentum_buffer_divisor_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul)), 3200.0).to(tl.int32, bitcast=True)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    momentum_buffer_pattern = tl.fma(
+        momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul)),
+        3200.0
+    ).to(tl.int32, bitcast=True)
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
-    return term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(momentum_buffer, at, live, MASKED)
+    return (
+        term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(g, at, live, MASKED),
+        term(p, at, live, MASKED), term(momentum_buffer, at, live, MASKED)
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -110,8 +126,20 @@ def sgdp_float32_2_values(
     row_sum_for_invariant_3 = get(row_sum_for_invariant_3_ptr, at, live, True)
     row_sum_of_p = get(row_sum_of_p_ptr, at, live, True)
     row_sum_for_invariant_2_add = tl.sqrt(row_sum_for_invariant_2) + eps
-    put(row_sum_of_p_over_row_mul_3_ptr, at, row_sum_of_p / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add), live, True)
-    return term(tl.abs(grad_scale * row_sum_for_invariant) / (row_sum_for_invariant_2_add * (tl.sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)), at, live, True, True), term(row_sum_for_invariant, at, live, True), term(row_sum_for_invariant_2, at, live, True), term(row_sum_for_invariant_3, at, live, True), term(row_sum_of_p, at, live, True)
+    put(
+        row_sum_of_p_over_row_mul_3_ptr, at, row_sum_of_p / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add),
+        live, True
+    )
+    return (
+        term(
+            tl.abs(grad_scale * row_sum_for_invariant) / (
+                row_sum_for_invariant_2_add * (tl.sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)
+            ),
+            at, live, True, True
+        ),
+        term(row_sum_for_invariant, at, live, True), term(row_sum_for_invariant_2, at, live, True),
+        term(row_sum_for_invariant_3, at, live, True), term(row_sum_of_p, at, live, True)
+    )
 
 
 @triton.jit
@@ -131,7 +159,10 @@ def sgdp_float32_2_round(
         lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
         at = lane
         live = lane < end * rows
-        tensor_max_term, row_sum_for_invariant_term, row_sum_for_invariant_2_term, row_sum_for_invariant_3_term, row_sum_of_p_term = sgdp_float32_2_values(
+        (
+            tensor_max_term, row_sum_for_invariant_term, row_sum_for_invariant_2_term, row_sum_for_invariant_3_term,
+            row_sum_of_p_term
+        ) = sgdp_float32_2_values(
             row_sum_of_p_over_row_mul_3_ptr, row_sum_for_invariant_ptr, row_sum_for_invariant_2_ptr,
             row_sum_for_invariant_3_ptr, row_sum_of_p_ptr, at, live, eps, grad_scale, grad_scale_times_grad_scale,
         )
@@ -141,9 +172,15 @@ def sgdp_float32_2_round(
         row_sum_for_invariant_3_terms += tl.sum(row_sum_for_invariant_3_term, 0)
         row_sum_of_p_terms += tl.sum(row_sum_of_p_term, 0)
     tl.store(tensor_max_for_invariant_ptr + tl.arange(0, 1), fold(tl.reshape(tensor_max_terms, [1, 256]), True))
-    tl.store(tensor_sum_for_invariant_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_terms, [1, 256]), 1))
-    tl.store(tensor_sum_for_invariant_2_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_2_terms, [1, 256]), 1))
-    tl.store(tensor_sum_for_invariant_3_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_3_terms, [1, 256]), 1))
+    tl.store(
+        tensor_sum_for_invariant_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_terms, [1, 256]), 1)
+    )
+    tl.store(
+        tensor_sum_for_invariant_2_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_2_terms, [1, 256]), 1)
+    )
+    tl.store(
+        tensor_sum_for_invariant_3_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_3_terms, [1, 256]), 1)
+    )
     tl.store(tensor_sum_of_p_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_of_p_terms, [1, 256]), 1))
 
 
@@ -180,9 +217,17 @@ def sgdp_float32_4_values(
     delta_over_sqrt_elements = tl.load(delta_over_sqrt_elements_ptr)
     tensor_sum_of_p = tl.load(tensor_sum_of_p_ptr)
     tensor_sum_for_invariant_2_add = tl.sqrt(tensor_sum_for_invariant_2) + eps
-    delta_over_sqrt_elements_lt = tl.abs(grad_scale * tensor_sum_for_invariant) / (tensor_sum_for_invariant_2_add * (tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
+    delta_over_sqrt_elements_lt = tl.abs(grad_scale * tensor_sum_for_invariant) / (
+        tensor_sum_for_invariant_2_add * (tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) + eps)
+    ) < delta_over_sqrt_elements
     tl.store(lt_tensor_div_delta_over_sqrt_elements_ptr, tl.where(delta_over_sqrt_elements_lt, 1.0, 0.0))
-    tl.store(tensor_sum_of_p_over_tensor_mul_3_2_ptr, tl.where(delta_over_sqrt_elements_lt, tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0))
+    tl.store(
+        tensor_sum_of_p_over_tensor_mul_3_2_ptr,
+        tl.where(
+            delta_over_sqrt_elements_lt,
+            tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0
+        )
+    )
 
 
 @triton.jit
@@ -242,7 +287,10 @@ def sgdp_float32_6_values(
     tensor_lt = tl.load(tensor_lt_ptr)
     row_sum_of_p_over_row_mul_3 = get(row_sum_of_p_over_row_mul_3_ptr, at, live, True)
     tensor_sum_of_p_over_tensor_mul_3_2 = tl.load(tensor_sum_of_p_over_tensor_mul_3_2_ptr)
-    put(row_sum_of_p_over_row_mul_3_2_ptr, at, tl.where(0.0 < tensor_lt, row_sum_of_p_over_row_mul_3, tensor_sum_of_p_over_tensor_mul_3_2), live, True)
+    put(
+        row_sum_of_p_over_row_mul_3_2_ptr, at,
+        tl.where(0.0 < tensor_lt, row_sum_of_p_over_row_mul_3, tensor_sum_of_p_over_tensor_mul_3_2), live, True
+    )
 
 
 @triton.jit
@@ -342,7 +390,9 @@ def sgdp_float32_7_tile(
     momentum_buffer_scale = get(momentum_buffer_scale_ptr, at_block, live_block, MASKED)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
-    momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
+    momentum_buffer_scale = tl.where(
+        momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits
+    ).to(tl.float32, bitcast=True)
     momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
@@ -397,7 +447,10 @@ def sgdp_float32_small_1_tile(
     momentum_buffer = tl.fma(one_minus_dampening_times_grad_scale, g, momentum * momentum_buffer)
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
-    return term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(momentum_buffer, at, live, MASKED)
+    return (
+        term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(g, at, live, MASKED),
+        term(p, at, live, MASKED), term(momentum_buffer, at, live, MASKED)
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -559,7 +612,9 @@ def sgdp_bfloat16_1_tile(
     momentum_buffer_scale = get(momentum_buffer_scale_ptr, at_block, live_block, MASKED)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
-    momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
+    momentum_buffer_scale = tl.where(
+        momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits
+    ).to(tl.float32, bitcast=True)
     momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
@@ -571,7 +626,10 @@ def sgdp_bfloat16_1_tile(
     g_cast = widened(g_stored)
     momentum_buffer_scale_mul = momentum * momentum_buffer_scale
     # 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
-    momentum_buffer = tl.fma(one_minus_dampening_times_grad_scale, g_cast, momentum_buffer_scale_mul * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend)))
+    momentum_buffer = tl.fma(
+        one_minus_dampening_times_grad_scale, g_cast,
+        momentum_buffer_scale_mul * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend))
+    )
     # -- encode and store
     momentum_buffer_abs = tl.abs(momentum_buffer)
     momentum_buffer_top = block_magnitude(momentum_buffer, live, MASKED, True)
@@ -580,17 +638,28 @@ def sgdp_bfloat16_1_tile(
     put(momentum_buffer_scale_ptr, at_block, (momentum_buffer_up >> 15).to(tl.int16), live_block, MASKED)
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 0x7fff8000, 0x7f7fffff)
     momentum_buffer_divisor_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul)), 3200.0).to(tl.int32, bitcast=True)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    momentum_buffer_pattern = tl.fma(
+        momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul)),
+        3200.0
+    ).to(tl.int32, bitcast=True)
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
-    return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(momentum_buffer, at, live, MASKED)
+    return (
+        term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED),
+        term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(momentum_buffer, at, live, MASKED)
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -639,8 +708,20 @@ def sgdp_bfloat16_2_values(
     row_sum_for_invariant_3 = get(row_sum_for_invariant_3_ptr, at, live, True)
     row_sum_of_momentum_buffer = get(row_sum_of_momentum_buffer_ptr, at, live, True)
     row_sum_for_invariant_2_add = tl.sqrt(row_sum_for_invariant_2) + eps
-    put(row_sum_of_momentum_buffer_over_row_mul_3_ptr, at, row_sum_of_momentum_buffer / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add), live, True)
-    return term(tl.abs(grad_scale * row_sum_for_invariant) / (row_sum_for_invariant_2_add * (tl.sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)), at, live, True, True), term(row_sum_for_invariant, at, live, True), term(row_sum_for_invariant_2, at, live, True), term(row_sum_for_invariant_3, at, live, True), term(row_sum_of_momentum_buffer, at, live, True)
+    put(
+        row_sum_of_momentum_buffer_over_row_mul_3_ptr, at,
+        row_sum_of_momentum_buffer / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add), live, True
+    )
+    return (
+        term(
+            tl.abs(grad_scale * row_sum_for_invariant) / (
+                row_sum_for_invariant_2_add * (tl.sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)
+            ),
+            at, live, True, True
+        ),
+        term(row_sum_for_invariant, at, live, True), term(row_sum_for_invariant_2, at, live, True),
+        term(row_sum_for_invariant_3, at, live, True), term(row_sum_of_momentum_buffer, at, live, True)
+    )
 
 
 @triton.jit
@@ -661,7 +742,10 @@ def sgdp_bfloat16_2_round(
         lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
         at = lane
         live = lane < end * rows
-        tensor_max_term, row_sum_for_invariant_term, row_sum_for_invariant_2_term, row_sum_for_invariant_3_term, row_sum_of_momentum_buffer_term = sgdp_bfloat16_2_values(
+        (
+            tensor_max_term, row_sum_for_invariant_term, row_sum_for_invariant_2_term, row_sum_for_invariant_3_term,
+            row_sum_of_momentum_buffer_term
+        ) = sgdp_bfloat16_2_values(
             row_sum_of_momentum_buffer_over_row_mul_3_ptr, row_sum_for_invariant_ptr, row_sum_for_invariant_2_ptr,
             row_sum_for_invariant_3_ptr, row_sum_of_momentum_buffer_ptr, at, live, eps, grad_scale,
             grad_scale_times_grad_scale,
@@ -672,10 +756,19 @@ def sgdp_bfloat16_2_round(
         row_sum_for_invariant_3_terms += tl.sum(row_sum_for_invariant_3_term, 0)
         row_sum_of_momentum_buffer_terms += tl.sum(row_sum_of_momentum_buffer_term, 0)
     tl.store(tensor_max_for_invariant_ptr + tl.arange(0, 1), fold(tl.reshape(tensor_max_terms, [1, 256]), True))
-    tl.store(tensor_sum_for_invariant_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_terms, [1, 256]), 1))
-    tl.store(tensor_sum_for_invariant_2_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_2_terms, [1, 256]), 1))
-    tl.store(tensor_sum_for_invariant_3_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_3_terms, [1, 256]), 1))
-    tl.store(tensor_sum_of_momentum_buffer_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_of_momentum_buffer_terms, [1, 256]), 1))
+    tl.store(
+        tensor_sum_for_invariant_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_terms, [1, 256]), 1)
+    )
+    tl.store(
+        tensor_sum_for_invariant_2_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_2_terms, [1, 256]), 1)
+    )
+    tl.store(
+        tensor_sum_for_invariant_3_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_3_terms, [1, 256]), 1)
+    )
+    tl.store(
+        tensor_sum_of_momentum_buffer_ptr + tl.arange(0, 1),
+        tl.sum(tl.reshape(row_sum_of_momentum_buffer_terms, [1, 256]), 1)
+    )
 
 
 @triton.jit
@@ -692,9 +785,17 @@ def sgdp_bfloat16_4_values(
     delta_over_sqrt_elements = tl.load(delta_over_sqrt_elements_ptr)
     tensor_sum_of_momentum_buffer = tl.load(tensor_sum_of_momentum_buffer_ptr)
     tensor_sum_for_invariant_2_add = tl.sqrt(tensor_sum_for_invariant_2) + eps
-    delta_over_sqrt_elements_lt = tl.abs(grad_scale * tensor_sum_for_invariant) / (tensor_sum_for_invariant_2_add * (tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
+    delta_over_sqrt_elements_lt = tl.abs(grad_scale * tensor_sum_for_invariant) / (
+        tensor_sum_for_invariant_2_add * (tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) + eps)
+    ) < delta_over_sqrt_elements
     tl.store(lt_tensor_div_delta_over_sqrt_elements_ptr, tl.where(delta_over_sqrt_elements_lt, 1.0, 0.0))
-    tl.store(tensor_sum_of_momentum_buffer_over_tensor_mul_3_2_ptr, tl.where(delta_over_sqrt_elements_lt, tensor_sum_of_momentum_buffer / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0))
+    tl.store(
+        tensor_sum_of_momentum_buffer_over_tensor_mul_3_2_ptr,
+        tl.where(
+            delta_over_sqrt_elements_lt,
+            tensor_sum_of_momentum_buffer / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0
+        )
+    )
 
 
 @triton.jit
@@ -723,7 +824,14 @@ def sgdp_bfloat16_6_values(
     tensor_lt = tl.load(tensor_lt_ptr)
     row_sum_of_momentum_buffer_over_row_mul_3 = get(row_sum_of_momentum_buffer_over_row_mul_3_ptr, at, live, True)
     tensor_sum_of_momentum_buffer_over_tensor_mul_3_2 = tl.load(tensor_sum_of_momentum_buffer_over_tensor_mul_3_2_ptr)
-    put(row_sum_of_momentum_buffer_over_row_mul_3_2_ptr, at, tl.where(0.0 < tensor_lt, row_sum_of_momentum_buffer_over_row_mul_3, tensor_sum_of_momentum_buffer_over_tensor_mul_3_2), live, True)
+    put(
+        row_sum_of_momentum_buffer_over_row_mul_3_2_ptr, at,
+        tl.where(
+            0.0 < tensor_lt, row_sum_of_momentum_buffer_over_row_mul_3,
+            tensor_sum_of_momentum_buffer_over_tensor_mul_3_2
+        ),
+        live, True
+    )
 
 
 @triton.jit
@@ -822,7 +930,9 @@ def sgdp_bfloat16_7_tile(
 ):
     """One tile."""
     # -- load and decode
-    row_sum_of_momentum_buffer_over_row_mul_3_2 = get(row_sum_of_momentum_buffer_over_row_mul_3_2_ptr, at_row, live_row, MASKED)
+    row_sum_of_momentum_buffer_over_row_mul_3_2 = get(
+        row_sum_of_momentum_buffer_over_row_mul_3_2_ptr, at_row, live_row, MASKED
+    )
     p_stored = get(p_ptr, at, live, MASKED)
     index = within(index, p_stored)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
@@ -831,7 +941,9 @@ def sgdp_bfloat16_7_tile(
     momentum_buffer_scale = get(momentum_buffer_scale_ptr, at_block, live_block, MASKED)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
-    momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
+    momentum_buffer_scale = tl.where(
+        momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits
+    ).to(tl.float32, bitcast=True)
     momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
@@ -843,14 +955,19 @@ def sgdp_bfloat16_7_tile(
     p = p * one_minus_lr_times_weight_decay_2  # 29  p = decoupled(p, lr, weight_decay)
     p = tl.fma(minus_lr, update, p)            # 30  p = p - lr * update
     # -- encode and store
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise & 255) + 0x8000)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
@@ -901,7 +1018,10 @@ def sgdp_bfloat16_small_1_tile(
     momentum_buffer = tl.fma(one_minus_dampening_times_grad_scale, g_cast, momentum * momentum_buffer)
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
-    return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(momentum_buffer, at, live, MASKED)
+    return (
+        term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED),
+        term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(momentum_buffer, at, live, MASKED)
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1015,7 +1135,9 @@ def sgdp_bfloat16_small_7_tile(
 ):
     """One tile."""
     # -- load and decode
-    row_sum_of_momentum_buffer_over_row_mul_3_2 = get(row_sum_of_momentum_buffer_over_row_mul_3_2_ptr, at_row, live_row, MASKED)
+    row_sum_of_momentum_buffer_over_row_mul_3_2 = get(
+        row_sum_of_momentum_buffer_over_row_mul_3_2_ptr, at_row, live_row, MASKED
+    )
     p_stored = get(p_ptr, at, live, MASKED)
     index = within(index, p_stored)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
@@ -1029,15 +1151,22 @@ def sgdp_bfloat16_small_7_tile(
     p = p * one_minus_lr_times_weight_decay_2  # 29  p = decoupled(p, lr, weight_decay)
     p = tl.fma(minus_lr, update, p)            # 30  p = p - lr * update
     # -- encode and store
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 0x8000)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + (
+        (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 0x8000
+    )
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
@@ -1081,7 +1210,9 @@ def sgdp_float16_1_tile(
     momentum_buffer_scale = get(momentum_buffer_scale_ptr, at_block, live_block, MASKED)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
-    momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
+    momentum_buffer_scale = tl.where(
+        momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits
+    ).to(tl.float32, bitcast=True)
     momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
@@ -1095,12 +1226,20 @@ def sgdp_float16_1_tile(
     p_normal = (p_wide << 5) + 0x38000000
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
+    p = (
+        tl.where(
+            p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000
+        ).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True)
+        | (p_high & 0x8000) << 16
+    ).to(tl.float32, bitcast=True)
     # -- update  (specs/sgdp.py)
     g_cast = g_stored.to(tl.float32)
     momentum_buffer_scale_mul = momentum * momentum_buffer_scale
     # 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
-    momentum_buffer = tl.fma(one_minus_dampening_times_grad_scale, g_cast, momentum_buffer_scale_mul * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend)))
+    momentum_buffer = tl.fma(
+        one_minus_dampening_times_grad_scale, g_cast,
+        momentum_buffer_scale_mul * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend))
+    )
     # -- encode and store
     momentum_buffer_abs = tl.abs(momentum_buffer)
     momentum_buffer_top = block_magnitude(momentum_buffer, live, MASKED, True)
@@ -1109,17 +1248,28 @@ def sgdp_float16_1_tile(
     put(momentum_buffer_scale_ptr, at_block, (momentum_buffer_up >> 15).to(tl.int16), live_block, MASKED)
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 0x7fff8000, 0x7f7fffff)
     momentum_buffer_divisor_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul)), 3200.0).to(tl.int32, bitcast=True)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    momentum_buffer_pattern = tl.fma(
+        momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul)),
+        3200.0
+    ).to(tl.int32, bitcast=True)
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
-    return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(momentum_buffer, at, live, MASKED)
+    return (
+        term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED),
+        term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(momentum_buffer, at, live, MASKED)
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1164,7 +1314,9 @@ def sgdp_float16_7_tile(
 ):
     """One tile."""
     # -- load and decode
-    row_sum_of_momentum_buffer_over_row_mul_3_2 = get(row_sum_of_momentum_buffer_over_row_mul_3_2_ptr, at_row, live_row, MASKED)
+    row_sum_of_momentum_buffer_over_row_mul_3_2 = get(
+        row_sum_of_momentum_buffer_over_row_mul_3_2_ptr, at_row, live_row, MASKED
+    )
     p_stored = get(p_ptr, at, live, MASKED)
     index = within(index, p_stored)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
@@ -1176,11 +1328,18 @@ def sgdp_float16_7_tile(
     p_normal = (p_wide << 5) + 0x38000000
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
+    p = (
+        tl.where(
+            p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000
+        ).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True)
+        | (p_high & 0x8000) << 16
+    ).to(tl.float32, bitcast=True)
     momentum_buffer_scale = get(momentum_buffer_scale_ptr, at_block, live_block, MASKED)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
-    momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
+    momentum_buffer_scale = tl.where(
+        momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits
+    ).to(tl.float32, bitcast=True)
     momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
@@ -1200,14 +1359,19 @@ def sgdp_float16_7_tile(
     p_subnormal = (2199023255552.0 * p_magnitude_bitcast).to(tl.int32)
     p_rebiased = tl.minimum(p_magnitude - 0x38000000, 0xf800000)
     p_fixed = tl.where(p_is_subnormal, p_subnormal, p_rebiased << 4)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     p_wide = ((p_fixed + ((noise & 255) << 1 | 1)).to(tl.uint32, bitcast=True) >> 9).to(tl.int32, bitcast=True)
     p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
@@ -1259,14 +1423,22 @@ def sgdp_float16_small_1_tile(
     p_normal = (p_wide << 5) + 0x38000000
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
+    p = (
+        tl.where(
+            p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000
+        ).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True)
+        | (p_high & 0x8000) << 16
+    ).to(tl.float32, bitcast=True)
     # -- update  (specs/sgdp.py)
     g_cast = g_stored.to(tl.float32)
     # 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
     momentum_buffer = tl.fma(one_minus_dampening_times_grad_scale, g_cast, momentum * momentum_buffer)
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
-    return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(momentum_buffer, at, live, MASKED)
+    return (
+        term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED),
+        term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(momentum_buffer, at, live, MASKED)
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1309,7 +1481,9 @@ def sgdp_float16_small_7_tile(
 ):
     """One tile."""
     # -- load and decode
-    row_sum_of_momentum_buffer_over_row_mul_3_2 = get(row_sum_of_momentum_buffer_over_row_mul_3_2_ptr, at_row, live_row, MASKED)
+    row_sum_of_momentum_buffer_over_row_mul_3_2 = get(
+        row_sum_of_momentum_buffer_over_row_mul_3_2_ptr, at_row, live_row, MASKED
+    )
     p_stored = get(p_ptr, at, live, MASKED)
     index = within(index, p_stored)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
@@ -1321,7 +1495,12 @@ def sgdp_float16_small_7_tile(
     p_normal = (p_wide << 5) + 0x38000000
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
+    p = (
+        tl.where(
+            p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000
+        ).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True)
+        | (p_high & 0x8000) << 16
+    ).to(tl.float32, bitcast=True)
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     one_minus_lr_times_weight_decay_2 = tl.load(one_minus_lr_times_weight_decay_2_ptr)
     # -- update  (specs/sgdp.py)
@@ -1338,15 +1517,25 @@ def sgdp_float16_small_7_tile(
     p_subnormal = (2199023255552.0 * p_magnitude_bitcast).to(tl.int32)
     p_rebiased = tl.minimum(p_magnitude - 0x38000000, 0xf800000)
     p_fixed = tl.where(p_is_subnormal, p_subnormal, p_rebiased << 4)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_wide = ((p_fixed + ((noise.to(tl.uint32, bitcast=True) >> 23).to(tl.int32, bitcast=True) | 1)).to(tl.uint32, bitcast=True) >> 9).to(tl.int32, bitcast=True)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
+    p_wide = (
+        (
+            p_fixed + ((noise.to(tl.uint32, bitcast=True) >> 23).to(tl.int32, bitcast=True) | 1)
+        ).to(tl.uint32, bitcast=True)
+        >> 9
+    ).to(tl.int32, bitcast=True)
     p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
@@ -1390,16 +1579,26 @@ def sgdp_float32_nesterov_1_tile(
     momentum_buffer_scale = get(momentum_buffer_scale_ptr, at_block, live_block, MASKED)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
-    momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
+    momentum_buffer_scale = tl.where(
+        momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits
+    ).to(tl.float32, bitcast=True)
     momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     # -- update  (specs/sgdp.py)
     momentum_buffer_scale_mul = momentum_times_momentum * momentum_buffer_scale
     # 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-    update = tl.fma(grad_scale, g, tl.fma(scalar_1, g, momentum_buffer_scale_mul * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend))))
+    update = tl.fma(
+        grad_scale, g,
+        tl.fma(
+            scalar_1, g, momentum_buffer_scale_mul * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend))
+        )
+    )
     # -- encode and store
-    return term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
+    return (
+        term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(g, at, live, MASKED),
+        term(p, at, live, MASKED), term(update, at, live, MASKED)
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1449,7 +1648,9 @@ def sgdp_float32_nesterov_7_tile(
     momentum_buffer_scale = get(momentum_buffer_scale_ptr, at_block, live_block, MASKED)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
-    momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
+    momentum_buffer_scale = tl.where(
+        momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits
+    ).to(tl.float32, bitcast=True)
     momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     index = within(index, momentum_buffer_code)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
@@ -1459,7 +1660,10 @@ def sgdp_float32_nesterov_7_tile(
     # -- update  (specs/sgdp.py)
     momentum_buffer_scale_mul = momentum * momentum_buffer_scale
     # 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
-    momentum_buffer = tl.fma(one_minus_dampening_times_grad_scale, g, momentum_buffer_scale_mul * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend)))
+    momentum_buffer = tl.fma(
+        one_minus_dampening_times_grad_scale, g,
+        momentum_buffer_scale_mul * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend))
+    )
     # 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
     update = tl.fma(momentum, momentum_buffer, g_2)
     # 27  update, invariant = without_radial(update, p, g, delta, eps)
@@ -1475,15 +1679,23 @@ def sgdp_float32_nesterov_7_tile(
     put(momentum_buffer_scale_ptr, at_block, (momentum_buffer_up >> 15).to(tl.int16), live_block, MASKED)
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 0x7fff8000, 0x7f7fffff)
     momentum_buffer_divisor_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul)), 3200.0).to(tl.int32, bitcast=True)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    momentum_buffer_pattern = tl.fma(
+        momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul)),
+        3200.0
+    ).to(tl.int32, bitcast=True)
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
@@ -1535,7 +1747,10 @@ def sgdp_float32_nesterov_small_1_tile(
     # 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
     update = tl.fma(grad_scale, g, tl.fma(scalar_1, g, momentum_times_momentum * momentum_buffer))
     # -- encode and store
-    return term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
+    return (
+        term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(g, at, live, MASKED),
+        term(p, at, live, MASKED), term(update, at, live, MASKED)
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1647,7 +1862,9 @@ def sgdp_bfloat16_nesterov_1_tile(
     momentum_buffer_scale = get(momentum_buffer_scale_ptr, at_block, live_block, MASKED)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
-    momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
+    momentum_buffer_scale = tl.where(
+        momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits
+    ).to(tl.float32, bitcast=True)
     momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
@@ -1655,9 +1872,18 @@ def sgdp_bfloat16_nesterov_1_tile(
     g_cast = widened(g_stored)
     momentum_buffer_scale_mul = momentum_times_momentum * momentum_buffer_scale
     # 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-    update = tl.fma(grad_scale, g_cast, tl.fma(scalar_1, g_cast, momentum_buffer_scale_mul * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend))))
+    update = tl.fma(
+        grad_scale, g_cast,
+        tl.fma(
+            scalar_1, g_cast,
+            momentum_buffer_scale_mul * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend))
+        )
+    )
     # -- encode and store
-    return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
+    return (
+        term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED),
+        term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1706,8 +1932,20 @@ def sgdp_bfloat16_nesterov_2_values(
     row_sum_for_invariant_3 = get(row_sum_for_invariant_3_ptr, at, live, True)
     row_sum_of_update = get(row_sum_of_update_ptr, at, live, True)
     row_sum_for_invariant_2_add = tl.sqrt(row_sum_for_invariant_2) + eps
-    put(row_sum_of_update_over_row_mul_3_ptr, at, row_sum_of_update / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add), live, True)
-    return term(tl.abs(grad_scale * row_sum_for_invariant) / (row_sum_for_invariant_2_add * (tl.sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)), at, live, True, True), term(row_sum_for_invariant, at, live, True), term(row_sum_for_invariant_2, at, live, True), term(row_sum_for_invariant_3, at, live, True), term(row_sum_of_update, at, live, True)
+    put(
+        row_sum_of_update_over_row_mul_3_ptr, at,
+        row_sum_of_update / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add), live, True
+    )
+    return (
+        term(
+            tl.abs(grad_scale * row_sum_for_invariant) / (
+                row_sum_for_invariant_2_add * (tl.sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)
+            ),
+            at, live, True, True
+        ),
+        term(row_sum_for_invariant, at, live, True), term(row_sum_for_invariant_2, at, live, True),
+        term(row_sum_for_invariant_3, at, live, True), term(row_sum_of_update, at, live, True)
+    )
 
 
 @triton.jit
@@ -1728,7 +1966,10 @@ def sgdp_bfloat16_nesterov_2_round(
         lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
         at = lane
         live = lane < end * rows
-        tensor_max_term, row_sum_for_invariant_term, row_sum_for_invariant_2_term, row_sum_for_invariant_3_term, row_sum_of_update_term = sgdp_bfloat16_nesterov_2_values(
+        (
+            tensor_max_term, row_sum_for_invariant_term, row_sum_for_invariant_2_term, row_sum_for_invariant_3_term,
+            row_sum_of_update_term
+        ) = sgdp_bfloat16_nesterov_2_values(
             row_sum_of_update_over_row_mul_3_ptr, row_sum_for_invariant_ptr, row_sum_for_invariant_2_ptr,
             row_sum_for_invariant_3_ptr, row_sum_of_update_ptr, at, live, eps, grad_scale,
             grad_scale_times_grad_scale,
@@ -1739,9 +1980,15 @@ def sgdp_bfloat16_nesterov_2_round(
         row_sum_for_invariant_3_terms += tl.sum(row_sum_for_invariant_3_term, 0)
         row_sum_of_update_terms += tl.sum(row_sum_of_update_term, 0)
     tl.store(tensor_max_for_invariant_ptr + tl.arange(0, 1), fold(tl.reshape(tensor_max_terms, [1, 256]), True))
-    tl.store(tensor_sum_for_invariant_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_terms, [1, 256]), 1))
-    tl.store(tensor_sum_for_invariant_2_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_2_terms, [1, 256]), 1))
-    tl.store(tensor_sum_for_invariant_3_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_3_terms, [1, 256]), 1))
+    tl.store(
+        tensor_sum_for_invariant_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_terms, [1, 256]), 1)
+    )
+    tl.store(
+        tensor_sum_for_invariant_2_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_2_terms, [1, 256]), 1)
+    )
+    tl.store(
+        tensor_sum_for_invariant_3_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_3_terms, [1, 256]), 1)
+    )
     tl.store(tensor_sum_of_update_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_of_update_terms, [1, 256]), 1))
 
 
@@ -1758,9 +2005,17 @@ def sgdp_bfloat16_nesterov_4_values(
     delta_over_sqrt_elements = tl.load(delta_over_sqrt_elements_ptr)
     tensor_sum_of_update = tl.load(tensor_sum_of_update_ptr)
     tensor_sum_for_invariant_2_add = tl.sqrt(tensor_sum_for_invariant_2) + eps
-    delta_over_sqrt_elements_lt = tl.abs(grad_scale * tensor_sum_for_invariant) / (tensor_sum_for_invariant_2_add * (tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
+    delta_over_sqrt_elements_lt = tl.abs(grad_scale * tensor_sum_for_invariant) / (
+        tensor_sum_for_invariant_2_add * (tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) + eps)
+    ) < delta_over_sqrt_elements
     tl.store(lt_tensor_div_delta_over_sqrt_elements_ptr, tl.where(delta_over_sqrt_elements_lt, 1.0, 0.0))
-    tl.store(tensor_sum_of_update_over_tensor_mul_3_2_ptr, tl.where(delta_over_sqrt_elements_lt, tensor_sum_of_update / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0))
+    tl.store(
+        tensor_sum_of_update_over_tensor_mul_3_2_ptr,
+        tl.where(
+            delta_over_sqrt_elements_lt,
+            tensor_sum_of_update / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0
+        )
+    )
 
 
 @triton.jit
@@ -1787,7 +2042,11 @@ def sgdp_bfloat16_nesterov_6_values(
     tensor_lt = tl.load(tensor_lt_ptr)
     row_sum_of_update_over_row_mul_3 = get(row_sum_of_update_over_row_mul_3_ptr, at, live, True)
     tensor_sum_of_update_over_tensor_mul_3_2 = tl.load(tensor_sum_of_update_over_tensor_mul_3_2_ptr)
-    put(row_sum_of_update_over_row_mul_3_2_ptr, at, tl.where(0.0 < tensor_lt, row_sum_of_update_over_row_mul_3, tensor_sum_of_update_over_tensor_mul_3_2), live, True)
+    put(
+        row_sum_of_update_over_row_mul_3_2_ptr, at,
+        tl.where(0.0 < tensor_lt, row_sum_of_update_over_row_mul_3, tensor_sum_of_update_over_tensor_mul_3_2), live,
+        True
+    )
 
 
 @triton.jit
@@ -1894,7 +2153,9 @@ def sgdp_bfloat16_nesterov_7_tile(
     momentum_buffer_scale = get(momentum_buffer_scale_ptr, at_block, live_block, MASKED)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
-    momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
+    momentum_buffer_scale = tl.where(
+        momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits
+    ).to(tl.float32, bitcast=True)
     momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
@@ -1903,7 +2164,10 @@ def sgdp_bfloat16_nesterov_7_tile(
     # -- update  (specs/sgdp.py)
     momentum_buffer_scale_mul = momentum * momentum_buffer_scale
     # 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
-    momentum_buffer = tl.fma(one_minus_dampening_times_grad_scale, g_cast, momentum_buffer_scale_mul * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend)))
+    momentum_buffer = tl.fma(
+        one_minus_dampening_times_grad_scale, g_cast,
+        momentum_buffer_scale_mul * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend))
+    )
     # 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
     update = tl.fma(momentum, momentum_buffer, g)
     # 27  update, invariant = without_radial(update, p, g, delta, eps)
@@ -1911,14 +2175,19 @@ def sgdp_bfloat16_nesterov_7_tile(
     p = p * one_minus_lr_times_weight_decay_2                              # 29  p = decoupled(p, lr, weight_decay)
     p = tl.fma(minus_lr, update, p)                                        # 30  p = p - lr * update
     # -- encode and store
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise & 255) + 0x8000)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
@@ -1930,7 +2199,10 @@ def sgdp_bfloat16_nesterov_7_tile(
     put(momentum_buffer_scale_ptr, at_block, (momentum_buffer_up >> 15).to(tl.int16), live_block, MASKED)
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 0x7fff8000, 0x7f7fffff)
     momentum_buffer_divisor_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul)), 3200.0).to(tl.int32, bitcast=True)
+    momentum_buffer_pattern = tl.fma(
+        momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul)),
+        3200.0
+    ).to(tl.int32, bitcast=True)
     put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
@@ -1988,7 +2260,10 @@ def sgdp_bfloat16_nesterov_small_1_tile(
     # 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
     update = tl.fma(grad_scale, g_cast, tl.fma(scalar_1, g_cast, momentum_times_momentum * momentum_buffer))
     # -- encode and store
-    return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
+    return (
+        term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED),
+        term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -2122,15 +2397,22 @@ def sgdp_bfloat16_nesterov_small_7_tile(
     p = tl.fma(minus_lr, update, p)                                        # 30  p = p - lr * update
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 0x8000)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + (
+        (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 0x8000
+    )
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
@@ -2187,12 +2469,19 @@ def sgdp_float16_nesterov_1_tile(
     p_normal = (p_wide << 5) + 0x38000000
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
+    p = (
+        tl.where(
+            p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000
+        ).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True)
+        | (p_high & 0x8000) << 16
+    ).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     momentum_buffer_scale = get(momentum_buffer_scale_ptr, at_block, live_block, MASKED)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
-    momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
+    momentum_buffer_scale = tl.where(
+        momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits
+    ).to(tl.float32, bitcast=True)
     momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
@@ -2200,9 +2489,18 @@ def sgdp_float16_nesterov_1_tile(
     g_cast = g_stored.to(tl.float32)
     momentum_buffer_scale_mul = momentum_times_momentum * momentum_buffer_scale
     # 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
-    update = tl.fma(grad_scale, g_cast, tl.fma(scalar_1, g_cast, momentum_buffer_scale_mul * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend))))
+    update = tl.fma(
+        grad_scale, g_cast,
+        tl.fma(
+            scalar_1, g_cast,
+            momentum_buffer_scale_mul * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend))
+        )
+    )
     # -- encode and store
-    return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
+    return (
+        term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED),
+        term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -2260,13 +2558,20 @@ def sgdp_float16_nesterov_7_tile(
     p_normal = (p_wide << 5) + 0x38000000
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
+    p = (
+        tl.where(
+            p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000
+        ).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True)
+        | (p_high & 0x8000) << 16
+    ).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     g_cast = g_stored.to(tl.float32)
     momentum_buffer_scale = get(momentum_buffer_scale_ptr, at_block, live_block, MASKED)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
-    momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
+    momentum_buffer_scale = tl.where(
+        momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits
+    ).to(tl.float32, bitcast=True)
     momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
@@ -2275,7 +2580,10 @@ def sgdp_float16_nesterov_7_tile(
     # -- update  (specs/sgdp.py)
     momentum_buffer_scale_mul = momentum * momentum_buffer_scale
     # 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
-    momentum_buffer = tl.fma(one_minus_dampening_times_grad_scale, g_cast, momentum_buffer_scale_mul * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend)))
+    momentum_buffer = tl.fma(
+        one_minus_dampening_times_grad_scale, g_cast,
+        momentum_buffer_scale_mul * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend))
+    )
     # 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
     update = tl.fma(momentum, momentum_buffer, g)
     # 27  update, invariant = without_radial(update, p, g, delta, eps)
@@ -2291,14 +2599,19 @@ def sgdp_float16_nesterov_7_tile(
     p_subnormal = (2199023255552.0 * p_magnitude_bitcast).to(tl.int32)
     p_rebiased = tl.minimum(p_magnitude - 0x38000000, 0xf800000)
     p_fixed = tl.where(p_is_subnormal, p_subnormal, p_rebiased << 4)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     p_wide = ((p_fixed + ((noise & 255) << 1 | 1)).to(tl.uint32, bitcast=True) >> 9).to(tl.int32, bitcast=True)
     p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
@@ -2311,7 +2624,10 @@ def sgdp_float16_nesterov_7_tile(
     put(momentum_buffer_scale_ptr, at_block, (momentum_buffer_up >> 15).to(tl.int16), live_block, MASKED)
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 0x7fff8000, 0x7f7fffff)
     momentum_buffer_divisor_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul)), 3200.0).to(tl.int32, bitcast=True)
+    momentum_buffer_pattern = tl.fma(
+        momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul)),
+        3200.0
+    ).to(tl.int32, bitcast=True)
     put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
@@ -2368,7 +2684,12 @@ def sgdp_float16_nesterov_small_1_tile(
     p_normal = (p_wide << 5) + 0x38000000
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
+    p = (
+        tl.where(
+            p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000
+        ).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True)
+        | (p_high & 0x8000) << 16
+    ).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     # -- update  (specs/sgdp.py)
@@ -2376,7 +2697,10 @@ def sgdp_float16_nesterov_small_1_tile(
     # 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
     update = tl.fma(grad_scale, g_cast, tl.fma(scalar_1, g_cast, momentum_times_momentum * momentum_buffer))
     # -- encode and store
-    return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
+    return (
+        term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED),
+        term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -2431,7 +2755,12 @@ def sgdp_float16_nesterov_small_7_tile(
     p_normal = (p_wide << 5) + 0x38000000
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
+    p = (
+        tl.where(
+            p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000
+        ).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True)
+        | (p_high & 0x8000) << 16
+    ).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     g_cast = g_stored.to(tl.float32)
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
@@ -2456,15 +2785,25 @@ def sgdp_float16_nesterov_small_7_tile(
     p_subnormal = (2199023255552.0 * p_magnitude_bitcast).to(tl.int32)
     p_rebiased = tl.minimum(p_magnitude - 0x38000000, 0xf800000)
     p_fixed = tl.where(p_is_subnormal, p_subnormal, p_rebiased << 4)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_wide = ((p_fixed + ((noise.to(tl.uint32, bitcast=True) >> 23).to(tl.int32, bitcast=True) | 1)).to(tl.uint32, bitcast=True) >> 9).to(tl.int32, bitcast=True)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
+    p_wide = (
+        (
+            p_fixed + ((noise.to(tl.uint32, bitcast=True) >> 23).to(tl.int32, bitcast=True) | 1)
+        ).to(tl.uint32, bitcast=True)
+        >> 9
+    ).to(tl.int32, bitcast=True)
     p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
@@ -2509,7 +2848,8 @@ def sgdp_float16_nesterov_small_7_flat(
 TILE = {
 }
 
-# What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
+# What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a
+#     time.
 OPTIONS = {
 }
 
@@ -2543,28 +2883,56 @@ WARPS = {
 
 # What each of them reduces: the number of the dense operand that its kernel for tensors of any shape stores.
 DENSE = {
-    "sgdp_float32_1": {'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2, 'row_sum_of_p': 3},
+    "sgdp_float32_1": {
+        'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2, 'row_sum_of_p': 3
+    },
     "sgdp_float32_7": {},
-    "sgdp_float32_small_1": {'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2, 'row_sum_of_p': 3},
+    "sgdp_float32_small_1": {
+        'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2, 'row_sum_of_p': 3
+    },
     "sgdp_float32_small_7": {},
-    "sgdp_bfloat16_1": {'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2, 'row_sum_of_momentum_buffer': 3},
+    "sgdp_bfloat16_1": {
+        'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2,
+        'row_sum_of_momentum_buffer': 3
+    },
     "sgdp_bfloat16_7": {},
-    "sgdp_bfloat16_small_1": {'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2, 'row_sum_of_momentum_buffer': 3},
+    "sgdp_bfloat16_small_1": {
+        'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2,
+        'row_sum_of_momentum_buffer': 3
+    },
     "sgdp_bfloat16_small_7": {},
-    "sgdp_float16_1": {'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2, 'row_sum_of_momentum_buffer': 3},
+    "sgdp_float16_1": {
+        'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2,
+        'row_sum_of_momentum_buffer': 3
+    },
     "sgdp_float16_7": {},
-    "sgdp_float16_small_1": {'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2, 'row_sum_of_momentum_buffer': 3},
+    "sgdp_float16_small_1": {
+        'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2,
+        'row_sum_of_momentum_buffer': 3
+    },
     "sgdp_float16_small_7": {},
-    "sgdp_float32_nesterov_1": {'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2, 'row_sum_of_p': 3},
+    "sgdp_float32_nesterov_1": {
+        'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2, 'row_sum_of_p': 3
+    },
     "sgdp_float32_nesterov_7": {},
-    "sgdp_float32_nesterov_small_1": {'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2, 'row_sum_of_p': 3},
+    "sgdp_float32_nesterov_small_1": {
+        'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2, 'row_sum_of_p': 3
+    },
     "sgdp_float32_nesterov_small_7": {},
-    "sgdp_bfloat16_nesterov_1": {'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2, 'row_sum_of_update': 3},
+    "sgdp_bfloat16_nesterov_1": {
+        'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2, 'row_sum_of_update': 3
+    },
     "sgdp_bfloat16_nesterov_7": {},
-    "sgdp_bfloat16_nesterov_small_1": {'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2, 'row_sum_of_update': 3},
+    "sgdp_bfloat16_nesterov_small_1": {
+        'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2, 'row_sum_of_update': 3
+    },
     "sgdp_bfloat16_nesterov_small_7": {},
-    "sgdp_float16_nesterov_1": {'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2, 'row_sum_of_update': 3},
+    "sgdp_float16_nesterov_1": {
+        'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2, 'row_sum_of_update': 3
+    },
     "sgdp_float16_nesterov_7": {},
-    "sgdp_float16_nesterov_small_1": {'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2, 'row_sum_of_update': 3},
+    "sgdp_float16_nesterov_small_1": {
+        'row_sum_for_invariant': 0, 'row_sum_for_invariant_2': 1, 'row_sum_for_invariant_3': 2, 'row_sum_of_update': 3
+    },
     "sgdp_float16_nesterov_small_7": {},
 }

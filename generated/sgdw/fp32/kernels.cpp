@@ -153,7 +153,9 @@ struct sgdw_nesterov_has_momentum_kernel {
             // 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
             const F momentum_buffer_2 = fma(scalar_1, g, where_lt_one_t_momentum_zero * momentum_buffer);
             // 25  p = p - lr * update
-            const F p_2 = fma(one_minus_lr_times_weight_decay, p, -fma(lr_times_momentum, momentum_buffer_2, lr_times_grad_scale * g));
+            const F p_2 = fma(
+                one_minus_lr_times_weight_decay, p, -fma(lr_times_momentum, momentum_buffer_2, lr_times_grad_scale * g)
+            );
             weight.encode(i, p_2, noise);
             store(momentum_buffer_at + i, momentum_buffer_2);
         }
@@ -166,9 +168,12 @@ template <class Grad> using sgdw_float16 = sgdw_kernel<weight_float16, Grad>;
 template <class Grad> using sgdw_float32_has_momentum = sgdw_has_momentum_kernel<weight_float32, Grad>;
 template <class Grad> using sgdw_bfloat16_has_momentum = sgdw_has_momentum_kernel<weight_bfloat16, Grad>;
 template <class Grad> using sgdw_float16_has_momentum = sgdw_has_momentum_kernel<weight_float16, Grad>;
-template <class Grad> using sgdw_float32_nesterov_has_momentum = sgdw_nesterov_has_momentum_kernel<weight_float32, Grad>;
-template <class Grad> using sgdw_bfloat16_nesterov_has_momentum = sgdw_nesterov_has_momentum_kernel<weight_bfloat16, Grad>;
-template <class Grad> using sgdw_float16_nesterov_has_momentum = sgdw_nesterov_has_momentum_kernel<weight_float16, Grad>;
+template <class Grad> using sgdw_float32_nesterov_has_momentum = sgdw_nesterov_has_momentum_kernel<weight_float32,
+    Grad>;
+template <class Grad> using sgdw_bfloat16_nesterov_has_momentum = sgdw_nesterov_has_momentum_kernel<weight_bfloat16,
+    Grad>;
+template <class Grad> using sgdw_float16_nesterov_has_momentum = sgdw_nesterov_has_momentum_kernel<weight_float16,
+    Grad>;
 
 }  // namespace
 

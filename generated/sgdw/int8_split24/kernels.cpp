@@ -53,7 +53,10 @@ struct weight_float16 {
         const I subnormal = bits(2.3283064365386963e-10f * to_float(wide));
         const I normal = (wide << 5) + 0x38000000;
         const I finite = where(wide < 0x40000, subnormal, normal);
-        return as_float(bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000))) | (high & 0x8000) << 16);
+        return as_float(
+            bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000)))
+            | (high & 0x8000) << 16
+        );
     }
     template <class Noise> void encode(int i, F x, const Noise &noise) const {
         const I x_bitcast = bits(x);
@@ -138,7 +141,9 @@ struct sgdw_has_momentum_kernel {
             const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
             const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
             const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 0x7fffffff;
-            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2));
+            const F momentum_buffer_scale_2 = as_float(
+                where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2)
+            );
             const F momentum_buffer_scale_mul = where_lt_one_t_momentum_zero * momentum_buffer_scale_2;
             store(momentum_buffer_scale_mul_kept + b, momentum_buffer_scale_mul);
         }
@@ -164,7 +169,9 @@ struct sgdw_has_momentum_kernel {
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 // 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-                const F momentum_buffer = fma(scalar_1, g, momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
+                const F momentum_buffer = fma(
+                    scalar_1, g, momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend))
+                );
                 const F momentum_buffer_abs = abs(momentum_buffer);
                 momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(momentum_buffer_abs), i, end);
                 words.keep(noise, i);
@@ -205,7 +212,12 @@ struct sgdw_has_momentum_kernel {
                 const int i = b * BLOCK + k;
                 const auto noise = words.kept(i);
                 const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
+                const I momentum_buffer_pattern = bits(
+                    fma(
+                        momentum_buffer,
+                        1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f
+                    )
+                );
                 store(momentum_buffer_codes_at + i, momentum_buffer_pattern + integer<0>(noise) >> 12);
             }
         }
@@ -286,7 +298,9 @@ struct sgdw_nesterov_has_momentum_kernel {
             const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
             const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
             const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 0x7fffffff;
-            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2));
+            const F momentum_buffer_scale_2 = as_float(
+                where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2)
+            );
             const F momentum_buffer_scale_mul = where_lt_one_t_momentum_zero * momentum_buffer_scale_2;
             store(momentum_buffer_scale_mul_kept + b, momentum_buffer_scale_mul);
         }
@@ -295,7 +309,9 @@ struct sgdw_nesterov_has_momentum_kernel {
             const F p = weight.decode(i);
             const F g = Grad::load(g_at + i);
             // 25  p = p - lr * update
-            const F p_2 = fma(one_minus_lr_times_weight_decay, p, -fma(lr_times_momentum, momentum_buffer, lr_times_grad_scale * g));
+            const F p_2 = fma(
+                one_minus_lr_times_weight_decay, p, -fma(lr_times_momentum, momentum_buffer, lr_times_grad_scale * g)
+            );
             weight.encode(i, p_2, noise);
         };
         // -- elements: decode, update, encode  (specs/sgdw.py)
@@ -314,7 +330,9 @@ struct sgdw_nesterov_has_momentum_kernel {
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 // 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
-                const F momentum_buffer = fma(scalar_1, g, momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
+                const F momentum_buffer = fma(
+                    scalar_1, g, momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend))
+                );
                 const F momentum_buffer_abs = abs(momentum_buffer);
                 momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(momentum_buffer_abs), i, end);
                 words.keep(noise, i);
@@ -355,7 +373,12 @@ struct sgdw_nesterov_has_momentum_kernel {
                 const int i = b * BLOCK + k;
                 const auto noise = words.kept(i);
                 const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
+                const I momentum_buffer_pattern = bits(
+                    fma(
+                        momentum_buffer,
+                        1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f
+                    )
+                );
                 store(momentum_buffer_codes_at + i, momentum_buffer_pattern + integer<0>(noise) >> 12);
             }
         }
@@ -395,7 +418,9 @@ struct sgdw_nesterov_has_momentum_small_kernel {
             // 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
             const F momentum_buffer_2 = fma(scalar_1, g, where_lt_one_t_momentum_zero * momentum_buffer);
             // 25  p = p - lr * update
-            const F p_2 = fma(one_minus_lr_times_weight_decay, p, -fma(lr_times_momentum, momentum_buffer_2, lr_times_grad_scale * g));
+            const F p_2 = fma(
+                one_minus_lr_times_weight_decay, p, -fma(lr_times_momentum, momentum_buffer_2, lr_times_grad_scale * g)
+            );
             weight.encode(i, p_2, noise);
             store(momentum_buffer_at + i, momentum_buffer_2);
         }
@@ -411,12 +436,18 @@ template <class Grad> using sgdw_bfloat16_has_momentum = sgdw_has_momentum_kerne
 template <class Grad> using sgdw_bfloat16_has_momentum_small = sgdw_has_momentum_small_kernel<weight_bfloat16, Grad>;
 template <class Grad> using sgdw_float16_has_momentum = sgdw_has_momentum_kernel<weight_float16, Grad>;
 template <class Grad> using sgdw_float16_has_momentum_small = sgdw_has_momentum_small_kernel<weight_float16, Grad>;
-template <class Grad> using sgdw_float32_nesterov_has_momentum = sgdw_nesterov_has_momentum_kernel<weight_float32, Grad>;
-template <class Grad> using sgdw_float32_nesterov_has_momentum_small = sgdw_nesterov_has_momentum_small_kernel<weight_float32, Grad>;
-template <class Grad> using sgdw_bfloat16_nesterov_has_momentum = sgdw_nesterov_has_momentum_kernel<weight_bfloat16, Grad>;
-template <class Grad> using sgdw_bfloat16_nesterov_has_momentum_small = sgdw_nesterov_has_momentum_small_kernel<weight_bfloat16, Grad>;
-template <class Grad> using sgdw_float16_nesterov_has_momentum = sgdw_nesterov_has_momentum_kernel<weight_float16, Grad>;
-template <class Grad> using sgdw_float16_nesterov_has_momentum_small = sgdw_nesterov_has_momentum_small_kernel<weight_float16, Grad>;
+template <class Grad> using sgdw_float32_nesterov_has_momentum = sgdw_nesterov_has_momentum_kernel<weight_float32,
+    Grad>;
+template <class Grad> using sgdw_float32_nesterov_has_momentum_small =
+    sgdw_nesterov_has_momentum_small_kernel<weight_float32, Grad>;
+template <class Grad> using sgdw_bfloat16_nesterov_has_momentum = sgdw_nesterov_has_momentum_kernel<weight_bfloat16,
+    Grad>;
+template <class Grad> using sgdw_bfloat16_nesterov_has_momentum_small =
+    sgdw_nesterov_has_momentum_small_kernel<weight_bfloat16, Grad>;
+template <class Grad> using sgdw_float16_nesterov_has_momentum = sgdw_nesterov_has_momentum_kernel<weight_float16,
+    Grad>;
+template <class Grad> using sgdw_float16_nesterov_has_momentum_small =
+    sgdw_nesterov_has_momentum_small_kernel<weight_float16, Grad>;
 
 }  // namespace
 

@@ -94,7 +94,10 @@ struct sm3_kernel_1 {
             const F g = Grad::load(g_at + i);
             const F p = weight.decode(i);
             // 38  total = minimum(accumulator_row, accumulator_col) + g * g
-            const F total = fma(grad_scale_times_grad_scale * g, g, min(load(accumulator_row_at + (i & row_mask)), load(accumulator_col_at + i)));
+            const F total = fma(
+                grad_scale_times_grad_scale * g, g,
+                min(load(accumulator_row_at + (i & row_mask)), load(accumulator_col_at + i))
+            );
             const F p_2 = fma(minus_lr_times_grad_scale, g / sqrt(total + eps), p);  // 48  p = p - lr * update
             weight.encode(i, p_2, noise);
             store(accumulator_row_2_at + i, total);
@@ -236,9 +239,14 @@ struct sm3_has_momentum_kernel_1 {
             const F momentum_buffer = load(momentum_buffer_at + i);
             const F p = weight.decode(i);
             // 38  total = minimum(accumulator_row, accumulator_col) + g * g
-            const F total = fma(grad_scale_times_grad_scale * g, g, min(load(accumulator_row_at + (i & row_mask)), load(accumulator_col_at + i)));
+            const F total = fma(
+                grad_scale_times_grad_scale * g, g,
+                min(load(accumulator_row_at + (i & row_mask)), load(accumulator_col_at + i))
+            );
             // 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
-            const F momentum_buffer_2 = fma(one_minus_momentum_times_grad_scale, g / sqrt(total + eps), momentum * momentum_buffer);
+            const F momentum_buffer_2 = fma(
+                one_minus_momentum_times_grad_scale, g / sqrt(total + eps), momentum * momentum_buffer
+            );
             const F p_2 = fma(minus_lr, momentum_buffer_2, p);  // 48  p = p - lr * update
             weight.encode(i, p_2, noise);
             store(momentum_buffer_at + i, momentum_buffer_2);
@@ -334,7 +342,9 @@ struct sm3_has_momentum_no_factored_kernel {
             // 42  accumulator = accumulator + g * g
             const F accumulator_2 = fma(grad_scale_times_grad_scale * g, g, accumulator);
             // 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
-            const F momentum_buffer_2 = fma(one_minus_momentum_times_grad_scale, g / sqrt(accumulator_2 + eps), momentum * momentum_buffer);
+            const F momentum_buffer_2 = fma(
+                one_minus_momentum_times_grad_scale, g / sqrt(accumulator_2 + eps), momentum * momentum_buffer
+            );
             const F p_2 = fma(minus_lr, momentum_buffer_2, p);  // 48  p = p - lr * update
             weight.encode(i, p_2, noise);
             store(accumulator_at + i, accumulator_2);
@@ -393,9 +403,12 @@ template <class Grad> using sm3_float16_no_factored = sm3_no_factored_kernel<wei
 template <class Grad> using sm3_float32_has_momentum = sm3_has_momentum_step<weight_float32, Grad>;
 template <class Grad> using sm3_bfloat16_has_momentum = sm3_has_momentum_step<weight_bfloat16, Grad>;
 template <class Grad> using sm3_float16_has_momentum = sm3_has_momentum_step<weight_float16, Grad>;
-template <class Grad> using sm3_float32_has_momentum_no_factored = sm3_has_momentum_no_factored_kernel<weight_float32, Grad>;
-template <class Grad> using sm3_bfloat16_has_momentum_no_factored = sm3_has_momentum_no_factored_kernel<weight_bfloat16, Grad>;
-template <class Grad> using sm3_float16_has_momentum_no_factored = sm3_has_momentum_no_factored_kernel<weight_float16, Grad>;
+template <class Grad> using sm3_float32_has_momentum_no_factored = sm3_has_momentum_no_factored_kernel<weight_float32,
+    Grad>;
+template <class Grad> using sm3_bfloat16_has_momentum_no_factored = sm3_has_momentum_no_factored_kernel<weight_bfloat16,
+    Grad>;
+template <class Grad> using sm3_float16_has_momentum_no_factored = sm3_has_momentum_no_factored_kernel<weight_float16,
+    Grad>;
 
 }  // namespace
 

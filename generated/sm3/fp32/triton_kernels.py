@@ -35,7 +35,10 @@ def sm3_float32_1_tile(
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/sm3.py)
     # 38  total = minimum(accumulator_row, accumulator_col) + g * g
-    total = tl.fma(grad_scale_times_grad_scale * g, g, tl.minimum(accumulator_row, accumulator_col, propagate_nan=tl.PropagateNan.ALL))
+    total = tl.fma(
+        grad_scale_times_grad_scale * g, g,
+        tl.minimum(accumulator_row, accumulator_col, propagate_nan=tl.PropagateNan.ALL)
+    )
     # 48  p = p - lr * update
     p = tl.fma(minus_lr_times_grad_scale, g * reciprocal(tl.sqrt(total + eps)), p)
     # -- encode and store
@@ -148,13 +151,19 @@ def sm3_bfloat16_1_tile(
     # -- update  (specs/sm3.py)
     g_cast = widened(g_stored)
     # 38  total = minimum(accumulator_row, accumulator_col) + g * g
-    total = tl.fma(grad_scale_times_grad_scale * g_cast, g_cast, tl.minimum(accumulator_row, accumulator_col, propagate_nan=tl.PropagateNan.ALL))
+    total = tl.fma(
+        grad_scale_times_grad_scale * g_cast, g_cast,
+        tl.minimum(accumulator_row, accumulator_col, propagate_nan=tl.PropagateNan.ALL)
+    )
     # 48  p = p - lr * update
     p = tl.fma(minus_lr_times_grad_scale, g_cast * reciprocal(tl.sqrt(total + eps)), p)
     # -- encode and store
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(
+        p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live,
+        MASKED
+    )
     return term(total, at, live, MASKED, True),
 
 
@@ -206,7 +215,10 @@ def sm3_float16_1_tile(
     # -- update  (specs/sm3.py)
     g_cast = g_stored.to(tl.float32)
     # 38  total = minimum(accumulator_row, accumulator_col) + g * g
-    total = tl.fma(grad_scale_times_grad_scale * g_cast, g_cast, tl.minimum(accumulator_row, accumulator_col, propagate_nan=tl.PropagateNan.ALL))
+    total = tl.fma(
+        grad_scale_times_grad_scale * g_cast, g_cast,
+        tl.minimum(accumulator_row, accumulator_col, propagate_nan=tl.PropagateNan.ALL)
+    )
     # 48  p = p - lr * update
     p = tl.fma(minus_lr_times_grad_scale, g_cast * reciprocal(tl.sqrt(total + eps)), p)
     # -- encode and store
@@ -262,9 +274,14 @@ def sm3_float32_has_momentum_1_tile(
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/sm3.py)
     # 38  total = minimum(accumulator_row, accumulator_col) + g * g
-    total = tl.fma(grad_scale_times_grad_scale * g, g, tl.minimum(accumulator_row, accumulator_col, propagate_nan=tl.PropagateNan.ALL))
+    total = tl.fma(
+        grad_scale_times_grad_scale * g, g,
+        tl.minimum(accumulator_row, accumulator_col, propagate_nan=tl.PropagateNan.ALL)
+    )
     # 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
-    momentum_buffer = tl.fma(one_minus_momentum_times_grad_scale, g * reciprocal(tl.sqrt(total + eps)), momentum * momentum_buffer)
+    momentum_buffer = tl.fma(
+        one_minus_momentum_times_grad_scale, g * reciprocal(tl.sqrt(total + eps)), momentum * momentum_buffer
+    )
     p = tl.fma(minus_lr, momentum_buffer, p)  # 48  p = p - lr * update
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
@@ -344,15 +361,23 @@ def sm3_bfloat16_has_momentum_1_tile(
     # -- update  (specs/sm3.py)
     g_cast = widened(g_stored)
     # 38  total = minimum(accumulator_row, accumulator_col) + g * g
-    total = tl.fma(grad_scale_times_grad_scale * g_cast, g_cast, tl.minimum(accumulator_row, accumulator_col, propagate_nan=tl.PropagateNan.ALL))
+    total = tl.fma(
+        grad_scale_times_grad_scale * g_cast, g_cast,
+        tl.minimum(accumulator_row, accumulator_col, propagate_nan=tl.PropagateNan.ALL)
+    )
     # 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
-    momentum_buffer = tl.fma(one_minus_momentum_times_grad_scale, g_cast * reciprocal(tl.sqrt(total + eps)), momentum * momentum_buffer)
+    momentum_buffer = tl.fma(
+        one_minus_momentum_times_grad_scale, g_cast * reciprocal(tl.sqrt(total + eps)), momentum * momentum_buffer
+    )
     p = tl.fma(minus_lr, momentum_buffer, p)  # 48  p = p - lr * update
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(
+        p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live,
+        MASKED
+    )
     return term(total, at, live, MASKED, True),
 
 
@@ -407,9 +432,14 @@ def sm3_float16_has_momentum_1_tile(
     # -- update  (specs/sm3.py)
     g_cast = g_stored.to(tl.float32)
     # 38  total = minimum(accumulator_row, accumulator_col) + g * g
-    total = tl.fma(grad_scale_times_grad_scale * g_cast, g_cast, tl.minimum(accumulator_row, accumulator_col, propagate_nan=tl.PropagateNan.ALL))
+    total = tl.fma(
+        grad_scale_times_grad_scale * g_cast, g_cast,
+        tl.minimum(accumulator_row, accumulator_col, propagate_nan=tl.PropagateNan.ALL)
+    )
     # 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
-    momentum_buffer = tl.fma(one_minus_momentum_times_grad_scale, g_cast * reciprocal(tl.sqrt(total + eps)), momentum * momentum_buffer)
+    momentum_buffer = tl.fma(
+        one_minus_momentum_times_grad_scale, g_cast * reciprocal(tl.sqrt(total + eps)), momentum * momentum_buffer
+    )
     p = tl.fma(minus_lr, momentum_buffer, p)  # 48  p = p - lr * update
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
@@ -455,7 +485,8 @@ def sm3_float16_has_momentum_1_flat(
 TILE = {
 }
 
-# What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
+# What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a
+#     time.
 OPTIONS = {
 }
 

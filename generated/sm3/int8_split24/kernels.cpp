@@ -57,7 +57,10 @@ struct weight_float16 {
         const I subnormal = bits(2.3283064365386963e-10f * to_float(wide));
         const I normal = (wide << 5) + 0x38000000;
         const I finite = where(wide < 0x40000, subnormal, normal);
-        return as_float(bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000))) | (high & 0x8000) << 16);
+        return as_float(
+            bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000)))
+            | (high & 0x8000) << 16
+        );
     }
     template <class Noise> void encode(int i, F x, const Noise &noise) const {
         const I x_bitcast = bits(x);
@@ -117,7 +120,10 @@ struct sm3_kernel_1 {
             const F g = Grad::load(g_at + i);
             const F p = weight.decode(i);
             // 38  total = minimum(accumulator_row, accumulator_col) + g * g
-            const F total = fma(grad_scale_times_grad_scale * g, g, min(load(accumulator_row_at + (i & row_mask)), load(accumulator_col_at + i)));
+            const F total = fma(
+                grad_scale_times_grad_scale * g, g,
+                min(load(accumulator_row_at + (i & row_mask)), load(accumulator_col_at + i))
+            );
             const F p_2 = fma(minus_lr_times_grad_scale, g / sqrt(total + eps), p);  // 48  p = p - lr * update
             weight.encode(i, p_2, noise);
             store(accumulator_row_2_at + i, total);
@@ -215,7 +221,9 @@ struct sm3_no_factored_kernel {
             const I16 accumulator_range = raw(accumulator_range_at + b);
             const I accumulator_header = to_int(accumulator_range);
             const I accumulator_cells = max(I(4), accumulator_header & 255);
-            const I accumulator_step = bits(fma(4194304.0f, 1.0f / to_float(accumulator_cells), 12582912.0f)) - 0x4b400000;
+            const I accumulator_step = bits(
+                fma(4194304.0f, 1.0f / to_float(accumulator_cells), 12582912.0f)
+            ) - 0x4b400000;
             const I accumulator_middle = ((accumulator_header & 0xff00) << 14) + 0x20000000 + (accumulator_step >> 1);
             const I accumulator_middle_2 = where(accumulator_header == 0, I(0), accumulator_middle);
             store(accumulator_middle_2_kept + b, accumulator_middle_2);
@@ -292,7 +300,8 @@ struct sm3_no_factored_kernel {
                 const auto noise = words.kept(i);
                 const I accumulator_pattern = load(accumulator_pattern_kept + i);
                 const I accumulator_offset = fraction<0, 24>(noise) + accumulator_half_add;
-                const I accumulator_position = max(I(0), min(accumulator_pattern - accumulator_base, accumulator_base_sub)) * accumulator_scale + accumulator_offset;
+                const I accumulator_position = max(I(0), min(accumulator_pattern - accumulator_base,
+                    accumulator_base_sub)) * accumulator_scale + accumulator_offset;
                 store_byte<3>(accumulator_codes_at + i, accumulator_position);
             }
         }
@@ -385,7 +394,9 @@ struct sm3_has_momentum_kernel_1 {
             const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
             const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
             const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 0x7fffffff;
-            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2));
+            const F momentum_buffer_scale_2 = as_float(
+                where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2)
+            );
             const F momentum_buffer_scale_mul = momentum * momentum_buffer_scale_2;
             store(momentum_buffer_scale_mul_kept + b, momentum_buffer_scale_mul);
         }
@@ -410,9 +421,15 @@ struct sm3_has_momentum_kernel_1 {
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 // 38  total = minimum(accumulator_row, accumulator_col) + g * g
-                const F total = fma(grad_scale_times_grad_scale * g, g, min(load(accumulator_row_at + (i & row_mask)), load(accumulator_col_at + i)));
+                const F total = fma(
+                    grad_scale_times_grad_scale * g, g,
+                    min(load(accumulator_row_at + (i & row_mask)), load(accumulator_col_at + i))
+                );
                 // 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
-                const F momentum_buffer = fma(one_minus_momentum_times_grad_scale, g / sqrt(total + eps), momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
+                const F momentum_buffer = fma(
+                    one_minus_momentum_times_grad_scale, g / sqrt(total + eps),
+                    momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend))
+                );
                 const F momentum_buffer_abs = abs(momentum_buffer);
                 momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(momentum_buffer_abs), i, end);
                 words.keep(noise, i);
@@ -454,7 +471,12 @@ struct sm3_has_momentum_kernel_1 {
                 const int i = b * BLOCK + k;
                 const auto noise = words.kept(i);
                 const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
+                const I momentum_buffer_pattern = bits(
+                    fma(
+                        momentum_buffer,
+                        1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f
+                    )
+                );
                 store(momentum_buffer_codes_at + i, momentum_buffer_pattern + integer<0>(noise) >> 12);
             }
         }
@@ -558,9 +580,14 @@ struct sm3_has_momentum_small_kernel_1 {
             const F momentum_buffer = load(momentum_buffer_at + i);
             const F p = weight.decode(i);
             // 38  total = minimum(accumulator_row, accumulator_col) + g * g
-            const F total = fma(grad_scale_times_grad_scale * g, g, min(load(accumulator_row_at + (i & row_mask)), load(accumulator_col_at + i)));
+            const F total = fma(
+                grad_scale_times_grad_scale * g, g,
+                min(load(accumulator_row_at + (i & row_mask)), load(accumulator_col_at + i))
+            );
             // 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
-            const F momentum_buffer_2 = fma(one_minus_momentum_times_grad_scale, g / sqrt(total + eps), momentum * momentum_buffer);
+            const F momentum_buffer_2 = fma(
+                one_minus_momentum_times_grad_scale, g / sqrt(total + eps), momentum * momentum_buffer
+            );
             const F p_2 = fma(minus_lr, momentum_buffer_2, p);  // 48  p = p - lr * update
             weight.encode(i, p_2, noise);
             store(momentum_buffer_at + i, momentum_buffer_2);
@@ -628,7 +655,9 @@ struct sm3_has_momentum_no_factored_kernel {
     static constexpr int DRAWN = NOISE.mask({P, 1, 0}), KEPT = NOISE.mask({P, 1, 0});
     static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2 + count(KEPT)), SCALARS = 5;
     // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}});
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>(
+        {{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}}
+    );
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -669,13 +698,17 @@ struct sm3_has_momentum_no_factored_kernel {
             const I16 accumulator_range = raw(accumulator_range_at + b);
             const I accumulator_header = to_int(accumulator_range);
             const I accumulator_cells = max(I(4), accumulator_header & 255);
-            const I accumulator_step = bits(fma(4194304.0f, 1.0f / to_float(accumulator_cells), 12582912.0f)) - 0x4b400000;
+            const I accumulator_step = bits(
+                fma(4194304.0f, 1.0f / to_float(accumulator_cells), 12582912.0f)
+            ) - 0x4b400000;
             const I accumulator_middle = ((accumulator_header & 0xff00) << 14) + 0x20000000 + (accumulator_step >> 1);
             const I accumulator_middle_2 = where(accumulator_header == 0, I(0), accumulator_middle);
             const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
             const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
             const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 0x7fffffff;
-            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2));
+            const F momentum_buffer_scale_2 = as_float(
+                where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2)
+            );
             const F momentum_buffer_scale_mul = momentum * momentum_buffer_scale_2;
             store(accumulator_middle_2_kept + b, accumulator_middle_2);
             store(accumulator_step_kept + b, accumulator_step);
@@ -713,7 +746,10 @@ struct sm3_has_momentum_no_factored_kernel {
                 // 42  accumulator = accumulator + g * g
                 const F accumulator_2 = fma(grad_scale_times_grad_scale * g, g, accumulator);
                 // 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
-                const F momentum_buffer = fma(one_minus_momentum_times_grad_scale, g / sqrt(accumulator_2 + eps), momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
+                const F momentum_buffer = fma(
+                    one_minus_momentum_times_grad_scale, g / sqrt(accumulator_2 + eps),
+                    momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend))
+                );
                 const I accumulator_pattern = bits(sqrt(accumulator_2));
                 const F momentum_buffer_abs = abs(momentum_buffer);
                 largest_of_block = larger<RAGGED>(largest_of_block, accumulator_pattern, i, end);
@@ -787,8 +823,14 @@ struct sm3_has_momentum_no_factored_kernel {
                 const I accumulator_pattern = load(accumulator_pattern_kept + i);
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I accumulator_offset = fraction<0, 24>(noise) + accumulator_half_add;
-                const I accumulator_position = max(I(0), min(accumulator_pattern - accumulator_base, accumulator_base_sub)) * accumulator_scale + accumulator_offset;
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
+                const I accumulator_position = max(I(0), min(accumulator_pattern - accumulator_base,
+                    accumulator_base_sub)) * accumulator_scale + accumulator_offset;
+                const I momentum_buffer_pattern = bits(
+                    fma(
+                        momentum_buffer,
+                        1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f
+                    )
+                );
                 store_byte<3>(accumulator_codes_at + i, accumulator_position);
                 store(momentum_buffer_codes_at + i, momentum_buffer_pattern + integer<1>(noise) >> 12);
             }
@@ -831,7 +873,9 @@ struct sm3_has_momentum_no_factored_small_kernel {
             // 42  accumulator = accumulator + g * g
             const F accumulator_2 = fma(grad_scale_times_grad_scale * g, g, accumulator);
             // 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
-            const F momentum_buffer_2 = fma(one_minus_momentum_times_grad_scale, g / sqrt(accumulator_2 + eps), momentum * momentum_buffer);
+            const F momentum_buffer_2 = fma(
+                one_minus_momentum_times_grad_scale, g / sqrt(accumulator_2 + eps), momentum * momentum_buffer
+            );
             const F p_2 = fma(minus_lr, momentum_buffer_2, p);  // 48  p = p - lr * update
             weight.encode(i, p_2, noise);
             store(accumulator_at + i, accumulator_2);
@@ -918,12 +962,18 @@ template <class Grad> using sm3_bfloat16_has_momentum = sm3_has_momentum_step<we
 template <class Grad> using sm3_bfloat16_has_momentum_small = sm3_has_momentum_small_step<weight_bfloat16, Grad>;
 template <class Grad> using sm3_float16_has_momentum = sm3_has_momentum_step<weight_float16, Grad>;
 template <class Grad> using sm3_float16_has_momentum_small = sm3_has_momentum_small_step<weight_float16, Grad>;
-template <class Grad> using sm3_float32_has_momentum_no_factored = sm3_has_momentum_no_factored_kernel<weight_float32, Grad>;
-template <class Grad> using sm3_float32_has_momentum_no_factored_small = sm3_has_momentum_no_factored_small_kernel<weight_float32, Grad>;
-template <class Grad> using sm3_bfloat16_has_momentum_no_factored = sm3_has_momentum_no_factored_kernel<weight_bfloat16, Grad>;
-template <class Grad> using sm3_bfloat16_has_momentum_no_factored_small = sm3_has_momentum_no_factored_small_kernel<weight_bfloat16, Grad>;
-template <class Grad> using sm3_float16_has_momentum_no_factored = sm3_has_momentum_no_factored_kernel<weight_float16, Grad>;
-template <class Grad> using sm3_float16_has_momentum_no_factored_small = sm3_has_momentum_no_factored_small_kernel<weight_float16, Grad>;
+template <class Grad> using sm3_float32_has_momentum_no_factored = sm3_has_momentum_no_factored_kernel<weight_float32,
+    Grad>;
+template <class Grad> using sm3_float32_has_momentum_no_factored_small =
+    sm3_has_momentum_no_factored_small_kernel<weight_float32, Grad>;
+template <class Grad> using sm3_bfloat16_has_momentum_no_factored = sm3_has_momentum_no_factored_kernel<weight_bfloat16,
+    Grad>;
+template <class Grad> using sm3_bfloat16_has_momentum_no_factored_small =
+    sm3_has_momentum_no_factored_small_kernel<weight_bfloat16, Grad>;
+template <class Grad> using sm3_float16_has_momentum_no_factored = sm3_has_momentum_no_factored_kernel<weight_float16,
+    Grad>;
+template <class Grad> using sm3_float16_has_momentum_no_factored_small =
+    sm3_has_momentum_no_factored_small_kernel<weight_float16, Grad>;
 
 }  // namespace
 

@@ -38,7 +38,10 @@ def sm3_float32_1_tile(
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/sm3.py)
     # 38  total = minimum(accumulator_row, accumulator_col) + g * g
-    total = tl.fma(grad_scale_times_grad_scale * g, g, tl.minimum(accumulator_row, accumulator_col, propagate_nan=tl.PropagateNan.ALL))
+    total = tl.fma(
+        grad_scale_times_grad_scale * g, g,
+        tl.minimum(accumulator_row, accumulator_col, propagate_nan=tl.PropagateNan.ALL)
+    )
     # 48  p = p - lr * update
     p = tl.fma(minus_lr_times_grad_scale, g * reciprocal(tl.sqrt(total + eps)), p)
     # -- encode and store
@@ -155,19 +158,29 @@ def sm3_bfloat16_1_tile(
     # -- update  (specs/sm3.py)
     g_cast = widened(g_stored)
     # 38  total = minimum(accumulator_row, accumulator_col) + g * g
-    total = tl.fma(grad_scale_times_grad_scale * g_cast, g_cast, tl.minimum(accumulator_row, accumulator_col, propagate_nan=tl.PropagateNan.ALL))
+    total = tl.fma(
+        grad_scale_times_grad_scale * g_cast, g_cast,
+        tl.minimum(accumulator_row, accumulator_col, propagate_nan=tl.PropagateNan.ALL)
+    )
     # 48  p = p - lr * update
     p = tl.fma(minus_lr_times_grad_scale, g_cast * reciprocal(tl.sqrt(total + eps)), p)
     # -- encode and store
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 0x8000)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + (
+        (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 0x8000
+    )
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
@@ -250,11 +263,19 @@ def sm3_float16_1_tile(
     p_normal = (p_wide << 5) + 0x38000000
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
+    p = (
+        tl.where(
+            p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000
+        ).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True)
+        | (p_high & 0x8000) << 16
+    ).to(tl.float32, bitcast=True)
     # -- update  (specs/sm3.py)
     g_cast = g_stored.to(tl.float32)
     # 38  total = minimum(accumulator_row, accumulator_col) + g * g
-    total = tl.fma(grad_scale_times_grad_scale * g_cast, g_cast, tl.minimum(accumulator_row, accumulator_col, propagate_nan=tl.PropagateNan.ALL))
+    total = tl.fma(
+        grad_scale_times_grad_scale * g_cast, g_cast,
+        tl.minimum(accumulator_row, accumulator_col, propagate_nan=tl.PropagateNan.ALL)
+    )
     # 48  p = p - lr * update
     p = tl.fma(minus_lr_times_grad_scale, g_cast * reciprocal(tl.sqrt(total + eps)), p)
     # -- encode and store
@@ -266,15 +287,25 @@ def sm3_float16_1_tile(
     p_subnormal = (2199023255552.0 * p_magnitude_bitcast).to(tl.int32)
     p_rebiased = tl.minimum(p_magnitude - 0x38000000, 0xf800000)
     p_fixed = tl.where(p_is_subnormal, p_subnormal, p_rebiased << 4)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_wide = ((p_fixed + ((noise.to(tl.uint32, bitcast=True) >> 23).to(tl.int32, bitcast=True) | 1)).to(tl.uint32, bitcast=True) >> 9).to(tl.int32, bitcast=True)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
+    p_wide = (
+        (
+            p_fixed + ((noise.to(tl.uint32, bitcast=True) >> 23).to(tl.int32, bitcast=True) | 1)
+        ).to(tl.uint32, bitcast=True)
+        >> 9
+    ).to(tl.int32, bitcast=True)
     p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
@@ -330,7 +361,9 @@ def sm3_float32_has_momentum_1_tile(
     momentum_buffer_scale = get(momentum_buffer_scale_ptr, at_block, live_block, MASKED)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
-    momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
+    momentum_buffer_scale = tl.where(
+        momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits
+    ).to(tl.float32, bitcast=True)
     momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     index = within(index, momentum_buffer_code)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
@@ -338,10 +371,16 @@ def sm3_float32_has_momentum_1_tile(
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/sm3.py)
     # 38  total = minimum(accumulator_row, accumulator_col) + g * g
-    total = tl.fma(grad_scale_times_grad_scale * g, g, tl.minimum(accumulator_row, accumulator_col, propagate_nan=tl.PropagateNan.ALL))
+    total = tl.fma(
+        grad_scale_times_grad_scale * g, g,
+        tl.minimum(accumulator_row, accumulator_col, propagate_nan=tl.PropagateNan.ALL)
+    )
     momentum_buffer_scale_mul = momentum * momentum_buffer_scale
     # 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
-    momentum_buffer = tl.fma(one_minus_momentum_times_grad_scale, g * reciprocal(tl.sqrt(total + eps)), momentum_buffer_scale_mul * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend)))
+    momentum_buffer = tl.fma(
+        one_minus_momentum_times_grad_scale, g * reciprocal(tl.sqrt(total + eps)),
+        momentum_buffer_scale_mul * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend))
+    )
     p = tl.fma(minus_lr, momentum_buffer, p)  # 48  p = p - lr * update
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
@@ -352,15 +391,23 @@ def sm3_float32_has_momentum_1_tile(
     put(momentum_buffer_scale_ptr, at_block, (momentum_buffer_up >> 15).to(tl.int16), live_block, MASKED)
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 0x7fff8000, 0x7f7fffff)
     momentum_buffer_divisor_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul)), 3200.0).to(tl.int32, bitcast=True)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    momentum_buffer_pattern = tl.fma(
+        momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul)),
+        3200.0
+    ).to(tl.int32, bitcast=True)
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
     return term(total, at, live, MASKED, True),
 
@@ -437,9 +484,14 @@ def sm3_float32_has_momentum_small_1_tile(
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/sm3.py)
     # 38  total = minimum(accumulator_row, accumulator_col) + g * g
-    total = tl.fma(grad_scale_times_grad_scale * g, g, tl.minimum(accumulator_row, accumulator_col, propagate_nan=tl.PropagateNan.ALL))
+    total = tl.fma(
+        grad_scale_times_grad_scale * g, g,
+        tl.minimum(accumulator_row, accumulator_col, propagate_nan=tl.PropagateNan.ALL)
+    )
     # 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
-    momentum_buffer = tl.fma(one_minus_momentum_times_grad_scale, g * reciprocal(tl.sqrt(total + eps)), momentum * momentum_buffer)
+    momentum_buffer = tl.fma(
+        one_minus_momentum_times_grad_scale, g * reciprocal(tl.sqrt(total + eps)), momentum * momentum_buffer
+    )
     p = tl.fma(minus_lr, momentum_buffer, p)  # 48  p = p - lr * update
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
@@ -522,7 +574,9 @@ def sm3_bfloat16_has_momentum_1_tile(
     momentum_buffer_scale = get(momentum_buffer_scale_ptr, at_block, live_block, MASKED)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
-    momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
+    momentum_buffer_scale = tl.where(
+        momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits
+    ).to(tl.float32, bitcast=True)
     momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
@@ -533,20 +587,31 @@ def sm3_bfloat16_has_momentum_1_tile(
     # -- update  (specs/sm3.py)
     g_cast = widened(g_stored)
     # 38  total = minimum(accumulator_row, accumulator_col) + g * g
-    total = tl.fma(grad_scale_times_grad_scale * g_cast, g_cast, tl.minimum(accumulator_row, accumulator_col, propagate_nan=tl.PropagateNan.ALL))
+    total = tl.fma(
+        grad_scale_times_grad_scale * g_cast, g_cast,
+        tl.minimum(accumulator_row, accumulator_col, propagate_nan=tl.PropagateNan.ALL)
+    )
     momentum_buffer_scale_mul = momentum * momentum_buffer_scale
     # 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
-    momentum_buffer = tl.fma(one_minus_momentum_times_grad_scale, g_cast * reciprocal(tl.sqrt(total + eps)), momentum_buffer_scale_mul * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend)))
+    momentum_buffer = tl.fma(
+        one_minus_momentum_times_grad_scale, g_cast * reciprocal(tl.sqrt(total + eps)),
+        momentum_buffer_scale_mul * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend))
+    )
     p = tl.fma(minus_lr, momentum_buffer, p)  # 48  p = p - lr * update
     # -- encode and store
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise & 255) + 0x8000)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
@@ -558,7 +623,10 @@ def sm3_bfloat16_has_momentum_1_tile(
     put(momentum_buffer_scale_ptr, at_block, (momentum_buffer_up >> 15).to(tl.int16), live_block, MASKED)
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 0x7fff8000, 0x7f7fffff)
     momentum_buffer_divisor_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul)), 3200.0).to(tl.int32, bitcast=True)
+    momentum_buffer_pattern = tl.fma(
+        momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul)),
+        3200.0
+    ).to(tl.int32, bitcast=True)
     put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
     return term(total, at, live, MASKED, True),
 
@@ -644,21 +712,33 @@ def sm3_bfloat16_has_momentum_small_1_tile(
     # -- update  (specs/sm3.py)
     g_cast = widened(g_stored)
     # 38  total = minimum(accumulator_row, accumulator_col) + g * g
-    total = tl.fma(grad_scale_times_grad_scale * g_cast, g_cast, tl.minimum(accumulator_row, accumulator_col, propagate_nan=tl.PropagateNan.ALL))
+    total = tl.fma(
+        grad_scale_times_grad_scale * g_cast, g_cast,
+        tl.minimum(accumulator_row, accumulator_col, propagate_nan=tl.PropagateNan.ALL)
+    )
     # 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
-    momentum_buffer = tl.fma(one_minus_momentum_times_grad_scale, g_cast * reciprocal(tl.sqrt(total + eps)), momentum * momentum_buffer)
+    momentum_buffer = tl.fma(
+        one_minus_momentum_times_grad_scale, g_cast * reciprocal(tl.sqrt(total + eps)), momentum * momentum_buffer
+    )
     p = tl.fma(minus_lr, momentum_buffer, p)  # 48  p = p - lr * update
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 0x8000)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + (
+        (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 0x8000
+    )
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
@@ -740,7 +820,9 @@ def sm3_float16_has_momentum_1_tile(
     momentum_buffer_scale = get(momentum_buffer_scale_ptr, at_block, live_block, MASKED)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
-    momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
+    momentum_buffer_scale = tl.where(
+        momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits
+    ).to(tl.float32, bitcast=True)
     momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
@@ -754,14 +836,25 @@ def sm3_float16_has_momentum_1_tile(
     p_normal = (p_wide << 5) + 0x38000000
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
+    p = (
+        tl.where(
+            p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000
+        ).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True)
+        | (p_high & 0x8000) << 16
+    ).to(tl.float32, bitcast=True)
     # -- update  (specs/sm3.py)
     g_cast = g_stored.to(tl.float32)
     # 38  total = minimum(accumulator_row, accumulator_col) + g * g
-    total = tl.fma(grad_scale_times_grad_scale * g_cast, g_cast, tl.minimum(accumulator_row, accumulator_col, propagate_nan=tl.PropagateNan.ALL))
+    total = tl.fma(
+        grad_scale_times_grad_scale * g_cast, g_cast,
+        tl.minimum(accumulator_row, accumulator_col, propagate_nan=tl.PropagateNan.ALL)
+    )
     momentum_buffer_scale_mul = momentum * momentum_buffer_scale
     # 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
-    momentum_buffer = tl.fma(one_minus_momentum_times_grad_scale, g_cast * reciprocal(tl.sqrt(total + eps)), momentum_buffer_scale_mul * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend)))
+    momentum_buffer = tl.fma(
+        one_minus_momentum_times_grad_scale, g_cast * reciprocal(tl.sqrt(total + eps)),
+        momentum_buffer_scale_mul * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend))
+    )
     p = tl.fma(minus_lr, momentum_buffer, p)  # 48  p = p - lr * update
     # -- encode and store
     p_bitcast = p.to(tl.int32, bitcast=True)
@@ -772,14 +865,19 @@ def sm3_float16_has_momentum_1_tile(
     p_subnormal = (2199023255552.0 * p_magnitude_bitcast).to(tl.int32)
     p_rebiased = tl.minimum(p_magnitude - 0x38000000, 0xf800000)
     p_fixed = tl.where(p_is_subnormal, p_subnormal, p_rebiased << 4)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     p_wide = ((p_fixed + ((noise & 255) << 1 | 1)).to(tl.uint32, bitcast=True) >> 9).to(tl.int32, bitcast=True)
     p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
@@ -792,7 +890,10 @@ def sm3_float16_has_momentum_1_tile(
     put(momentum_buffer_scale_ptr, at_block, (momentum_buffer_up >> 15).to(tl.int16), live_block, MASKED)
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 0x7fff8000, 0x7f7fffff)
     momentum_buffer_divisor_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul)), 3200.0).to(tl.int32, bitcast=True)
+    momentum_buffer_pattern = tl.fma(
+        momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul)),
+        3200.0
+    ).to(tl.int32, bitcast=True)
     put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
     return term(total, at, live, MASKED, True),
 
@@ -856,13 +957,23 @@ def sm3_float16_has_momentum_small_1_tile(
     p_normal = (p_wide << 5) + 0x38000000
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
+    p = (
+        tl.where(
+            p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000
+        ).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True)
+        | (p_high & 0x8000) << 16
+    ).to(tl.float32, bitcast=True)
     # -- update  (specs/sm3.py)
     g_cast = g_stored.to(tl.float32)
     # 38  total = minimum(accumulator_row, accumulator_col) + g * g
-    total = tl.fma(grad_scale_times_grad_scale * g_cast, g_cast, tl.minimum(accumulator_row, accumulator_col, propagate_nan=tl.PropagateNan.ALL))
+    total = tl.fma(
+        grad_scale_times_grad_scale * g_cast, g_cast,
+        tl.minimum(accumulator_row, accumulator_col, propagate_nan=tl.PropagateNan.ALL)
+    )
     # 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
-    momentum_buffer = tl.fma(one_minus_momentum_times_grad_scale, g_cast * reciprocal(tl.sqrt(total + eps)), momentum * momentum_buffer)
+    momentum_buffer = tl.fma(
+        one_minus_momentum_times_grad_scale, g_cast * reciprocal(tl.sqrt(total + eps)), momentum * momentum_buffer
+    )
     p = tl.fma(minus_lr, momentum_buffer, p)  # 48  p = p - lr * update
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
@@ -874,15 +985,25 @@ def sm3_float16_has_momentum_small_1_tile(
     p_subnormal = (2199023255552.0 * p_magnitude_bitcast).to(tl.int32)
     p_rebiased = tl.minimum(p_magnitude - 0x38000000, 0xf800000)
     p_fixed = tl.where(p_is_subnormal, p_subnormal, p_rebiased << 4)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_wide = ((p_fixed + ((noise.to(tl.uint32, bitcast=True) >> 23).to(tl.int32, bitcast=True) | 1)).to(tl.uint32, bitcast=True) >> 9).to(tl.int32, bitcast=True)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
+    p_wide = (
+        (
+            p_fixed + ((noise.to(tl.uint32, bitcast=True) >> 23).to(tl.int32, bitcast=True) | 1)
+        ).to(tl.uint32, bitcast=True)
+        >> 9
+    ).to(tl.int32, bitcast=True)
     p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
@@ -928,7 +1049,8 @@ def sm3_float16_has_momentum_small_1_flat(
 TILE = {
 }
 
-# What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
+# What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a
+#     time.
 OPTIONS = {
     "sm3_float32_has_momentum_1": {"maxnreg": 128},
     "sm3_bfloat16_has_momentum_1": {"maxnreg": 128},

@@ -40,7 +40,9 @@ def stable_adamw_float32_1_tile(
     # -- encode and store
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
-    return term(g * g, at, live, MASKED), term(reciprocal(tl.maximum(exp_avg_sq, eps_times_eps, propagate_nan=tl.PropagateNan.ALL)), at, live, MASKED)
+    return term(g * g, at, live, MASKED), term(
+        reciprocal(tl.maximum(exp_avg_sq, eps_times_eps, propagate_nan=tl.PropagateNan.ALL)), at, live, MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -160,7 +162,9 @@ def stable_adamw_bfloat16_1_tile(
     # -- encode and store
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
-    return term(g_cast * g_cast, at, live, MASKED), term(reciprocal(tl.maximum(exp_avg_sq, eps_times_eps, propagate_nan=tl.PropagateNan.ALL)), at, live, MASKED)
+    return term(g_cast * g_cast, at, live, MASKED), term(
+        reciprocal(tl.maximum(exp_avg_sq, eps_times_eps, propagate_nan=tl.PropagateNan.ALL)), at, live, MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -199,7 +203,10 @@ def stable_adamw_bfloat16_3_tile(
     # -- encode and store
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(
+        p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live,
+        MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -234,7 +241,9 @@ def stable_adamw_float16_1_tile(
     # -- encode and store
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
-    return term(g_cast * g_cast, at, live, MASKED), term(reciprocal(tl.maximum(exp_avg_sq, eps_times_eps, propagate_nan=tl.PropagateNan.ALL)), at, live, MASKED)
+    return term(g_cast * g_cast, at, live, MASKED), term(
+        reciprocal(tl.maximum(exp_avg_sq, eps_times_eps, propagate_nan=tl.PropagateNan.ALL)), at, live, MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -297,7 +306,8 @@ TILE = {
     "stable_adamw_float16_3": 256,
 }
 
-# What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
+# What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a
+#     time.
 OPTIONS = {
     "stable_adamw_float32_1": {"maxnreg": 80},
     "stable_adamw_float32_3": {"maxnreg": 64},

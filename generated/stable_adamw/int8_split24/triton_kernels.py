@@ -41,25 +41,33 @@ def stable_adamw_float32_1_tile(
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(
+        exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits
+    ).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_step = (
+        tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    )
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
-    exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    exp_avg_sq_value = (
+        exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]
+    ).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # -- update  (specs/stable_adamw.py)
     exp_avg_scale_mul = beta1_hat * exp_avg_scale
     # 22  exp_avg = beta1_hat * exp_avg + (1 - beta1_hat) * g
-    exp_avg = tl.fma(scalar_1, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
+    exp_avg = tl.fma(
+        scalar_1, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value)
+    )
     # 23  exp_avg_sq = beta2_hat * exp_avg_sq + (1 - beta2_hat) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g, g, beta2_hat * exp_avg_sq)
     # -- encode and store
@@ -71,26 +79,39 @@ def stable_adamw_float32_1_tile(
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_step = (
+        tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    )
     exp_avg_sq_start_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
     exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000010 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1000010 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
-    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    exp_avg_sq_offset = (
+        (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
+    )
+    exp_avg_sq_position = tl.maximum(
+        tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0
+    ) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
     put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    exp_avg_sq_value = (exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    exp_avg_sq_value = (
+        exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]
+    ).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
     exp_avg_value_abs = tl.abs(exp_avg_value)
     exp_avg_top = block_magnitude(exp_avg_value, live, MASKED)
@@ -99,11 +120,15 @@ def stable_adamw_float32_1_tile(
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    exp_avg_pattern = tl.fma(
+        exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3200.0
+    ).to(tl.int32, bitcast=True)
     put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 0), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
-    return term(g * g, at, live, MASKED), term(reciprocal(tl.maximum(exp_avg_sq, eps_times_eps, propagate_nan=tl.PropagateNan.ALL)), at, live, MASKED)
+    return term(g * g, at, live, MASKED), term(
+        reciprocal(tl.maximum(exp_avg_sq, eps_times_eps, propagate_nan=tl.PropagateNan.ALL)), at, live, MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -183,7 +208,9 @@ def stable_adamw_float32_3_tile(
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(
+        exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits
+    ).to(tl.float32, bitcast=True)
     rate = tl.load(rate_ptr)
     exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
@@ -191,12 +218,16 @@ def stable_adamw_float32_3_tile(
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_step = (
+        tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    )
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
-    exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    exp_avg_sq_value = (
+        exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]
+    ).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     p = get(p_ptr, at, live, MASKED)
@@ -204,7 +235,10 @@ def stable_adamw_float32_3_tile(
     # -- update  (specs/stable_adamw.py)
     p = p * one_minus_rate_times_weight_decay  # 26  p = decoupled(p, rate, weight_decay)
     # 27  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + eps)
-    p = tl.fma(minus(exp_avg_scale[:, None] * (rate * exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value)), reciprocal(tl.sqrt(exp_avg_sq) + eps), p)
+    p = tl.fma(
+        minus(exp_avg_scale[:, None] * (rate * exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value)),
+        reciprocal(tl.sqrt(exp_avg_sq) + eps), p
+    )
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
 
@@ -240,7 +274,9 @@ def stable_adamw_float32_small_1_tile(
     # -- encode and store
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
-    return term(g * g, at, live, MASKED), term(reciprocal(tl.maximum(exp_avg_sq, eps_times_eps, propagate_nan=tl.PropagateNan.ALL)), at, live, MASKED)
+    return term(g * g, at, live, MASKED), term(
+        reciprocal(tl.maximum(exp_avg_sq, eps_times_eps, propagate_nan=tl.PropagateNan.ALL)), at, live, MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -329,26 +365,35 @@ def stable_adamw_bfloat16_1_tile(
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(
+        exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits
+    ).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_step = (
+        tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    )
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
-    exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    exp_avg_sq_value = (
+        exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]
+    ).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # -- update  (specs/stable_adamw.py)
     g_cast = widened(g_stored)
     exp_avg_scale_mul = beta1_hat * exp_avg_scale
     # 22  exp_avg = beta1_hat * exp_avg + (1 - beta1_hat) * g
-    exp_avg = tl.fma(scalar_1, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
+    exp_avg = tl.fma(
+        scalar_1, g_cast,
+        exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value)
+    )
     # 23  exp_avg_sq = beta2_hat * exp_avg_sq + (1 - beta2_hat) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2_hat * exp_avg_sq)
     # -- encode and store
@@ -360,26 +405,39 @@ def stable_adamw_bfloat16_1_tile(
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_step = (
+        tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    )
     exp_avg_sq_start_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
     exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1001001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1001001 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
-    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    exp_avg_sq_offset = (
+        (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
+    )
+    exp_avg_sq_position = tl.maximum(
+        tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0
+    ) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
     put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    exp_avg_sq_value = (exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    exp_avg_sq_value = (
+        exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]
+    ).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
     exp_avg_value_abs = tl.abs(exp_avg_value)
     exp_avg_top = block_magnitude(exp_avg_value, live, MASKED)
@@ -388,11 +446,15 @@ def stable_adamw_bfloat16_1_tile(
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    exp_avg_pattern = tl.fma(
+        exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3200.0
+    ).to(tl.int32, bitcast=True)
     put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 8), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
-    return term(g_cast * g_cast, at, live, MASKED), term(reciprocal(tl.maximum(exp_avg_sq, eps_times_eps, propagate_nan=tl.PropagateNan.ALL)), at, live, MASKED)
+    return term(g_cast * g_cast, at, live, MASKED), term(
+        reciprocal(tl.maximum(exp_avg_sq, eps_times_eps, propagate_nan=tl.PropagateNan.ALL)), at, live, MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -445,7 +507,9 @@ def stable_adamw_bfloat16_3_tile(
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(
+        exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits
+    ).to(tl.float32, bitcast=True)
     rate = tl.load(rate_ptr)
     exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
@@ -453,12 +517,16 @@ def stable_adamw_bfloat16_3_tile(
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_step = (
+        tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    )
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
-    exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    exp_avg_sq_value = (
+        exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]
+    ).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     p_stored = get(p_ptr, at, live, MASKED)
@@ -469,16 +537,24 @@ def stable_adamw_bfloat16_3_tile(
     # -- update  (specs/stable_adamw.py)
     p = p * one_minus_rate_times_weight_decay  # 26  p = decoupled(p, rate, weight_decay)
     # 27  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + eps)
-    p = tl.fma(minus(exp_avg_scale[:, None] * (rate * exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value)), reciprocal(tl.sqrt(exp_avg_sq) + eps), p)
+    p = tl.fma(
+        minus(exp_avg_scale[:, None] * (rate * exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value)),
+        reciprocal(tl.sqrt(exp_avg_sq) + eps), p
+    )
     # -- encode and store
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1001001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1001001 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise & 255) + 0x8000)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
@@ -518,7 +594,9 @@ def stable_adamw_bfloat16_small_1_tile(
     # -- encode and store
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
-    return term(g_cast * g_cast, at, live, MASKED), term(reciprocal(tl.maximum(exp_avg_sq, eps_times_eps, propagate_nan=tl.PropagateNan.ALL)), at, live, MASKED)
+    return term(g_cast * g_cast, at, live, MASKED), term(
+        reciprocal(tl.maximum(exp_avg_sq, eps_times_eps, propagate_nan=tl.PropagateNan.ALL)), at, live, MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -579,15 +657,22 @@ def stable_adamw_bfloat16_small_3_tile(
     # 27  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + eps)
     p = tl.fma(minus(rate * exp_avg), reciprocal(tl.sqrt(exp_avg_sq) + eps), p)
     # -- encode and store
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 0x8000)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + (
+        (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 0x8000
+    )
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
@@ -621,26 +706,35 @@ def stable_adamw_float16_1_tile(
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(
+        exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits
+    ).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_step = (
+        tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    )
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
-    exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    exp_avg_sq_value = (
+        exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]
+    ).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # -- update  (specs/stable_adamw.py)
     g_cast = g_stored.to(tl.float32)
     exp_avg_scale_mul = beta1_hat * exp_avg_scale
     # 22  exp_avg = beta1_hat * exp_avg + (1 - beta1_hat) * g
-    exp_avg = tl.fma(scalar_1, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
+    exp_avg = tl.fma(
+        scalar_1, g_cast,
+        exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value)
+    )
     # 23  exp_avg_sq = beta2_hat * exp_avg_sq + (1 - beta2_hat) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2_hat * exp_avg_sq)
     # -- encode and store
@@ -652,26 +746,39 @@ def stable_adamw_float16_1_tile(
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_step = (
+        tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    )
     exp_avg_sq_start_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
     exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1001001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1001001 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
-    exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    exp_avg_sq_offset = (
+        (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
+    )
+    exp_avg_sq_position = tl.maximum(
+        tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0
+    ) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
     put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    exp_avg_sq_value = (exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    exp_avg_sq_value = (
+        exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]
+    ).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
     exp_avg_value_abs = tl.abs(exp_avg_value)
     exp_avg_top = block_magnitude(exp_avg_value, live, MASKED)
@@ -680,11 +787,15 @@ def stable_adamw_float16_1_tile(
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    exp_avg_pattern = tl.fma(
+        exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3200.0
+    ).to(tl.int32, bitcast=True)
     put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 8), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
-    return term(g_cast * g_cast, at, live, MASKED), term(reciprocal(tl.maximum(exp_avg_sq, eps_times_eps, propagate_nan=tl.PropagateNan.ALL)), at, live, MASKED)
+    return term(g_cast * g_cast, at, live, MASKED), term(
+        reciprocal(tl.maximum(exp_avg_sq, eps_times_eps, propagate_nan=tl.PropagateNan.ALL)), at, live, MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -715,7 +826,9 @@ def stable_adamw_float16_3_tile(
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(
+        exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits
+    ).to(tl.float32, bitcast=True)
     rate = tl.load(rate_ptr)
     exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
@@ -723,12 +836,16 @@ def stable_adamw_float16_3_tile(
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_step = (
+        tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    )
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
-    exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
+    exp_avg_sq_value = (
+        exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]
+    ).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     p_stored = get(p_ptr, at, live, MASKED)
@@ -741,12 +858,20 @@ def stable_adamw_float16_3_tile(
     p_normal = (p_wide << 5) + 0x38000000
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
+    p = (
+        tl.where(
+            p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000
+        ).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True)
+        | (p_high & 0x8000) << 16
+    ).to(tl.float32, bitcast=True)
     one_minus_rate_times_weight_decay = tl.load(one_minus_rate_times_weight_decay_ptr)
     # -- update  (specs/stable_adamw.py)
     p = p * one_minus_rate_times_weight_decay  # 26  p = decoupled(p, rate, weight_decay)
     # 27  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + eps)
-    p = tl.fma(minus(exp_avg_scale[:, None] * (rate * exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value)), reciprocal(tl.sqrt(exp_avg_sq) + eps), p)
+    p = tl.fma(
+        minus(exp_avg_scale[:, None] * (rate * exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value)),
+        reciprocal(tl.sqrt(exp_avg_sq) + eps), p
+    )
     # -- encode and store
     p_bitcast = p.to(tl.int32, bitcast=True)
     p_sign = p_bitcast >> 16 & 0x8000
@@ -756,14 +881,19 @@ def stable_adamw_float16_3_tile(
     p_subnormal = (2199023255552.0 * p_magnitude_bitcast).to(tl.int32)
     p_rebiased = tl.minimum(p_magnitude - 0x38000000, 0xf800000)
     p_fixed = tl.where(p_is_subnormal, p_subnormal, p_rebiased << 4)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1001001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1001001 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
     p_wide = ((p_fixed + ((noise & 255) << 1 | 1)).to(tl.uint32, bitcast=True) >> 9).to(tl.int32, bitcast=True)
     p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
@@ -804,7 +934,9 @@ def stable_adamw_float16_small_1_tile(
     # -- encode and store
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
-    return term(g_cast * g_cast, at, live, MASKED), term(reciprocal(tl.maximum(exp_avg_sq, eps_times_eps, propagate_nan=tl.PropagateNan.ALL)), at, live, MASKED)
+    return term(g_cast * g_cast, at, live, MASKED), term(
+        reciprocal(tl.maximum(exp_avg_sq, eps_times_eps, propagate_nan=tl.PropagateNan.ALL)), at, live, MASKED
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -843,7 +975,12 @@ def stable_adamw_float16_small_3_tile(
     p_normal = (p_wide << 5) + 0x38000000
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
+    p = (
+        tl.where(
+            p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000
+        ).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True)
+        | (p_high & 0x8000) << 16
+    ).to(tl.float32, bitcast=True)
     one_minus_rate_times_weight_decay = tl.load(one_minus_rate_times_weight_decay_ptr)
     # -- update  (specs/stable_adamw.py)
     p = p * one_minus_rate_times_weight_decay  # 26  p = decoupled(p, rate, weight_decay)
@@ -858,15 +995,25 @@ def stable_adamw_float16_small_3_tile(
     p_subnormal = (2199023255552.0 * p_magnitude_bitcast).to(tl.int32)
     p_rebiased = tl.minimum(p_magnitude - 0x38000000, 0xf800000)
     p_fixed = tl.where(p_is_subnormal, p_subnormal, p_rebiased << 4)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
+    word_mul = (
+        (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    ) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_wide = ((p_fixed + ((noise.to(tl.uint32, bitcast=True) >> 23).to(tl.int32, bitcast=True) | 1)).to(tl.uint32, bitcast=True) >> 9).to(tl.int32, bitcast=True)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(
+        word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True),
+        (word_and * (word_and + 1) >> 1) + 1
+    )
+    p_wide = (
+        (
+            p_fixed + ((noise.to(tl.uint32, bitcast=True) >> 23).to(tl.int32, bitcast=True) | 1)
+        ).to(tl.uint32, bitcast=True)
+        >> 9
+    ).to(tl.int32, bitcast=True)
     p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
@@ -905,7 +1052,8 @@ TILE = {
     "stable_adamw_float16_small_3": 256,
 }
 
-# What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
+# What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a
+#     time.
 OPTIONS = {
     "stable_adamw_float32_1": {"maxnreg": 128},
     "stable_adamw_float32_3": {"maxnreg": 64},

@@ -55,7 +55,10 @@ struct weight_float16 {
         const I subnormal = bits(2.3283064365386963e-10f * to_float(wide));
         const I normal = (wide << 5) + 0x38000000;
         const I finite = where(wide < 0x40000, subnormal, normal);
-        return as_float(bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000))) | (high & 0x8000) << 16);
+        return as_float(
+            bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000)))
+            | (high & 0x8000) << 16
+        );
     }
     template <class Noise> void encode(int i, F x, const Noise &noise) const {
         const I x_bitcast = bits(x);
@@ -109,7 +112,9 @@ struct tiger_kernel {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
+            const F exp_avg_scale_2 = as_float(
+                where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2)
+            );
             const F exp_avg_scale_mul = beta * exp_avg_scale_2;
             store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
         }
@@ -135,7 +140,9 @@ struct tiger_kernel {
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 // 18  exp_avg = beta * exp_avg + (1 - beta) * g
-                const F exp_avg = fma(one_minus_beta_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
+                const F exp_avg = fma(
+                    one_minus_beta_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend))
+                );
                 const F exp_avg_abs = abs(exp_avg);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_abs), i, end);
                 words.keep(noise, i);
@@ -176,7 +183,9 @@ struct tiger_kernel {
                 const int i = b * BLOCK + k;
                 const auto noise = words.kept(i);
                 const F exp_avg = load(exp_avg_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
+                const I exp_avg_pattern = bits(
+                    fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f)
+                );
                 store(exp_avg_codes_at + i, exp_avg_pattern + integer<0>(noise) >> 12);
             }
         }

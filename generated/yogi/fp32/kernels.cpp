@@ -93,7 +93,9 @@ struct yogi_kernel {
             // 27  exp_avg_sq = exp_avg_sq + where(t > 1, 0.0, initial_accumulator)
             const F exp_avg_sq_2 = exp_avg_sq + where_lt_one_t_zero_initial_accumulator;
             // 28  exp_avg_sq = exp_avg_sq - (1 - beta2) * sign(exp_avg_sq - square) * square
-            const F exp_avg_sq_3 = fma(-(scalar_4 * sign(fma(-(grad_scale_times_grad_scale * g), g, exp_avg_sq_2)) * g), g, exp_avg_sq_2);
+            const F exp_avg_sq_3 = fma(
+                -(scalar_4 * sign(fma(-(grad_scale_times_grad_scale * g), g, exp_avg_sq_2)) * g), g, exp_avg_sq_2
+            );
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 24  p = decoupled(p, lr, weight_decay)
             // 30  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_3), scalar_5, scalar_6), p_2);

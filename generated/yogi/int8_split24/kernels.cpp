@@ -60,7 +60,10 @@ struct weight_float16 {
         const I subnormal = bits(2.3283064365386963e-10f * to_float(wide));
         const I normal = (wide << 5) + 0x38000000;
         const I finite = where(wide < 0x40000, subnormal, normal);
-        return as_float(bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000))) | (high & 0x8000) << 16);
+        return as_float(
+            bits(as_float(where(wide < 0x7c0000, finite, 0x7fc00000 - to_int(wide == 0x7c0000) * 0x400000)))
+            | (high & 0x8000) << 16
+        );
     }
     template <class Noise> void encode(int i, F x, const Noise &noise) const {
         const I x_bitcast = bits(x);
@@ -87,7 +90,9 @@ struct yogi_kernel {
     static constexpr int DRAWN = NOISE.mask({P, 1, 0}), KEPT = NOISE.mask({1, 0});
     static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2 + count(KEPT)), SCALARS = 8;
     // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}});
+    static constexpr auto COLUMNS = columns<Weight, Grad, Column>(
+        {{1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}}
+    );
 
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -131,11 +136,15 @@ struct yogi_kernel {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
             const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
+            const F exp_avg_scale_2 = as_float(
+                where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2)
+            );
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
             const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_step = bits(
+                fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)
+            ) - 0x4b400000;
             const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
@@ -167,11 +176,15 @@ struct yogi_kernel {
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 const F p = weight.decode(i);
                 // 25  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
+                const F exp_avg = fma(
+                    one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend))
+                );
                 // 27  exp_avg_sq = exp_avg_sq + where(t > 1, 0.0, initial_accumulator)
                 const F exp_avg_sq = fma(exp_avg_sq_value, exp_avg_sq_value, where_lt_one_t_zero_initial_accumulator);
                 // 28  exp_avg_sq = exp_avg_sq - (1 - beta2) * sign(exp_avg_sq - square) * square
-                const F exp_avg_sq_2 = fma(-(scalar_4 * sign(fma(-(grad_scale_times_grad_scale * g), g, exp_avg_sq)) * g), g, exp_avg_sq);
+                const F exp_avg_sq_2 = fma(
+                    -(scalar_4 * sign(fma(-(grad_scale_times_grad_scale * g), g, exp_avg_sq)) * g), g, exp_avg_sq
+                );
                 const F p_2 = one_minus_lr_times_weight_decay * p;  // 24  p = decoupled(p, lr, weight_decay)
                 // 30  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
@@ -235,9 +248,12 @@ struct yogi_kernel {
                 const auto noise = words.kept(i);
                 const F exp_avg = load(exp_avg_kept + i);
                 const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
+                const I exp_avg_pattern = bits(
+                    fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f)
+                );
                 const I exp_avg_sq_offset = fraction<1, 24>(noise) + exp_avg_sq_half_add;
-                const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub))
+                    * exp_avg_sq_scale + exp_avg_sq_offset;
                 store(exp_avg_codes_at + i, exp_avg_pattern + integer<0>(noise) >> 12);
                 store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
             }
@@ -284,7 +300,9 @@ struct yogi_small_kernel {
             // 27  exp_avg_sq = exp_avg_sq + where(t > 1, 0.0, initial_accumulator)
             const F exp_avg_sq_2 = exp_avg_sq + where_lt_one_t_zero_initial_accumulator;
             // 28  exp_avg_sq = exp_avg_sq - (1 - beta2) * sign(exp_avg_sq - square) * square
-            const F exp_avg_sq_3 = fma(-(scalar_4 * sign(fma(-(grad_scale_times_grad_scale * g), g, exp_avg_sq_2)) * g), g, exp_avg_sq_2);
+            const F exp_avg_sq_3 = fma(
+                -(scalar_4 * sign(fma(-(grad_scale_times_grad_scale * g), g, exp_avg_sq_2)) * g), g, exp_avg_sq_2
+            );
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 24  p = decoupled(p, lr, weight_decay)
             // 30  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_3), scalar_5, scalar_6), p_2);

@@ -48,7 +48,11 @@ def signed_decode(b, code_tensor):
 
 def signed_encode(b, x, noise):
     x_bits = x.view(torch.int32)
-    return (b.flat((torch.where(x == x, x_bits + noise.integer(16), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),)
+    return (
+        b.flat(
+            (torch.where(x == x, x_bits + noise.integer(16), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)
+        ),
+    )
 
 
 def signed_nearest(b, x):

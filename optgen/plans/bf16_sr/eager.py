@@ -15,7 +15,11 @@ def weight_bf16_decode(b, code_tensor):
 
 def weight_bf16_encode(b, x, noise):
     x_bits = x.view(torch.int32)
-    return (b.flat((torch.where(x == x, x_bits + noise.integer(16), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),)
+    return (
+        b.flat(
+            (torch.where(x == x, x_bits + noise.integer(16), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)
+        ),
+    )
 
 
 def weight_bf16_nearest(b, x):
@@ -38,7 +42,13 @@ def weight_f16_encode(b, x, noise):
     subnormal = (magnitude_bitcast * 274877906944.0).to(torch.int32)
     rebiased = (magnitude - 0x38000000).clamp(max=0xf800000)
     fixed = torch.where(is_subnormal, subnormal, rebiased << 1)
-    return (b.flat(torch.where(x == x, sign_ | fixed + noise.middle(13, 14) >> 14 & 0x3ffff, 32256).to(torch.int16).view(torch.float16)),)
+    return (
+        b.flat(
+            torch.where(
+                x == x, sign_ | fixed + noise.middle(13, 14) >> 14 & 0x3ffff, 32256
+            ).to(torch.int16).view(torch.float16)
+        ),
+    )
 
 
 def weight_f16_nearest(b, x):
@@ -52,7 +62,11 @@ def signed_decode(b, code_tensor):
 
 def signed_encode(b, x, noise):
     x_bits = x.view(torch.int32)
-    return (b.flat((torch.where(x == x, x_bits + noise.integer(16), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),)
+    return (
+        b.flat(
+            (torch.where(x == x, x_bits + noise.integer(16), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)
+        ),
+    )
 
 
 def signed_nearest(b, x):

@@ -46,7 +46,13 @@ def weight_f16_encode(x, live, MASKED: tl.constexpr, draws, SHIFT: tl.constexpr)
     rebiased = tl.minimum(magnitude - 0x38000000, 0xf800000)
     fixed = tl.where(is_subnormal, subnormal, rebiased << 1)
     return (
-        tl.where(x == x, sign_ | ((fixed + middle(draws, SHIFT, 13, 14)).to(tl.uint32, bitcast=True) >> 14).to(tl.int32, bitcast=True), 32256).to(tl.int16).to(tl.float16, bitcast=True),
+        tl.where(
+            x == x,
+            sign_ | (
+                (fixed + middle(draws, SHIFT, 13, 14)).to(tl.uint32, bitcast=True) >> 14
+            ).to(tl.int32, bitcast=True),
+            32256
+        ).to(tl.int16).to(tl.float16, bitcast=True),
     )
 
 

@@ -17,7 +17,10 @@ def weight_bf16_decode(b, code_tensor, low_tensor):
     biased = (weight.view(torch.int32) >> 23 & 255).clamp(min=1)
     biased_sub = biased - 135
     part = biased_sub >> 1
-    return weight + quotient(code, 127.0) * (part + 127 << 23).view(torch.float32) * (biased_sub - part + 127 << 23).view(torch.float32)
+    return (
+        weight + quotient(code, 127.0) * (part + 127 << 23).view(torch.float32)
+        * (biased_sub - part + 127 << 23).view(torch.float32)
+    )
 
 
 def weight_bf16_nearest(b, x):
@@ -30,7 +33,9 @@ def weight_bf16_nearest(b, x):
     biased = (weight.view(torch.int32) >> 23 & 255).clamp(min=1)
     biased_sub = 0 - (biased - 135)
     part = biased_sub >> 1
-    units = (error * (part + 127 << 23).view(torch.float32) * (biased_sub - part + 127 << 23).view(torch.float32)).clamp(min=-1.0).clamp(max=1.0) * 127.0
+    units = (
+        error * (part + 127 << 23).view(torch.float32) * (biased_sub - part + 127 << 23).view(torch.float32)
+    ).clamp(min=-1.0).clamp(max=1.0) * 127.0
     size = (units.abs() + 0.5).floor()
     code = torch.where(units < 0.0, -size, size).to(torch.int32)
     return (b.flat(kept_), b.flat((code + 128).to(torch.uint8)))
@@ -44,7 +49,10 @@ def weight_f16_decode(b, code_tensor, low_tensor):
     biased = (weight.view(torch.int32) >> 23 & 255).clamp(min=113)
     biased_sub = biased - 138
     part = biased_sub >> 1
-    return weight + quotient(code, 127.0) * (part + 127 << 23).view(torch.float32) * (biased_sub - part + 127 << 23).view(torch.float32)
+    return (
+        weight + quotient(code, 127.0) * (part + 127 << 23).view(torch.float32)
+        * (biased_sub - part + 127 << 23).view(torch.float32)
+    )
 
 
 def weight_f16_nearest(b, x):
@@ -55,7 +63,9 @@ def weight_f16_nearest(b, x):
     biased = (weight.view(torch.int32) >> 23 & 255).clamp(min=113)
     biased_sub = 0 - (biased - 138)
     part = biased_sub >> 1
-    units = (error * (part + 127 << 23).view(torch.float32) * (biased_sub - part + 127 << 23).view(torch.float32)).clamp(min=-1.0).clamp(max=1.0) * 127.0
+    units = (
+        error * (part + 127 << 23).view(torch.float32) * (biased_sub - part + 127 << 23).view(torch.float32)
+    ).clamp(min=-1.0).clamp(max=1.0) * 127.0
     size = (units.abs() + 0.5).floor()
     code = torch.where(units < 0.0, -size, size).to(torch.int32)
     return (b.flat(kept_), b.flat((code + 128).to(torch.uint8)))

@@ -18,7 +18,13 @@ def weight_bf16_decode(c, code_stored, low_code):
     biased = tl.maximum(weight.to(tl.int32, bitcast=True) >> 23 & 255, 1)
     biased_add = biased - 135
     part = biased_add >> 1
-    return c, tl.fma(one_over_127, code * (part + 127 << 23).to(tl.float32, bitcast=True) * (biased_add - part + 127 << 23).to(tl.float32, bitcast=True), weight)
+    return c, tl.fma(
+        one_over_127,
+        code * (part + 127 << 23).to(tl.float32, bitcast=True) * (
+            biased_add - part + 127 << 23
+        ).to(tl.float32, bitcast=True),
+        weight
+    )
 
 
 @triton.jit
@@ -32,7 +38,15 @@ def weight_bf16_nearest(x, live, MASKED: tl.constexpr):
     biased = tl.maximum(weight.to(tl.int32, bitcast=True) >> 23 & 255, 1)
     biased_sub = 0 - (biased - 135)
     part = biased_sub >> 1
-    units = 127.0 * tl.minimum(tl.maximum(error * (part + 127 << 23).to(tl.float32, bitcast=True) * (biased_sub - part + 127 << 23).to(tl.float32, bitcast=True), -1.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
+    units = 127.0 * tl.minimum(
+        tl.maximum(
+            error * (part + 127 << 23).to(tl.float32, bitcast=True) * (
+                biased_sub - part + 127 << 23
+            ).to(tl.float32, bitcast=True),
+            -1.0, propagate_nan=tl.PropagateNan.ALL
+        ),
+        1.0, propagate_nan=tl.PropagateNan.ALL
+    )
     size = floor(tl.abs(units) + 0.5)
     code = tl.where(units < 0.0, -1.0 * size, size).to(tl.int32)
     return kept_, (code + 128).to(tl.uint8)
@@ -46,7 +60,13 @@ def weight_f16_decode(c, code_stored, low_code):
     biased = tl.maximum(weight.to(tl.int32, bitcast=True) >> 23 & 255, 113)
     biased_add = biased - 138
     part = biased_add >> 1
-    return c, tl.fma(one_over_127, code * (part + 127 << 23).to(tl.float32, bitcast=True) * (biased_add - part + 127 << 23).to(tl.float32, bitcast=True), weight)
+    return c, tl.fma(
+        one_over_127,
+        code * (part + 127 << 23).to(tl.float32, bitcast=True) * (
+            biased_add - part + 127 << 23
+        ).to(tl.float32, bitcast=True),
+        weight
+    )
 
 
 @triton.jit
@@ -58,7 +78,15 @@ def weight_f16_nearest(x, live, MASKED: tl.constexpr):
     biased = tl.maximum(weight.to(tl.int32, bitcast=True) >> 23 & 255, 113)
     biased_sub = 0 - (biased - 138)
     part = biased_sub >> 1
-    units = 127.0 * tl.minimum(tl.maximum(error * (part + 127 << 23).to(tl.float32, bitcast=True) * (biased_sub - part + 127 << 23).to(tl.float32, bitcast=True), -1.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
+    units = 127.0 * tl.minimum(
+        tl.maximum(
+            error * (part + 127 << 23).to(tl.float32, bitcast=True) * (
+                biased_sub - part + 127 << 23
+            ).to(tl.float32, bitcast=True),
+            -1.0, propagate_nan=tl.PropagateNan.ALL
+        ),
+        1.0, propagate_nan=tl.PropagateNan.ALL
+    )
     size = floor(tl.abs(units) + 0.5)
     code = tl.where(units < 0.0, -1.0 * size, size).to(tl.int32)
     return kept_, (code + 128).to(tl.uint8)
@@ -81,7 +109,10 @@ def signed_nearest(x, live, MASKED: tl.constexpr):
     scale_rcp = inverse(scale)
     scale_mul = 254.0 * scale_rcp
     return (
-        (floor(tl.fma(beside(scale_mul), x * reciprocal(1.0 + tl.abs(beside(scale_rcp) * x)), 0.5)).to(tl.int32) + 128).to(tl.uint8),
+        (
+            floor(tl.fma(beside(scale_mul), x * reciprocal(1.0 + tl.abs(beside(scale_rcp) * x)), 0.5)).to(tl.int32)
+            + 128
+        ).to(tl.uint8),
         scale.to(tl.float16),
     )
 

@@ -39,7 +39,12 @@ def weight_f16_decode(b, code_tensor, low_tensor):
     subnormal = (wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
     normal = (wide << 5) + 0x38000000
     finite = torch.where(wide < 0x40000, subnormal, normal)
-    return (torch.where(wide < 0x7c0000, finite, 0x7fc00000 - (wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (high & 0x8000) << 16).view(torch.float32)
+    return (
+        torch.where(
+            wide < 0x7c0000, finite, 0x7fc00000 - (wide == 0x7c0000).to(torch.int32) * 0x400000
+        ).view(torch.float32).view(torch.int32)
+        | (high & 0x8000) << 16
+    ).view(torch.float32)
 
 
 def weight_f16_encode(b, x, noise):
@@ -193,7 +198,10 @@ def nonneg_vector_encode(b, x, noise):
     largest = block_max(pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f5ffffe)
     pattern_block_min = block_min(pattern, b.live)
     units = ((largest >> 22) - (pattern_block_min >> 22).clamp(min=128)).clamp(min=0) + 3
-    step = quotient(2097152.0, quotient(16.5, units.clamp(max=16).to(torch.float32)).floor().to(torch.int32).clamp(max=255).to(torch.float32)).round().to(torch.int32)
+    step = quotient(
+        2097152.0,
+        quotient(16.5, units.clamp(max=16).to(torch.float32)).floor().to(torch.int32).clamp(max=255).to(torch.float32)
+    ).round().to(torch.int32)
     margin = (step << 1 >> 1) + 1
     above = (largest + margin >> 22) + 1
     below = pattern_block_min - margin >> 22
@@ -252,4 +260,7 @@ signed = Codec(signed_decode, signed_nearest, encode=signed_encode, block=64, pa
 nonneg = Codec(nonneg_decode, nonneg_nearest, root=nonneg_root, whole=True)
 
 # 4-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-nonneg_vector = Codec(nonneg_vector_decode, nonneg_vector_nearest, encode=nonneg_vector_encode, root=nonneg_vector_root, block=64, packed=True)
+nonneg_vector = Codec(
+    nonneg_vector_decode, nonneg_vector_nearest, encode=nonneg_vector_encode, root=nonneg_vector_root, block=64,
+    packed=True
+)

@@ -40,7 +40,12 @@ def weight_f16_decode(c, code_stored, low_code):
     subnormal = (2.3283064365386963e-10 * wide.to(tl.float32)).to(tl.int32, bitcast=True)
     normal = (wide << 5) + 0x38000000
     finite = tl.where(wide < 0x40000, subnormal, normal)
-    return c, (tl.where(wide < 0x7c0000, finite, 0x7fc00000 - (wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (high & 0x8000) << 16).to(tl.float32, bitcast=True)
+    return c, (
+        tl.where(
+            wide < 0x7c0000, finite, 0x7fc00000 - (wide == 0x7c0000).to(tl.int32) * 0x400000
+        ).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True)
+        | (high & 0x8000) << 16
+    ).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -94,7 +99,9 @@ def signed_encode(x, live, MASKED: tl.constexpr, draws, SHIFT: tl.constexpr):
     up = tl.where(top < 0x7f800000, up, 0x7fc00000)
     divisor = tl.minimum(up & 0x7fff8000, 0x7f7fffff)
     divisor_mul = divisor.to(tl.float32, bitcast=True) * 0.09523809523809523
-    pattern = tl.fma(x, reciprocal(tl.fma(0.047619047619047616, x_abs, beside(divisor_mul))), 3080.0).to(tl.int32, bitcast=True)
+    pattern = tl.fma(
+        x, reciprocal(tl.fma(0.047619047619047616, x_abs, beside(divisor_mul))), 3080.0
+    ).to(tl.int32, bitcast=True)
     return (pattern + integer(draws, SHIFT, 12) >> 12).to(tl.uint8), (up >> 15).to(tl.int16)
 
 
@@ -107,7 +114,12 @@ def signed_nearest(x, live, MASKED: tl.constexpr):
     divisor = tl.minimum(up & 0x7fff8000, 0x7f7fffff)
     divisor_mul = divisor.to(tl.float32, bitcast=True) * 0.09523809523809523
     return (
-        (tl.fma(x, reciprocal(tl.fma(0.047619047619047616, x_abs, beside(divisor_mul))), 12582912.0).to(tl.int32, bitcast=True) - 0x4b3ffff8).to(tl.uint8),
+        (
+            tl.fma(
+                x, reciprocal(tl.fma(0.047619047619047616, x_abs, beside(divisor_mul))), 12582912.0
+            ).to(tl.int32, bitcast=True)
+            - 0x4b3ffff8
+        ).to(tl.uint8),
         (up >> 15).to(tl.int16),
     )
 
@@ -143,7 +155,10 @@ def nonneg_vector_encode(x, live, MASKED: tl.constexpr, draws, SHIFT: tl.constex
     largest = tl.minimum(tl.maximum(block_max(pattern, live, MASKED), 0x20000000), 0x5f5ffffe)
     pattern_block_min = block_min(pattern, live, MASKED)
     units = tl.maximum((largest >> 22) - tl.maximum(pattern_block_min >> 22, 128), 0) + 3
-    step = tl.fma(2097152.0, inverse((16.5 * inverse(tl.minimum(units, 16).to(tl.float32))).to(tl.int32).to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    step = tl.fma(
+        2097152.0, inverse((16.5 * inverse(tl.minimum(units, 16).to(tl.float32))).to(tl.int32).to(tl.float32)),
+        12582912.0
+    ).to(tl.int32, bitcast=True) - 0x4b400000
     margin = (step << 1 >> 1) + 1
     above = (largest + margin >> 22) + 1
     below = pattern_block_min - margin >> 22

@@ -39,7 +39,12 @@ def weight_f16_decode(b, code_tensor, low_tensor):
     subnormal = (wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
     normal = (wide << 5) + 0x38000000
     finite = torch.where(wide < 0x40000, subnormal, normal)
-    return (torch.where(wide < 0x7c0000, finite, 0x7fc00000 - (wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (high & 0x8000) << 16).view(torch.float32)
+    return (
+        torch.where(
+            wide < 0x7c0000, finite, 0x7fc00000 - (wide == 0x7c0000).to(torch.int32) * 0x400000
+        ).view(torch.float32).view(torch.int32)
+        | (high & 0x8000) << 16
+    ).view(torch.float32)
 
 
 def weight_f16_encode(b, x, noise):

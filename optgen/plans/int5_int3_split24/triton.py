@@ -38,7 +38,12 @@ def weight_f16_decode(c, code_stored, low_code):
     subnormal = (2.3283064365386963e-10 * wide.to(tl.float32)).to(tl.int32, bitcast=True)
     normal = (wide << 5) + 0x38000000
     finite = tl.where(wide < 0x40000, subnormal, normal)
-    return c, (tl.where(wide < 0x7c0000, finite, 0x7fc00000 - (wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (high & 0x8000) << 16).to(tl.float32, bitcast=True)
+    return c, (
+        tl.where(
+            wide < 0x7c0000, finite, 0x7fc00000 - (wide == 0x7c0000).to(tl.int32) * 0x400000
+        ).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True)
+        | (high & 0x8000) << 16
+    ).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -93,7 +98,9 @@ def signed_encode(x, live, MASKED: tl.constexpr, draws, SHIFT: tl.constexpr):
     up = tl.where(top < 0x7f800000, up, 0x7fc00000)
     divisor = tl.minimum(up & 0x7fff8000, 0x7f7fffff)
     divisor_mul = divisor.to(tl.float32, bitcast=True) * 0.044444444444444446
-    pattern = tl.fma(x, reciprocal(tl.fma(0.022222222222222223, x_abs, beside(divisor_mul))), 3088.0).to(tl.int32, bitcast=True)
+    pattern = tl.fma(
+        x, reciprocal(tl.fma(0.022222222222222223, x_abs, beside(divisor_mul))), 3088.0
+    ).to(tl.int32, bitcast=True)
     pattern_shr = pattern + integer(draws, SHIFT, 12) >> 12
     piece = pattern_shr >> 4
     return pattern_shr.to(tl.uint8), piece.to(tl.uint8), (up >> 15).to(tl.int16)
@@ -107,7 +114,9 @@ def signed_nearest(x, live, MASKED: tl.constexpr):
     up = tl.where(top < 0x7f800000, up, 0x7fc00000)
     divisor = tl.minimum(up & 0x7fff8000, 0x7f7fffff)
     divisor_mul = divisor.to(tl.float32, bitcast=True) * 0.044444444444444446
-    x_add = tl.fma(x, reciprocal(tl.fma(0.022222222222222223, x_abs, beside(divisor_mul))), 12582912.0).to(tl.int32, bitcast=True) - 0x4b3ffff0
+    x_add = tl.fma(
+        x, reciprocal(tl.fma(0.022222222222222223, x_abs, beside(divisor_mul))), 12582912.0
+    ).to(tl.int32, bitcast=True) - 0x4b3ffff0
     piece = x_add >> 4
     return x_add.to(tl.uint8), piece.to(tl.uint8), (up >> 15).to(tl.int16)
 
@@ -135,7 +144,9 @@ def nonneg_root(code_code, high_code, peak):
 def nonneg_encode(x, live, MASKED: tl.constexpr, draws, SHIFT: tl.constexpr):
     pattern = tl.sqrt(x).to(tl.int32, bitcast=True)
     largest = tl.minimum(tl.maximum(block_max(pattern, live, MASKED), 0x20000000), 0x5f524924)
-    point = -floor(tl.fma(minus((largest - 0x20000000).to(tl.float32)), 3.337860584906662e-07, 0.0009765625)).to(tl.int32)
+    point = -floor(
+        tl.fma(minus((largest - 0x20000000).to(tl.float32)), 3.337860584906662e-07, 0.0009765625)
+    ).to(tl.int32)
     top = tl.maximum(point, 7)
     start = (top - 7) * 0x2db6db + 0x20000000
     under = tl.maximum(tl.minimum(pattern, 0x5f524924) - beside(start), 0).to(tl.float32)

@@ -31,7 +31,12 @@ def weight_f16_decode(c, code_stored, low_code):
     subnormal = (2.3283064365386963e-10 * wide.to(tl.float32)).to(tl.int32, bitcast=True)
     normal = (wide << 5) + 0x38000000
     finite = tl.where(wide < 0x40000, subnormal, normal)
-    return c, (tl.where(wide < 0x7c0000, finite, 0x7fc00000 - (wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (high & 0x8000) << 16).to(tl.float32, bitcast=True)
+    return c, (
+        tl.where(
+            wide < 0x7c0000, finite, 0x7fc00000 - (wide == 0x7c0000).to(tl.int32) * 0x400000
+        ).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True)
+        | (high & 0x8000) << 16
+    ).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -70,7 +75,9 @@ def signed_nearest(x, live, MASKED: tl.constexpr):
     divisor = tl.minimum(up & 0x7fff8000, 0x7f7fffff)
     divisor_mul = divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     return (
-        tl.fma(x, reciprocal(tl.fma(0.003937007874015748, x_abs, beside(divisor_mul))), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8),
+        tl.fma(
+            x, reciprocal(tl.fma(0.003937007874015748, x_abs, beside(divisor_mul))), 12583040.0
+        ).to(tl.int32, bitcast=True).to(tl.uint8),
         (up >> 15).to(tl.int16),
     )
 
@@ -98,7 +105,10 @@ def nonneg_root(code_code, scale):
     scale_mul = 0.0039215676924761605 * scale
     scale_mul_2 = scale_mul * -8388608.0
     scale_bitcast = (scale_mul * 0.4990234375).to(tl.int32, bitcast=True)
-    linear = tl.maximum(tl.fma(counter(code_code), beside(scale_mul), beside(scale_mul_2)).to(tl.int32, bitcast=True), beside(scale_bitcast)).to(tl.float32, bitcast=True)
+    linear = tl.maximum(
+        tl.fma(counter(code_code), beside(scale_mul), beside(scale_mul_2)).to(tl.int32, bitcast=True),
+        beside(scale_bitcast)
+    ).to(tl.float32, bitcast=True)
     return linear
 
 
@@ -118,7 +128,9 @@ def nonneg_nearest(x, live, MASKED: tl.constexpr):
     scale_mul = 0.0039215676924761605 * scale
     scale_mul_2 = scale_mul * -8388608.0
     scale_bitcast = (scale_mul * 0.4990234375).to(tl.int32, bitcast=True)
-    linear = tl.maximum(tl.fma(counter(parts), beside(scale_mul), beside(scale_mul_2)).to(tl.int32, bitcast=True), beside(scale_bitcast)).to(tl.float32, bitcast=True)
+    linear = tl.maximum(
+        tl.fma(counter(parts), beside(scale_mul), beside(scale_mul_2)).to(tl.int32, bitcast=True), beside(scale_bitcast)
+    ).to(tl.float32, bitcast=True)
     return parts, up_cast, linear
 
 

@@ -38,7 +38,19 @@ def signed_decode(c, code_code, scale):
     scale_mul = c * scale
     piece_cast = (piece - 7).to(tl.float32)
     piece_abs = tl.abs(piece_cast)
-    piece_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, piece_abs, -0.6875), tl.fma(0.044999998062849045, piece_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, piece_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
+    piece_min = tl.minimum(
+        tl.maximum(
+            tl.maximum(
+                tl.maximum(
+                    tl.fma(0.22499999403953552, piece_abs, -0.6875),
+                    tl.fma(0.044999998062849045, piece_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL
+                ),
+                tl.fma(0.027000002562999725, piece_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL
+            ),
+            0.0, propagate_nan=tl.PropagateNan.ALL
+        ),
+        1.0, propagate_nan=tl.PropagateNan.ALL
+    )
     return beside(scale_mul), tl.where(piece_cast < 0.0, -1.0 * piece_min, piece_min)
 
 
@@ -49,8 +61,21 @@ def signed_nearest(x, live, MASKED: tl.constexpr):
     scale_rcp = inverse(scale)
     number = beside(scale_rcp) * x
     number_abs = tl.abs(number)
-    number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, number_abs, 0.33076924085617065), tl.fma(11.111109733581543, number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
-    code = (tl.where(number < 0.9437500238418579, tl.where(number < 0.0, -1.0 * number_rint, number_rint), 8.0) + 7.0).to(tl.int32)
+    number_rint = rint(
+        tl.minimum(
+            tl.minimum(
+                tl.minimum(
+                    tl.fma(61.5384521484375, number_abs, 0.33076924085617065),
+                    tl.fma(11.111109733581543, number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL
+                ),
+                tl.fma(4.444444179534912, number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL
+            ),
+            7.0, propagate_nan=tl.PropagateNan.ALL
+        )
+    )
+    code = (
+        tl.where(number < 0.9437500238418579, tl.where(number < 0.0, -1.0 * number_rint, number_rint), 8.0) + 7.0
+    ).to(tl.int32)
     return code.to(tl.uint8), scale
 
 
@@ -78,12 +103,17 @@ def nonneg_vector_root(code_code, scale):
 def nonneg_vector_nearest(x, live, MASKED: tl.constexpr):
     sqrt_0p0625 = 0.25
     magnitude = tl.abs(x)
-    top = tl.maximum(block_magnitude(x, live, MASKED).to(tl.float32, bitcast=True), 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL)
+    top = tl.maximum(
+        block_magnitude(x, live, MASKED).to(tl.float32, bitcast=True), 3.009265538105056e-36,
+        propagate_nan=tl.PropagateNan.ALL
+    )
     top_mul = sqrt_0p0625 * tl.sqrt(top)
     divisor = tl.minimum(top, 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
     divisor_mul = 16.0 * inverse(divisor)
     exact = beside(divisor_mul) * x
-    exact = tl.minimum(tl.maximum(exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
+    exact = tl.minimum(
+        tl.maximum(exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL
+    )
     piece = -1 - floor(0.5 - exact).to(tl.int32)
     code = (piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     code = code + 1.0

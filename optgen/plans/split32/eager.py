@@ -31,7 +31,12 @@ def weight_f16_decode(b, code_tensor, low_tensor):
     subnormal = (wide.to(torch.float32) * 9.094947017729282e-13).view(torch.int32)
     normal = (wide >> 3) + 0x38000000
     finite = torch.where(wide < 0x4000000, subnormal, normal)
-    return (torch.where(wide < 0x7c000000, finite, 0x7fc00000 - (wide == 0x7c000000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (high & 0x8000) << 16).view(torch.float32)
+    return (
+        torch.where(
+            wide < 0x7c000000, finite, 0x7fc00000 - (wide == 0x7c000000).to(torch.int32) * 0x400000
+        ).view(torch.float32).view(torch.int32)
+        | (high & 0x8000) << 16
+    ).view(torch.float32)
 
 
 def weight_f16_nearest(b, x):
@@ -43,7 +48,9 @@ def weight_f16_nearest(b, x):
     magnitude_mul = magnitude_bitcast * 1099511627776.0
     whole = magnitude_mul.floor()
     rebiased = (magnitude - 0x38000000).clamp(max=0xf800000)
-    wide = torch.where(is_subnormal, whole.to(torch.int32) + (magnitude_mul - whole + 0.5).floor().to(torch.int32), rebiased << 3)
+    wide = torch.where(
+        is_subnormal, whole.to(torch.int32) + (magnitude_mul - whole + 0.5).floor().to(torch.int32), rebiased << 3
+    )
     word = torch.where(x == x, wide, 0x7e000000) + 0x8000
     low = word & 0xffff
     kept_ = (low - 0x8000).to(torch.int16)
@@ -57,7 +64,11 @@ def signed_decode(b, code_tensor):
 
 def signed_encode(b, x, noise):
     x_bits = x.view(torch.int32)
-    return (b.flat((torch.where(x == x, x_bits + noise.integer(16), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),)
+    return (
+        b.flat(
+            (torch.where(x == x, x_bits + noise.integer(16), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)
+        ),
+    )
 
 
 def signed_nearest(b, x):

@@ -32,7 +32,12 @@ def weight_f16_decode(c, code_stored, low_code):
     subnormal = (9.094947017729282e-13 * wide.to(tl.float32)).to(tl.int32, bitcast=True)
     normal = (wide >> 3) + 0x38000000
     finite = tl.where(wide < 0x4000000, subnormal, normal)
-    return c, (tl.where(wide < 0x7c000000, finite, 0x7fc00000 - (wide == 0x7c000000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (high & 0x8000) << 16).to(tl.float32, bitcast=True)
+    return c, (
+        tl.where(
+            wide < 0x7c000000, finite, 0x7fc00000 - (wide == 0x7c000000).to(tl.int32) * 0x400000
+        ).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True)
+        | (high & 0x8000) << 16
+    ).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -45,7 +50,9 @@ def weight_f16_nearest(x, live, MASKED: tl.constexpr):
     magnitude_mul = 1099511627776.0 * magnitude_bitcast
     whole = floor(magnitude_mul)
     rebiased = tl.minimum(magnitude - 0x38000000, 0xf800000)
-    wide = tl.where(is_subnormal, magnitude_mul.to(tl.int32) + floor(magnitude_mul - whole + 0.5).to(tl.int32), rebiased << 3)
+    wide = tl.where(
+        is_subnormal, magnitude_mul.to(tl.int32) + floor(magnitude_mul - whole + 0.5).to(tl.int32), rebiased << 3
+    )
     word = tl.where(x == x, wide, 0x7e000000) + 0x8000
     low = word & 0xffff
     kept_ = (low - 0x8000).to(tl.int16)

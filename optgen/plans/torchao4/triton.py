@@ -38,7 +38,19 @@ def signed_decode(c, code_code, scale):
     scale_mul = c * scale
     piece_cast = (piece - 7).to(tl.float32)
     piece_abs = tl.abs(piece_cast)
-    piece_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, piece_abs, -0.6875), tl.fma(0.044999998062849045, piece_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, piece_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
+    piece_min = tl.minimum(
+        tl.maximum(
+            tl.maximum(
+                tl.maximum(
+                    tl.fma(0.22499999403953552, piece_abs, -0.6875),
+                    tl.fma(0.044999998062849045, piece_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL
+                ),
+                tl.fma(0.027000002562999725, piece_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL
+            ),
+            0.0, propagate_nan=tl.PropagateNan.ALL
+        ),
+        1.0, propagate_nan=tl.PropagateNan.ALL
+    )
     return beside(scale_mul), tl.where(piece_cast < 0.0, -1.0 * piece_min, piece_min)
 
 
@@ -49,8 +61,21 @@ def signed_nearest(x, live, MASKED: tl.constexpr):
     scale_rcp = inverse(scale)
     number = beside(scale_rcp) * x
     number_abs = tl.abs(number)
-    number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.538455963134766, number_abs, 0.33076924085617065), tl.fma(11.111111640930176, number_abs, 1.8888888359069824), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
-    code = (tl.where(number < 0.9437500238418579, tl.where(number < 0.0, -1.0 * number_rint, number_rint), 8.0) + 7.0).to(tl.int32)
+    number_rint = rint(
+        tl.minimum(
+            tl.minimum(
+                tl.minimum(
+                    tl.fma(61.538455963134766, number_abs, 0.33076924085617065),
+                    tl.fma(11.111111640930176, number_abs, 1.8888888359069824), propagate_nan=tl.PropagateNan.ALL
+                ),
+                tl.fma(4.444444179534912, number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL
+            ),
+            7.0, propagate_nan=tl.PropagateNan.ALL
+        )
+    )
+    code = (
+        tl.where(number < 0.9437500238418579, tl.where(number < 0.0, -1.0 * number_rint, number_rint), 8.0) + 7.0
+    ).to(tl.int32)
     return code.to(tl.uint8), scale
 
 
@@ -78,7 +103,18 @@ def nonneg_nearest(x, live, MASKED: tl.constexpr):
     scale_mul = sqrt_0p0625 * tl.sqrt(scale)
     scale_rcp = inverse(scale)
     number = beside(scale_rcp) * x
-    code = (rint(tl.minimum(tl.maximum(16.0 * tl.maximum(number, 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)) - 1.0).to(tl.int32)
+    code = (
+        rint(
+            tl.minimum(
+                tl.maximum(
+                    16.0 * tl.maximum(number, 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0,
+                    propagate_nan=tl.PropagateNan.ALL
+                ),
+                16.0, propagate_nan=tl.PropagateNan.ALL
+            )
+        )
+        - 1.0
+    ).to(tl.int32)
     parts = code.to(tl.uint8)
     return (
         parts,

@@ -38,7 +38,37 @@ def signed_decode(c, code_code, scale):
     scale_mul = c * scale
     piece_cast = (piece - 127).to(tl.float32)
     piece_abs = tl.abs(piece_cast)
-    piece_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.01406249962747097, piece_abs, -0.79296875), tl.fma(0.0028124998789280653, piece_abs, -0.07859374582767487), propagate_nan=tl.PropagateNan.ALL), tl.maximum(tl.fma(0.0005624999757856131, piece_abs, -0.007718749810010195), tl.fma(0.00011250001261942089, piece_abs, -0.0007437500753439963), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), tl.maximum(tl.maximum(tl.fma(2.2500000341096893e-05, piece_abs, -6.874999962747097e-05), tl.fma(4.499999704421498e-06, piece_abs, -5.749999218096491e-06), propagate_nan=tl.PropagateNan.ALL), tl.fma(2.7000000955013093e-06, piece_abs, -2.1500000002561137e-06), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
+    piece_min = tl.minimum(
+        tl.maximum(
+            tl.maximum(
+                tl.maximum(
+                    tl.maximum(
+                        tl.fma(0.01406249962747097, piece_abs, -0.79296875),
+                        tl.fma(0.0028124998789280653, piece_abs, -0.07859374582767487),
+                        propagate_nan=tl.PropagateNan.ALL
+                    ),
+                    tl.maximum(
+                        tl.fma(0.0005624999757856131, piece_abs, -0.007718749810010195),
+                        tl.fma(0.00011250001261942089, piece_abs, -0.0007437500753439963),
+                        propagate_nan=tl.PropagateNan.ALL
+                    ),
+                    propagate_nan=tl.PropagateNan.ALL
+                ),
+                tl.maximum(
+                    tl.maximum(
+                        tl.fma(2.2500000341096893e-05, piece_abs, -6.874999962747097e-05),
+                        tl.fma(4.499999704421498e-06, piece_abs, -5.749999218096491e-06),
+                        propagate_nan=tl.PropagateNan.ALL
+                    ),
+                    tl.fma(2.7000000955013093e-06, piece_abs, -2.1500000002561137e-06),
+                    propagate_nan=tl.PropagateNan.ALL
+                ),
+                propagate_nan=tl.PropagateNan.ALL
+            ),
+            0.0, propagate_nan=tl.PropagateNan.ALL
+        ),
+        1.0, propagate_nan=tl.PropagateNan.ALL
+    )
     return beside(scale_mul), tl.where(piece_cast < 0.0, -1.0 * piece_min, piece_min)
 
 
@@ -49,8 +79,49 @@ def signed_nearest(x, live, MASKED: tl.constexpr):
     scale_rcp = inverse(scale)
     number = beside(scale_rcp) * x
     number_abs = tl.abs(number)
-    number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.minimum(tl.minimum(tl.fma(615384.625, number_abs, 0.33076921105384827), tl.fma(111111.1171875, number_abs, 1.8888888359069824), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.fma(44444.4453125, number_abs, 3.055555582046509), tl.fma(22222.21484375, number_abs, 4.777778148651123), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.minimum(tl.fma(8888.888671875, number_abs, 6.611110687255859), tl.fma(4444.44384765625, number_abs, 10.55555534362793), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.fma(1777.77783203125, number_abs, 13.722222328186035), tl.fma(888.8885498046875, number_abs, 22.111114501953125), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.minimum(tl.fma(355.5555419921875, number_abs, 27.94444465637207), tl.fma(177.7777099609375, number_abs, 45.22222900390625), propagate_nan=tl.PropagateNan.ALL), tl.fma(71.1111068725586, number_abs, 56.38888931274414), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), 127.0, propagate_nan=tl.PropagateNan.ALL))
-    code = (tl.where(number < 0.9964843988418579, tl.where(number < 0.0, -1.0 * number_rint, number_rint), 128.0) + 127.0).to(tl.int32)
+    number_rint = rint(
+        tl.minimum(
+            tl.minimum(
+                tl.minimum(
+                    tl.minimum(
+                        tl.minimum(
+                            tl.fma(615384.625, number_abs, 0.33076921105384827),
+                            tl.fma(111111.1171875, number_abs, 1.8888888359069824), propagate_nan=tl.PropagateNan.ALL
+                        ),
+                        tl.minimum(
+                            tl.fma(44444.4453125, number_abs, 3.055555582046509),
+                            tl.fma(22222.21484375, number_abs, 4.777778148651123), propagate_nan=tl.PropagateNan.ALL
+                        ),
+                        propagate_nan=tl.PropagateNan.ALL
+                    ),
+                    tl.minimum(
+                        tl.minimum(
+                            tl.fma(8888.888671875, number_abs, 6.611110687255859),
+                            tl.fma(4444.44384765625, number_abs, 10.55555534362793), propagate_nan=tl.PropagateNan.ALL
+                        ),
+                        tl.minimum(
+                            tl.fma(1777.77783203125, number_abs, 13.722222328186035),
+                            tl.fma(888.8885498046875, number_abs, 22.111114501953125), propagate_nan=tl.PropagateNan.ALL
+                        ),
+                        propagate_nan=tl.PropagateNan.ALL
+                    ),
+                    propagate_nan=tl.PropagateNan.ALL
+                ),
+                tl.minimum(
+                    tl.minimum(
+                        tl.fma(355.5555419921875, number_abs, 27.94444465637207),
+                        tl.fma(177.7777099609375, number_abs, 45.22222900390625), propagate_nan=tl.PropagateNan.ALL
+                    ),
+                    tl.fma(71.1111068725586, number_abs, 56.38888931274414), propagate_nan=tl.PropagateNan.ALL
+                ),
+                propagate_nan=tl.PropagateNan.ALL
+            ),
+            127.0, propagate_nan=tl.PropagateNan.ALL
+        )
+    )
+    code = (
+        tl.where(number < 0.9964843988418579, tl.where(number < 0.0, -1.0 * number_rint, number_rint), 128.0) + 127.0
+    ).to(tl.int32)
     return code.to(tl.uint8), scale
 
 
@@ -58,13 +129,71 @@ def signed_nearest(x, live, MASKED: tl.constexpr):
 def nonneg_decode(c, code_code, scale):
     scale_mul = c * scale
     piece_sub = counter(code_code) - 8388608.0
-    return beside(scale_mul), tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.007031250279396772, piece_sub, -0.7894531488418579), tl.fma(0.0014062499394640326, piece_sub, -0.07789061963558197), propagate_nan=tl.PropagateNan.ALL), tl.maximum(tl.fma(0.00028124998789280653, piece_sub, -0.007578124757856131), tl.fma(5.6250002671731636e-05, piece_sub, -0.0007156250649131835), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), tl.maximum(tl.maximum(tl.fma(1.1250000170548446e-05, piece_sub, -6.312500045169145e-05), tl.fma(2.249999852210749e-06, piece_sub, -4.624999746738467e-06), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.49999959073466e-07, piece_sub, -1.2499992863013176e-07), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
+    return beside(scale_mul), tl.minimum(
+        tl.maximum(
+            tl.maximum(
+                tl.maximum(
+                    tl.maximum(
+                        tl.fma(0.007031250279396772, piece_sub, -0.7894531488418579),
+                        tl.fma(0.0014062499394640326, piece_sub, -0.07789061963558197),
+                        propagate_nan=tl.PropagateNan.ALL
+                    ),
+                    tl.maximum(
+                        tl.fma(0.00028124998789280653, piece_sub, -0.007578124757856131),
+                        tl.fma(5.6250002671731636e-05, piece_sub, -0.0007156250649131835),
+                        propagate_nan=tl.PropagateNan.ALL
+                    ),
+                    propagate_nan=tl.PropagateNan.ALL
+                ),
+                tl.maximum(
+                    tl.maximum(
+                        tl.fma(1.1250000170548446e-05, piece_sub, -6.312500045169145e-05),
+                        tl.fma(2.249999852210749e-06, piece_sub, -4.624999746738467e-06),
+                        propagate_nan=tl.PropagateNan.ALL
+                    ),
+                    tl.fma(4.49999959073466e-07, piece_sub, -1.2499992863013176e-07), propagate_nan=tl.PropagateNan.ALL
+                ),
+                propagate_nan=tl.PropagateNan.ALL
+            ),
+            0.0, propagate_nan=tl.PropagateNan.ALL
+        ),
+        1.0, propagate_nan=tl.PropagateNan.ALL
+    )
 
 
 @triton.jit
 def nonneg_root(code_code, scale):
     piece_sub = counter(code_code) - 8388608.0
-    value = beside(scale) * tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.007031250279396772, piece_sub, -0.7894531488418579), tl.fma(0.0014062499394640326, piece_sub, -0.07789061963558197), propagate_nan=tl.PropagateNan.ALL), tl.maximum(tl.fma(0.00028124998789280653, piece_sub, -0.007578124757856131), tl.fma(5.6250002671731636e-05, piece_sub, -0.0007156250649131835), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), tl.maximum(tl.maximum(tl.fma(1.1250000170548446e-05, piece_sub, -6.312500045169145e-05), tl.fma(2.249999852210749e-06, piece_sub, -4.624999746738467e-06), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.49999959073466e-07, piece_sub, -1.2499992863013176e-07), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
+    value = beside(scale) * tl.minimum(
+        tl.maximum(
+            tl.maximum(
+                tl.maximum(
+                    tl.maximum(
+                        tl.fma(0.007031250279396772, piece_sub, -0.7894531488418579),
+                        tl.fma(0.0014062499394640326, piece_sub, -0.07789061963558197),
+                        propagate_nan=tl.PropagateNan.ALL
+                    ),
+                    tl.maximum(
+                        tl.fma(0.00028124998789280653, piece_sub, -0.007578124757856131),
+                        tl.fma(5.6250002671731636e-05, piece_sub, -0.0007156250649131835),
+                        propagate_nan=tl.PropagateNan.ALL
+                    ),
+                    propagate_nan=tl.PropagateNan.ALL
+                ),
+                tl.maximum(
+                    tl.maximum(
+                        tl.fma(1.1250000170548446e-05, piece_sub, -6.312500045169145e-05),
+                        tl.fma(2.249999852210749e-06, piece_sub, -4.624999746738467e-06),
+                        propagate_nan=tl.PropagateNan.ALL
+                    ),
+                    tl.fma(4.49999959073466e-07, piece_sub, -1.2499992863013176e-07), propagate_nan=tl.PropagateNan.ALL
+                ),
+                propagate_nan=tl.PropagateNan.ALL
+            ),
+            0.0, propagate_nan=tl.PropagateNan.ALL
+        ),
+        1.0, propagate_nan=tl.PropagateNan.ALL
+    )
     return tl.sqrt(value)
 
 
@@ -76,13 +205,104 @@ def nonneg_nearest(x, live, MASKED: tl.constexpr):
     scale_rcp = inverse(scale)
     number = beside(scale_rcp) * x
     number_max = tl.maximum(number, 0.0, propagate_nan=tl.PropagateNan.ALL)
-    code = (tl.where(number < 0.998242199420929, rint(tl.minimum(tl.minimum(tl.minimum(tl.minimum(tl.minimum(tl.fma(2580645.0, number_max, 0.08064515143632889), tl.fma(1111111.25, number_max, 0.8888887763023376), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.fma(444444.4375, number_max, 2.055555582046509), tl.fma(222222.234375, number_max, 3.777777671813965), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.minimum(tl.fma(88888.890625, number_max, 5.611111164093018), tl.fma(44444.4375, number_max, 9.555556297302246), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.fma(17777.77734375, number_max, 12.722222328186035), tl.fma(8888.8857421875, number_max, 21.111114501953125), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.minimum(tl.minimum(tl.fma(3555.555419921875, number_max, 26.94444465637207), tl.fma(1777.777099609375, number_max, 44.22222900390625), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.fma(711.111083984375, number_max, 55.38888931274414), tl.fma(355.555908203125, number_max, 90.44440460205078), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), tl.fma(142.22222900390625, number_max, 112.27777862548828), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), 254.0, propagate_nan=tl.PropagateNan.ALL)), 255.0) + 0.0).to(tl.int32)
+    code = (
+        tl.where(
+            number < 0.998242199420929,
+            rint(
+                tl.minimum(
+                    tl.minimum(
+                        tl.minimum(
+                            tl.minimum(
+                                tl.minimum(
+                                    tl.fma(2580645.0, number_max, 0.08064515143632889),
+                                    tl.fma(1111111.25, number_max, 0.8888887763023376),
+                                    propagate_nan=tl.PropagateNan.ALL
+                                ),
+                                tl.minimum(
+                                    tl.fma(444444.4375, number_max, 2.055555582046509),
+                                    tl.fma(222222.234375, number_max, 3.777777671813965),
+                                    propagate_nan=tl.PropagateNan.ALL
+                                ),
+                                propagate_nan=tl.PropagateNan.ALL
+                            ),
+                            tl.minimum(
+                                tl.minimum(
+                                    tl.fma(88888.890625, number_max, 5.611111164093018),
+                                    tl.fma(44444.4375, number_max, 9.555556297302246), propagate_nan=tl.PropagateNan.ALL
+                                ),
+                                tl.minimum(
+                                    tl.fma(17777.77734375, number_max, 12.722222328186035),
+                                    tl.fma(8888.8857421875, number_max, 21.111114501953125),
+                                    propagate_nan=tl.PropagateNan.ALL
+                                ),
+                                propagate_nan=tl.PropagateNan.ALL
+                            ),
+                            propagate_nan=tl.PropagateNan.ALL
+                        ),
+                        tl.minimum(
+                            tl.minimum(
+                                tl.minimum(
+                                    tl.fma(3555.555419921875, number_max, 26.94444465637207),
+                                    tl.fma(1777.777099609375, number_max, 44.22222900390625),
+                                    propagate_nan=tl.PropagateNan.ALL
+                                ),
+                                tl.minimum(
+                                    tl.fma(711.111083984375, number_max, 55.38888931274414),
+                                    tl.fma(355.555908203125, number_max, 90.44440460205078),
+                                    propagate_nan=tl.PropagateNan.ALL
+                                ),
+                                propagate_nan=tl.PropagateNan.ALL
+                            ),
+                            tl.fma(142.22222900390625, number_max, 112.27777862548828),
+                            propagate_nan=tl.PropagateNan.ALL
+                        ),
+                        propagate_nan=tl.PropagateNan.ALL
+                    ),
+                    254.0, propagate_nan=tl.PropagateNan.ALL
+                )
+            ),
+            255.0
+        )
+        + 0.0
+    ).to(tl.int32)
     code_sub = (code | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     parts = code.to(tl.uint8)
     return (
         parts,
         scale,
-        beside(scale_sqrt) * tl.sqrt(tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.007031250279396772, code_sub, -0.7894531488418579), tl.fma(0.0014062499394640326, code_sub, -0.07789061963558197), propagate_nan=tl.PropagateNan.ALL), tl.maximum(tl.fma(0.00028124998789280653, code_sub, -0.007578124757856131), tl.fma(5.6250002671731636e-05, code_sub, -0.0007156250649131835), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), tl.maximum(tl.maximum(tl.fma(1.1250000170548446e-05, code_sub, -6.312500045169145e-05), tl.fma(2.249999852210749e-06, code_sub, -4.624999746738467e-06), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.49999959073466e-07, code_sub, -1.2499992863013176e-07), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)),
+        beside(scale_sqrt) * tl.sqrt(
+            tl.minimum(
+                tl.maximum(
+                    tl.maximum(
+                        tl.maximum(
+                            tl.maximum(
+                                tl.fma(0.007031250279396772, code_sub, -0.7894531488418579),
+                                tl.fma(0.0014062499394640326, code_sub, -0.07789061963558197),
+                                propagate_nan=tl.PropagateNan.ALL
+                            ),
+                            tl.maximum(
+                                tl.fma(0.00028124998789280653, code_sub, -0.007578124757856131),
+                                tl.fma(5.6250002671731636e-05, code_sub, -0.0007156250649131835),
+                                propagate_nan=tl.PropagateNan.ALL
+                            ),
+                            propagate_nan=tl.PropagateNan.ALL
+                        ),
+                        tl.maximum(
+                            tl.maximum(
+                                tl.fma(1.1250000170548446e-05, code_sub, -6.312500045169145e-05),
+                                tl.fma(2.249999852210749e-06, code_sub, -4.624999746738467e-06),
+                                propagate_nan=tl.PropagateNan.ALL
+                            ),
+                            tl.fma(4.49999959073466e-07, code_sub, -1.2499992863013176e-07),
+                            propagate_nan=tl.PropagateNan.ALL
+                        ),
+                        propagate_nan=tl.PropagateNan.ALL
+                    ),
+                    0.0, propagate_nan=tl.PropagateNan.ALL
+                ),
+                1.0, propagate_nan=tl.PropagateNan.ALL
+            )
+        ),
     )
 
 

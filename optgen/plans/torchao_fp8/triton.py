@@ -50,11 +50,15 @@ def signed_nearest(x, live, MASKED: tl.constexpr):
     top = block_magnitude(x, live, MASKED)
     share = (top.to(tl.float32, bitcast=True) * one_over_448).to(tl.int32, bitcast=True)
     share_where = tl.where(top < 0x7f800000, share, 0x7fc00000)
-    scale = tl.where(share_where < 0x7f800000, tl.maximum(share_where, 0x2720d7c5), 0x7fc00000).to(tl.float32, bitcast=True)
+    scale = tl.where(
+        share_where < 0x7f800000, tl.maximum(share_where, 0x2720d7c5), 0x7fc00000
+    ).to(tl.float32, bitcast=True)
     scale_rcp = inverse(scale)
     number = beside(scale_rcp) * x
     number_abs = tl.abs(number)
-    small = (tl.minimum(number_abs, 0.015625, propagate_nan=tl.PropagateNan.ALL) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    small = (
+        tl.minimum(number_abs, 0.015625, propagate_nan=tl.PropagateNan.ALL) + 16384.0
+    ).to(tl.int32, bitcast=True) - 0x46800000
     word = number_abs.to(tl.int32, bitcast=True)
     carry = (word >> 20 & 1) + 0x7ffff
     normal = (word + carry >> 20) - 960
