@@ -19,7 +19,7 @@ from optgen.driver.compile import compile as compiled
 from optgen.lang import flag, hyper, lookahead, optimizer, state
 from optgen.lang.spec import Spec
 from optgen.lower.noise import deal, word
-from optgen.runtime.modes.release import Sums
+from optgen.runtime.modes.release import GradientAccumulator
 from optgen.runtime.records import keys
 from optgen.runtime.records.keys import WINDOW, places, step_key, stream_key
 from optgen.runtime.reference.eager import Blocks, rotl
@@ -233,7 +233,7 @@ def test_a_weight_that_every_kth_step_sets_back_is_rounded_as_by_chance(k: int) 
 def test_a_sum_of_32_is_off_by_less_than_one_rounded_by_chance(kind: str) -> None:
     """Micro-batches in bf16: 31 sums are stored."""
     size, rounds, chance = 1 << 12, 4, torch.Generator().manual_seed(5)
-    sums = Sums(accumulator("bf16_sr", backend="reference"), torch.nn.Parameter(torch.zeros(size)), "w")
+    sums = GradientAccumulator(accumulator("bf16_sr", backend="reference"), torch.nn.Parameter(torch.zeros(size)), "w")
     ours, other = [], []
     for _ in range(rounds):
         each = 1 + torch.rand(size, generator=chance)
