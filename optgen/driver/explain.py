@@ -107,14 +107,15 @@ def storage_lines(rows: Sequence[Kept]) -> list[str]:
     """Return the rows as plain lines, for the head of a generated file."""
     names = max(len(r.name) for r in rows)
     lines = []
+    indent = " " * (names + 2)
     for r in rows:
-        lines.append(f"{r.name:<{names}}  {r.bytes:g} B  {r.stored}")
         what = f"|error| <= {r.error}" if r.error not in ("exact", UNKNOWN, NONE) else r.error
-        indent = " " * (names + 2)
-        lines += textwrap.wrap(
-            what + (f"; {r.valid}" if r.valid else ""), 112, initial_indent=indent, subsequent_indent=indent,
-            break_long_words=False, break_on_hyphens=False,
-        )  # fmt: skip
+        told = what + (f"; {r.valid}" if r.valid else "")
+        for part, first in ((f"{r.bytes:g} B  {r.stored}", f"{r.name:<{names}}  "), (told, indent)):
+            lines += textwrap.wrap(
+                part, 112, initial_indent=first, subsequent_indent=indent, break_long_words=False,
+                break_on_hyphens=False,
+            )  # fmt: skip
     return lines
 
 

@@ -9,7 +9,8 @@
 //               |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
 //   exp_avg     0.53125 B  4-bit signed blocks of 128: dynamic4, fp32 scale, nearest
 //               |error| <= 0.113 scale; scale <= max(largest |x| of the block, 3.01e-36) * (1 + 0)
-//   exp_avg_sq  0.5 B  4-bit unsigned under the smallest of its indices' maxima: linear, no zero, fp32 scale, nearest
+//   exp_avg_sq  0.5 B  4-bit unsigned under the smallest of its indices' maxima: linear, no zero, fp32 scale,
+//               nearest
 //               |error| <= 0.0625 scale; scale = the smallest of the largest |x| that each of its indices has, at
 //               least 3.01e-36
 //   traffic   10.5625 B per bfloat16 parameter and step: 2 sweeps

@@ -9,7 +9,8 @@
 //                       |error| <= 3.05e-05 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-17); absolute 2^-141 below, Inf above
 //   exp_avg             1.03125 B  8-bit signed blocks of 64: softsign, ue8m8 scale, stochastic
 //                       |error| <= 0.0156 scale; scale <= max(largest |x| of the block, 3.01e-36) * (1 + 0.00391)
-// exp_avg_sq          1.03125 B  8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+//   exp_avg_sq          1.03125 B  8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log,
+//                       stochastic
 //                       |error| <= 0.118 root; for a block whose roots span at most 31.2 octaves; what lies further
 //                       below the block's maximum reads as at most 31.1 octaves under it, what lies under 2^-63 as
 //                       at most 1.5 cells more than that; Inf reads as a number, so that steps which it divides

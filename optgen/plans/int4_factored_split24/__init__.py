@@ -12,7 +12,8 @@
     nonneg           0 B  means of rows and columns, f32
                      no bound for an element; the means of rows and columns are kept, to rounding: rows of at least
                      2^-100 of the mean of all, columns of at least 2^-100
-    nonneg, vectors  0.53125 B  4-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
+    nonneg, vectors  0.53125 B  4-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log,
+                     stochastic
                      |error| <= 0.429 root; for a block whose roots span at most 6.9 octaves; what lies further
                      below the block's maximum reads as at most 6.4 octaves under it, what lies under 2^-63 as at
                      most 1.5 cells more than that; Inf reads as a number, so that steps which it divides become too

@@ -9,7 +9,8 @@
     signed       0.65625 B  5-bit signed blocks of 64: relative, softsign(0.5), ue8m8 scale, stochastic
                  |error| <= 0.0968 scale * root; scale <= max(largest |x / root| of the block, 3.01e-36) * (1 +
                  0.00391)
-    nonneg       0.40625 B  3-bit unsigned blocks of 64: sqrt to 2.5 octaves under the maximum, pseudo-log, stochastic
+    nonneg       0.40625 B  3-bit unsigned blocks of 64: sqrt to 2.5 octaves under the maximum, pseudo-log,
+                 stochastic
                  |error| <= 0.357 root; for roots at most 2 octaves under their block's maximum; what lies further
                  below it may read as 2 octaves under it, what lies under 2^-63 as that; Inf reads as a number, so
                  that steps which it divides become too long where those of fp32 become 0

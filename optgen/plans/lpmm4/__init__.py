@@ -8,7 +8,8 @@
                      |error| <= 0.000488 |x|; 2^-14 <= |x| < 65520; absolute 2^-25 below, Inf above
     signed           0.53125 B  4-bit signed blocks of 128: dynamic4, fp32 scale, nearest
                      |error| <= 0.113 scale; scale <= max(largest |x| of the block, 3.01e-36) * (1 + 0)
-    nonneg           0.5 B  4-bit unsigned under the smallest of its indices' maxima: linear, no zero, fp32 scale, nearest
+    nonneg           0.5 B  4-bit unsigned under the smallest of its indices' maxima: linear, no zero, fp32 scale,
+                     nearest
                      |error| <= 0.0625 scale; scale = the smallest of the largest |x| that each of its indices has,
                      at least 3.01e-36
     nonneg, vectors  0.53125 B  4-bit unsigned blocks of 128: linear, no zero, fp32 scale, nearest
