@@ -60,6 +60,7 @@ def lookahead_adamw_sync_tile(
     p = one_minus_lr_times_weight_decay * p                            # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq_kept), scalar_3, scalar_4)), p)
+    slow_fma = tl.fma(alpha, p - slow, slow)
     return slow_fma, exp_avg, exp_avg_sq, slow_fma
 
 
@@ -138,6 +139,7 @@ def lookahead_adamw_amsgrad_sync_tile(
     p = one_minus_lr_times_weight_decay * p                            # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq_kept), scalar_3, scalar_4)), p)
+    slow_fma = tl.fma(alpha, p - slow, slow)
     return slow_fma, exp_avg, exp_avg_sq, max_exp_avg_sq, slow_fma
 
 

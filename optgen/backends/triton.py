@@ -343,11 +343,6 @@ STRICT: dict[str, Spelling] = _COMMON | {"div": _strict_div, "sqrt": _call("tl.s
 FAST: dict[str, Spelling] = _COMMON | {"block_max": _block_max, "div": _fast_div, "rcp": _rcp, "sqrt": _call("tl.sqrt")}
 
 
-def tile_elements(schedule: Schedule) -> int:
-    """Elements per tile; a tile holds at least one storage block."""
-    return max(TILE, schedule.program.block)
-
-
 def sweep_tile(schedule: Schedule) -> int:
     """Elements per tile of a sweep over segments.
 

@@ -105,7 +105,7 @@ def rule_function(schedule: Schedule, kernel: str, values: Sequence[str], source
             for section, new in bound_lines((let,), printer).items():
                 lines[section] += new
     results = [_result(s, printer) for s in sweep.stores]
-    lines["encode"] = [(f"return {_tuple(results)}", "")]
+    lines["encode"].append((f"return {_tuple(results)}", ""))
     host = [let.name for let in program.host]
     names = [found[name].name for name in values]
     given = ["PLAN: tl.constexpr", *names, *(f"extent_{x}" for x in triton.sizes(program)), *host]

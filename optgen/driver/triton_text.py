@@ -21,7 +21,6 @@ from optgen.ir.program import Program, Store
 from optgen.lang.spec import Spec
 from optgen.lower import CodecPrograms, lower_codec, lower_weight
 from optgen.ops import dtypes
-from optgen.runtime.layout import plans
 from optgen.runtime.records.join import Pair
 
 FILE = "triton.py"
@@ -119,6 +118,7 @@ def codec_text(plan: Plan, maths: Maths) -> str:
 def joined(spec: Spec, plan: Plan, maths: Maths, module: Import) -> tuple[Pair, Any]:
     """Return a rule under a plan without its C++ kernels, and the Triton kernels of its single sweeps."""
     from optgen.runtime.gpu import join
+    from optgen.runtime.layout import plans
 
     steps = module("steps", kernel_text.record_text(spec, maths)).RULES
     variants = plans.with_steps(record_text.rules(spec)[1], steps, record_text.plan_record(plan))

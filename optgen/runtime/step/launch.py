@@ -28,6 +28,7 @@ from optgen.runtime.cpu import cpu, cpu_stages
 from optgen.runtime.gpu import compiled, stages
 from optgen.runtime.layout import layout, workspace
 from optgen.runtime.layout.workspace import Workspace, matrices
+from optgen.runtime.records import Variant
 from optgen.runtime.records.join import Pair
 from optgen.runtime.records.warn import tell
 from optgen.runtime.states import state
@@ -390,7 +391,7 @@ class Launcher:
         return Tables(now, made, None, None, last.scalars, last.numbers)
 
     def _build(self, bucket: Bucket, now: Signature, old: Tables | None, numbers: Sequence[Tensor]) -> list[Launch]:
-        block, function = bucket.variant.block, bucket.variant.function
+        block, function = bucket.variant.block, _function(bucket.variant)
         kernels = compiled.kernels(bucket.plan)
         tile, per_item = _tuning.sizes(kernels, function)
         shapes, streams, columns, places, _ = now
@@ -490,19 +491,24 @@ class _Kernels(ABC):
         """One for each table that is sent."""
 
 
+def _function(variant: Variant) -> str:
+    """Return the name of a variant's kernel among those of its pair."""
+    return variant.function if variant.single else variant.kernel_name
+
+
 class _Single(_Kernels):
     """Of one kernel."""
 
     def __init__(self, bucket: Bucket, tables: Tables) -> None:
         super().__init__(bucket, tables)
-        name, self.tuning = bucket.variant.function, _tuning
+        name, self.tuning = _function(bucket.variant), _tuning
         self.kernel: Any = getattr(self.module, name)
         self.options = self.tuning.options(self.module, name, self.device)
         self.options.pop("TILE", None)
         tile, tiles = self.tuning.sizes(self.module, name)
-        self.constants = {"GRAD": self.grad, "TILES": tiles, "TILE": tile, **self.module.CONSTANTS[name]}
-        assert self.variant.single is not None
-        self.which = self.variant.single.stages[0].scalars
+        self.constants = {"GRAD": self.grad, "TILES": tiles, "TILE": tile, **self.module.CONSTANTS.get(name, {})}
+        rule = self.variant.single
+        self.which = rule.stages[0].scalars if rule else range(self.variant.host_for("triton")[1])
 
     def __call__(self, scalars: Sequence[float] | counting.Control, step_key: int) -> None:
         self._each(compiled.start, scalars, step_key)
