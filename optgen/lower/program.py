@@ -145,7 +145,7 @@ def _encode_all(
     wants = _wants(spec, storage, still)
     noise: Mapping[str, Noise] = {name: Drawn(bits=bits, of=name) for name, bits in wants.items() if bits}
     noise, words = (noise, []) if drawn else deal(wants, rare)
-    anew = {drawn.word.node for name, drawn in noise.items() if name in rare}
+    anew = {bits.word.node for name, bits in noise.items() if name in rare and bits.word is not None}
     spread = "32 random bits: hash(element, tensor, window of steps), evenly spread over a window"
     docs = ["32 random bits: hash(element, tensor, step)" if word in anew else spread for word in words]
     lets = [
