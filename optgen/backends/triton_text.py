@@ -10,7 +10,7 @@ A codec is a few functions of the fields of a value, see `optgen.runtime.gpu.cod
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from optgen.backends import triton
 from optgen.backends.printer import ATOM, Printer, Text, wrapped
@@ -19,11 +19,15 @@ from optgen.backends.triton import TritonPrinter
 from optgen.ir import node as ir
 from optgen.ir.node import Node, Rewriter, postorder
 from optgen.ir.program import Program, Schedule, Step, Store
+from optgen.ir.ranges import Intervals
 from optgen.ops import spaces
 from optgen.ops.prims import PRIMS
 
 C = "c"
 """The coefficient that a codec's `decode` multiplies its value with."""
+
+LARGEST = 2.0**60
+"""The largest coefficient of a value that is never negative."""
 
 PRELUDE = (
     "apart", "bits", "block_magnitude", "block_max", "block_min", "byte", "counter", "floor", "inverse", "joined",
@@ -54,10 +58,10 @@ def _kept(p: Printer, n: Node) -> Text:
 class RulePrinter(TritonPrinter):
     """A printer of values that a plan keeps; `pieces`: states that are only multiplied, by the names of their loads."""
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: Schedule, nonneg: Collection[str]) -> None:
         super().__init__(schedule.program)
         self.spell = {**self.spell, "kept": _kept}
-        self.pieces = _multiplied(schedule)
+        self.pieces = _multiplied(schedule, nonneg)
 
     def express(self, node: Node) -> Text:
         if node.uid not in self.names:
@@ -68,31 +72,38 @@ class RulePrinter(TritonPrinter):
         return super().express(node)
 
 
-def _multiplied(schedule: Schedule) -> frozenset[str]:
-    """Return the states that are read as they are nowhere: all that becomes of them is products with host scalars."""
+def _multiplied(schedule: Schedule, nonneg: Collection[str]) -> frozenset[str]:
+    """Return the states that are read as they are nowhere: all that becomes of them is products with host scalars.
+
+    nonneg  states whose codec may take the root of such a scalar: it is known to be in [0, LARGEST]
+    """
     program = schedule.program
     if program.maths == "strict":
         return frozenset()
+    intervals = Intervals(triton.scalar_ranges(program))
     nodes = list(postorder([s.node for s in schedule.sweep.stores]))
     states = {b.name for b in program.buffers if b.role == "state" and b.space == spaces.elem}
     bare = {s.node.attr for s in schedule.sweep.stores if s.node.op == "load"}
     for n in nodes:
-        products = n.args[:2] if n.op in ("mul", "fma") and any(_is_scalar(a) for a in n.args[:2]) else ()
+        scalar = next((a for a in n.args[:2] if n.op in ("mul", "fma") and a.op in ("sym", "const")), None)
+        products = n.args[:2] if scalar is not None else ()
         bare |= {a.attr for a in n.args if a.op == "load" and (a not in products or a in n.args[2:])}
+        low, high = (0.0, 0.0) if scalar is None else intervals(scalar)
+        if low < 0 or high > LARGEST:
+            bare |= {a.attr for a in products if a.op == "load" and a.attr in nonneg}
     return frozenset(n.attr for n in nodes if n.op == "load" and n.attr in states) - bare
 
 
-def _is_scalar(node: Node) -> bool:
-    return node.op in ("sym", "const")
-
-
-def rule_function(schedule: Schedule, kernel: str, values: Sequence[str], source: str = "") -> list[str]:
+def rule_function(
+    schedule: Schedule, kernel: str, values: Sequence[str], nonneg: Collection[str], source: str = ""
+) -> list[str]:
     """The tile function of a sweep, and the kernel that walks the tiles of a work item.
 
     values  "p", "g" and the states that it reads, in the order in which they are given
+    nonneg  states of which no value is negative
     """
     program, sweep = schedule.program, schedule.sweep
-    printer = RulePrinter(schedule)
+    printer = RulePrinter(schedule, nonneg)
     found = {let.node.attr: let for let in sweep.lets if let.node.op == "load"}
     lines = bound_lines((), printer)
     for name in values:

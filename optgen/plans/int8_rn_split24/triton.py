@@ -89,11 +89,14 @@ def nonneg_decode(c, code_code, scale):
     scale_bits = tl.minimum((scale_and << 14) + 0x20000000, 0x5f7ffff0)
     scale_bits = tl.where(scale_and == 0xffff, 0x7fc00000, scale_bits)
     scale = tl.where(scale_and == 0, 0, scale_bits).to(tl.float32, bitcast=True)
-    code = counter(code_code) - 8388608.0
-    code = tl.maximum(code, 0.4990234375, propagate_nan=tl.PropagateNan.ALL)
     scale_mul = scalar_0 * scale
-    code_mul = beside(scale_mul) * code
-    return code_mul, code_mul
+    scale_mul_2 = scale_mul * -8388608.0
+    scale_bitcast = (scale_mul * 0.4990234375).to(tl.int32, bitcast=True)
+    scale_bitcast = tl.maximum(
+        tl.fma(counter(code_code), beside(scale_mul), beside(scale_mul_2)).to(tl.int32, bitcast=True),
+        beside(scale_bitcast)
+    ).to(tl.float32, bitcast=True)
+    return scale_bitcast, scale_bitcast
 
 
 @triton.jit
