@@ -219,7 +219,7 @@ class Run:
             "OPTGEN_TEST_QUICK": "1" * self.asked.quick, "OPTGEN_TEST_HUGE": "1" * self.asked.huge,
         }  # fmt: skip
         files = CHECKS[:1] if self.asked.kernels or self.dry else CHECKS
-        command = [sys.executable, "-m", "pytest", "-m", "cuda", "-v", "-rfE", "-n", str(jobs), *files]
+        command = [sys.executable, "-m", "pytest", "-m", "cuda", "-vv", "-rfE", "-n", str(jobs), *files]
         outcomes: dict[str, list[str]] = {"PASSED": [], "FAILED": [], "SKIPPED": []}
         lines: list[str] = []
         process = subprocess.Popen(
