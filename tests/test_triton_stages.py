@@ -46,6 +46,7 @@ from optgen.lang import (
     total,
 )
 from optgen.runtime.gpu import stages
+from optgen.runtime.layout import plans as loaded
 from optgen.runtime.step import backends, launch
 from specs import plans
 from specs.came import came
@@ -318,10 +319,10 @@ def test_fast_codes_are_beside_those_of_strict(spec: Spec, build: Callable[..., 
 def test_without_kernels_for_its_stages_a_variant_steps_in_eager_torch(
     build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = launch.plans.load(build(lamb, "fp32"), "fp32")
+    plan = loaded.load(build(lamb, "fp32"), "fp32")
     variant = plan.variants[0]
     assert backends.able("triton", plan, variant) == "triton"
-    monkeypatch.setattr(launch.plans, "triton", lambda _: ModuleType("empty"))
+    monkeypatch.setattr(backends.compiled, "kernels", lambda _: ModuleType("empty"))
     assert backends.able("triton", plan, variant) == "reference"
     assert backends.able("cpp", plan, variant) == "cpp"  # whose kernels are another file
 

@@ -60,6 +60,7 @@ def sweep(variant: Variant, stage: Stage, codecs: ModuleType) -> Sweep:
     assert eager is not None
     stores = [x for x in stage.stores if x not in eager.still]
     owners = [*stage.reads, *(x for x in stores if x not in stage.reads)]
+    owners += [x for name, x in eager.relative.items() if name in owners and x not in owners]  # whose roots are read
     columns = {name: i for i, name in enumerate(("p", "g", *variant.names))}
     fields = {f.name: f for f in variant.fields}
     touched = [x for x in columns if x in ("p", "g") or fields[x].owner in owners]
