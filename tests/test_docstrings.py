@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "optgen"
-ROOMS = ("base", "ops", "ir", "lang", "formats", "passes", "lower", "verify")
+ROOMS = (
+    "base", "ops", "ir", "lang", "formats", "passes", "lower", "verify", "backends", "driver", "convert", "runtime",
+)  # fmt: skip
 DANGLING = {"What", "Whether", "Of", "That", "Where", "How", "Those"}
 
 

@@ -26,7 +26,7 @@ class Idiom:
 
 @cache
 def idiom(node: Node) -> Idiom | None:
-    """What the node is in fast maths; None where it is printed as it stands."""
+    """Return the node in fast maths; None where it is printed as it stands."""
     if node.space != spaces.elem:
         return None
     if node.op == "cast":

@@ -88,7 +88,7 @@ def _lshr(p: Printer, n: Node) -> Text:
 
 
 def _of_numbers(n: Node) -> bool:
-    """Whether a choice is one between two constants, for which torch.where takes the default dtype."""
+    """Return True if a choice is one between two constants, for which torch.where takes the default dtype."""
     return n.op == "where" and n.args[1].op == n.args[2].op == "const"
 
 
@@ -334,7 +334,7 @@ def _flat(buffer: Buffer, text: str) -> str:
 
 
 def tables(schedules: list[Schedule]) -> list[str]:
-    """What the functions of these schedules look things up in: a tuple of numbers for each table, lines of text."""
+    """Return the tables of these schedules' functions: a tuple of numbers for each, lines of text."""
     nodes = [n for s in schedules for n in postorder(s.program.roots()) if n.op in ("lookup", "search")]
     lines: list[str] = []
     for name, table in sorted({str(n.attr): n.attr for n in nodes}.items()):

@@ -54,7 +54,7 @@ class TritonPrinter(Printer):
 
     @cached_property
     def intervals(self) -> Intervals:
-        """Those of the kernel's values."""
+        """The ranges of the kernel's values."""
         return Intervals(scalar_ranges(self.program))
 
     def nonneg(self, node: Node) -> bool:
@@ -68,7 +68,7 @@ class TritonPrinter(Printer):
 
     @property
     def tail(self) -> str:
-        """What follows the arguments of a block reduction."""
+        """Return the last arguments of a block reduction."""
         return ", live, MASKED, True" if self.keeps else ", live, MASKED"
 
     def express(self, node: Node) -> Text:
@@ -382,7 +382,7 @@ def registers(schedule: Schedule) -> int | None:
 
 @dataclass(frozen=True)
 class Table:
-    """Where the row of a tensor has what a kernel reads; see optgen.runtime.step.launch.
+    """The places of a kernel's operands in the row of a tensor; see optgen.runtime.step.launch.
 
     width    entries of a row
     columns  buffer -> the entry that is its address
@@ -412,7 +412,7 @@ ENTRY = '@triton.jit(do_not_specialize=["step_key"])'
 
 @dataclass(frozen=True)
 class Term:
-    """What a sweep adds up, or takes the largest of: the operand of one or more reductions.
+    """A term that a sweep adds up, or takes the largest of: the operand of one or more reductions.
 
     name      of the variable that holds a tile of it
     node      its value
@@ -472,7 +472,7 @@ def terms(schedule: Schedule) -> list[Term]:
 
 
 def _printed_roots(schedule: Schedule) -> list[Node]:
-    """What a tile function stores or returns."""
+    """Return the values that a tile function stores or returns."""
     program = schedule.program
     stored = [s.node for s in schedule.sweep.stores if program.buffer(s.buffer).role != "partial"]
     return [*stored, *(node for t in terms(schedule) for _, node in t.parts)]
@@ -543,7 +543,7 @@ def tile(
 
 
 def anchor_of(schedule: Schedule) -> Let | None:
-    """What a tile function that draws random numbers loads in bytes or halves; see the prelude's `within`."""
+    """Return the load of bytes or halves of a tile function that draws random numbers; see `within` of the prelude."""
     lets = printed_lets(schedule) if _is_counted(schedule.program) else ()
     loads = [let for let in lets if let.node.op == "load" and let.node.space == spaces.elem]
     return next((let for let in loads if let.node.dtype.bits in (8, 16)), None)
@@ -691,12 +691,12 @@ def sizes(program: Program) -> dict[str, int]:
 
 
 def is_packed(program: Program) -> bool:
-    """Whether codes are read or written that share bytes."""
+    """Return True if codes are read or written that share bytes."""
     return any(b.dtype.packed for b in program.touched)
 
 
 def _nothing(t: Term) -> str:
-    """What the term's reduction begins with."""
+    """Return the number that the term's reduction begins with."""
     return 'float("-inf")' if t.is_max else "0.0"
 
 

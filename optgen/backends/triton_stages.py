@@ -68,7 +68,7 @@ ONE = (spaces.tensor, spaces.model)
 
 
 def touches_matrices(program: Program) -> bool:
-    """Whether a sweep reads or reduces values of rows, columns or matrices."""
+    """Return True if a sweep reads or reduces values of rows, columns or matrices."""
     return any(b.space.name in ("row", "col", "mat") for b in program.buffers)
 
 
@@ -115,7 +115,7 @@ class Frame:
         return self.numel + 9 + self.dense
 
     def table(self, program: Program) -> Table:
-        """What a stage reads: of a reduction of elements, the partial results."""
+        """Return the names that a stage reads: of a reduction of elements, the partial results."""
         sweep = program.space == spaces.elem
         where = {
             b.name: self.partials[b.name] if sweep and b.role == "partial" else self.values[b.name]
@@ -329,7 +329,7 @@ def _between(level: Sequence[tuple[str, Stage]], function: str, frame: Frame) ->
 
 
 def _gathers(program: Program) -> bool:
-    """Whether values of columns are read by the indices of their dimensions, or the other way round."""
+    """Return True if values of columns are read by the indices of their dimensions, or the other way round."""
     return any(n.op in GATHERS for n in postorder(program.roots()))
 
 
@@ -368,7 +368,7 @@ class _Round:
 
     @property
     def taken(self) -> list[str]:
-        """What the loops take, by the names that the kernel has too."""
+        """Return the arguments of the loops, by the names that the kernel has too."""
         axes = ["axes", "indices"] if self.gathers else []
         sizes = ["first", "end", "rows", "columns", *axes]
         return [*self.pointers, *self.extents, *sizes, *scalars(self.program), "LANES"]

@@ -24,7 +24,7 @@ class HyperRow:
 
     @property
     def described(self) -> str:
-        """What the constructor takes, in words: "2 numbers, >= 0, < 1"."""
+        """The values that the constructor takes, in words: "2 numbers, >= 0, < 1"."""
         signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
         count = f"{len(self.default)} numbers" if isinstance(self.default, tuple) else "a number"
         return ", ".join([count, *(f"{signs[k]} {v:g}" for k, v in self.bounds)])
@@ -49,12 +49,12 @@ class FlagRow:
 
     @property
     def derived(self) -> bool:
-        """Whether no constructor argument sets it."""
+        """True if no constructor argument sets it."""
         return bool(self.nonzero or self.shape or self.every)
 
     @property
     def described(self) -> str:
-        """What the constructor takes, in words."""
+        """The values that the constructor takes, in words."""
         limits = [f"not with {self.needs}=0"] if self.needs else []
         limits += [f"not with {self.excludes}"] if self.excludes else []
         return ", ".join(["True or False", *limits])

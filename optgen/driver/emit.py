@@ -238,7 +238,7 @@ def _stage(stage: Stage, kernel: str) -> records.Stage:
 
 
 def class_row(spec: Spec, plans: tuple[str, ...], own: Mapping[str, str]) -> wrapper.ClassRow:
-    """What the wrapper's template needs, without the spec itself."""
+    """Return the row that the wrapper's template needs, without the spec itself."""
     hypers = tuple(
         wrapper.HyperRow(
             h.name,

@@ -191,7 +191,7 @@ REDUCTIONS = {p.name: (p.space, p.combine) for p in _ROWS if p.combine}
 """op -> (space of the result, combine)."""
 
 GATHERS = {"axis_max": "axis", "axis_min": "col"}
-"""Of values of another small space, several for each result: op -> the space of the result."""
+"""Reductions of values of another small space, several for each result: op -> the space of the result."""
 
 SCOPES: dict[str, tuple[int, ...] | None] = {
     "row": (-1,), "col": (-2,), "mat": (-2, -1), "tensor": None, "model": None,

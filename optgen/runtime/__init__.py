@@ -1,4 +1,4 @@
-"""What generated optimizers import: the torch.optim.Optimizer they derive from, and the records they fill in.
+"""The names that generated optimizers import: the torch.optim.Optimizer they derive from, and the records they fill in.
 
 Stands alone: torch and the standard library, Triton once a kernel starts; nothing of the compiler.  The compiler reads
 records and keys from here: torch is imported with the first name that needs it.

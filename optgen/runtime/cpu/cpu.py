@@ -81,7 +81,7 @@ def _function(library: ctypes.CDLL, bucket: Bucket) -> Step | native.Unavailable
 
 
 KINDS = ("elem", "block", "row", "col", "mat", "tensor", "eight", "axis")
-"""What a column has one entry for, as kernels number them; 8 more for partial results."""
+"""The spaces of which a column has one entry each, as kernels number them; 8 more for partial results."""
 
 
 def _kind(space: str) -> int:
@@ -94,7 +94,7 @@ def _kind_of(field: Field) -> int:
 
 
 def expected(variant: Variant, grad: torch.dtype) -> list[int]:
-    """What a kernel says of itself where it was printed for the tables of this variant: `layout` in optgen.h."""
+    """Return the `layout` (see optgen.h) of a kernel that was generated for the tables of this variant."""
     scalars = variant.scalars if variant.kernel_scalars is None else variant.kernel_scalars
     columns = [(getattr(torch, variant.param).itemsize, 0), (grad.itemsize, 0)]
     columns += [(f.torch_dtype.itemsize * f.width, _kind_of(f)) for f in variant.fields]

@@ -24,7 +24,8 @@ NARROW = 64
 
 
 def dense_copies(variant: Variant, shape: torch.Size) -> int:
-    """How many fp32 tensors of the parameter's shape the widest sweep fills, where it cannot sum as it goes; else 0.
+    """Return the number of fp32 tensors of the parameter's shape that the widest sweep fills, where it cannot sum as it
+    goes; else 0.
 
     That is where blocks straddle the rows of matrices, and in stacks of matrices with very short rows.
     """

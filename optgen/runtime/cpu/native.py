@@ -56,7 +56,7 @@ AdamW int8_split24 (Zen 5; tools/cpu_kernel.py), of some rules nothing, for 0.15
 flags."""
 
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
-"""Where Linux says how large they are."""
+"""The folder in which Linux says how large they are."""
 
 TIMEOUT = 120.0
 """Seconds for one run of the compiler; a kernel takes about one."""
@@ -120,7 +120,7 @@ def first_level_cache() -> int:
 
 @functools.cache
 def cpu_flags() -> frozenset[str]:
-    """What of `Isa.needs` this CPU has, under a kernel that saves its registers."""
+    """Return the part of `Isa.needs` that this CPU has, under a kernel that saves its registers."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return frozenset()
     with suppress(OSError):
@@ -152,7 +152,7 @@ def isa() -> Isa:
 
 @dataclass(frozen=True)
 class Compiler:
-    """How to call it, what it says that it is, and flags that others do not know."""
+    """The command that calls a compiler, its own description, and flags that other compilers do not know."""
 
     command: tuple[str, ...]
     version: str
@@ -255,7 +255,7 @@ def cache_folder() -> Path:
 
 
 def _ours(status: os.stat_result) -> bool:
-    """Whether nobody else could have written it."""
+    """Return True if nobody else could have written it."""
     return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
@@ -352,7 +352,7 @@ def _sweep(folder: Path) -> None:
 
 
 def _whole(path: Path, stamp: bytes) -> bool:
-    """Whether `path` is a file of ours that holds what its name says, to the last bit."""
+    """Return True if `path` is a file of ours that holds what its name says, to the last bit."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -563,7 +563,7 @@ def mapped_openmp() -> list[str]:
 
 
 def describe() -> dict[str, Any]:
-    """What kernels would be compiled with and where they are kept.
+    """Describe the compiler of kernels, and the folder in which they are kept.
 
     compiler, version    None where there is none
     isa                  "avx512vbmi", "avx512", "avx2" or "portable"

@@ -1,4 +1,4 @@
-"""What generated tile functions and codecs call: values as a plan keeps them, and the random bits of their rounding.
+"""Device functions of generated tiles and codecs: values as a plan keeps them, and the random bits of their rounding.
 
 A tile function of a rule gets a state as the pair (root, fields): the root of the second moment that the state is
 relative to (0 where it is not), and what is stored, with the addresses of tables of numbers behind.  It reads states
@@ -215,7 +215,7 @@ def stored(buffer, x, where, live, SWEEP: tl.constexpr, I: tl.constexpr, MASKED:
 def fields_of(
     buffers, where, live, tables, SWEEP: tl.constexpr, VALUE: tl.constexpr, MASKED: tl.constexpr
 ):  # fmt: skip
-    """What is stored of a value, and the addresses of its tables."""
+    """Load the fields of a value; behind them the addresses of its tables."""
     out = ()
     for i in tl.static_range(VALUE.many("fields")):
         out = out + (loaded(buffers[VALUE.field(i)], where, live, SWEEP, VALUE.field(i), MASKED),)

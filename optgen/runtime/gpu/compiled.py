@@ -75,8 +75,8 @@ def load(
     constants: Mapping[str, Any],
     **options: Any,
 ) -> None:
-    """What comes before the first launch that `start` makes with the same arguments: the kernel is compiled for the
-    current device and put there, unless that was done before.
+    """Compile the kernel that `start` launches with the same arguments for the current device, and put it there, unless
+    that was done before.
 
     Where it spills within the registers that its plan leaves it ("maxnreg"), or that the compiler takes for it, it is
     compiled with more of them.
@@ -148,7 +148,7 @@ def _key(
     constants: Mapping[str, Any],
     options: Mapping[str, Any],
 ) -> tuple[object, ...]:
-    """Of all that decides what is compiled, and for which device."""
+    """Return a key of all that decides what is compiled, and for which device."""
     key = (id(kernel), given[0].device, *constants.items(), *options.items())
     return (*key, *which, step_key is None) if isinstance(scalars, Control) else key
 

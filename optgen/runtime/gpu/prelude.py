@@ -21,14 +21,14 @@ KEEPS_LAYOUTS = tl.constexpr(tuple(int(x) for x in triton.__version__.split(".")
 
 @constexpr_function
 def machine():
-    """What is compiled for: "cuda", "hip", or "" where that is unknown or Triton's interpreter runs."""
+    """Return the target of the compiler: "cuda", "hip", or "" where that is unknown or Triton's interpreter runs."""
     target = None if INTERPRETED.value else current_target()
     return "" if target is None else target.backend
 
 
 @triton.jit
 def get(pointer, at, live, MASKED: tl.constexpr):
-    """What lies at pointer + at; 0 in lanes that are not live."""
+    """Load from pointer + at; 0 in lanes that are not live."""
     if MASKED:
         out = tl.load(pointer + at, mask=live, other=0)
     else:
@@ -266,7 +266,7 @@ def gather(k):
 
 @constexpr_function
 def between(k):
-    """What v_perm_b32 picks from two words: byte k of the second one, a zero, byte k of the first one, a zero."""
+    """The selector of v_perm_b32 for two words: byte k of the second one, a zero, byte k of the first one, a zero."""
     k = getattr(k, "value", k)
     return 0x0C040C00 + 0x10001 * k
 
@@ -384,7 +384,7 @@ def log2(n):
 
 @constexpr_function
 def missing(MAX):
-    """What is added, or compared, where there is nothing."""
+    """The number that is added, or compared, where there is nothing."""
     return float("-inf") if getattr(MAX, "value", MAX) else 0.0
 
 
@@ -462,7 +462,7 @@ def _down_4(total, x, MAX: tl.constexpr):
 
 @triton.jit
 def axis_min(values, at, live, axes, columns):
-    """Of the columns `at` of matrices of so many, the smallest of what the indices have that they are made of.
+    """Return, for each of the columns `at`, the smallest of the values of the indices that it is made of.
 
     axes  int64: how many dimensions, their sum, each; `values` has one number for each index of each
     """
@@ -480,7 +480,7 @@ def axis_min(values, at, live, axes, columns):
 
 @triton.jit
 def axis_max(values, at, live, axes, columns, LANES: tl.constexpr = 64):
-    """Of the indices `at` of the dimensions that columns are made of, the largest of the columns that have each.
+    """Return, for each of the indices `at` of columns' dimensions, the largest of the values of columns that have it.
 
     axes  as in axis_min
     """

@@ -200,7 +200,7 @@ class _Maker:
         self.plan: Plan
 
     def _fits(self, stage: Stage, i: int) -> bool:
-        """Whether a tensor's panels hold whole blocks, and are worth a program each."""
+        """True if a tensor's panels hold whole blocks, and are worth a program each."""
         _, rows, columns = self.sizes[i]
         if columns > WIDEST or len(self.shapes[i]) <= 2:
             return columns <= WIDEST
@@ -396,7 +396,7 @@ class _Maker:
 
 
 def is_apart(numel: int, columns: int, block: int, place: Sequence[int]) -> bool:
-    """Whether a tensor's elements are not numbered one after the other, eights that share a hash side by side.
+    """Return True if a tensor's elements are not numbered one after the other, eights that share a hash side by side.
 
     place   row and column of the first element in the logical tensor, columns of that
     """
@@ -405,7 +405,7 @@ def is_apart(numel: int, columns: int, block: int, place: Sequence[int]) -> bool
 
 
 def _is_common(call: Call) -> bool:
-    """Whether the kernel has wide accesses without masks: what registers suffice is counted for these."""
+    """Return True if the kernel has wide accesses without masks: what registers suffice is counted for these."""
     return bool(call.constants.get("ALIGNED")) and not call.constants.get("RAGGED")
 
 

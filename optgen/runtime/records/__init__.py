@@ -1,4 +1,4 @@
-"""What a generated package tells the runtime about itself: plain records, no behaviour of their own.
+"""The records in which a generated package describes itself to the runtime: plain data, no behaviour of their own.
 
 A generated class lists its `Hyper`s and `Flag`s; each of its plan modules lists its `Variant`s: one kernel
 each, chosen by the parameter's dtype, its size and the flags of its group.
@@ -22,9 +22,9 @@ if TYPE_CHECKING:  # the build reads records, and importing torch takes a second
 HostFunction = Callable[..., tuple[float, ...]]
 
 ROUNDING = 1e-12
-"""How far below 0 a number may be that should be 0.  Schedules that multiply their way down, in fp64, miss 0 by some
-roundings of where they began: by 1e-20 from a rate of 3e-4, by 1e-14 after hundreds of steps from 1.  Nothing that is
-meant is as small: a rate of that size moves no weight."""
+"""The largest distance below 0 of a number that should be 0.  Schedules that multiply their way down, in fp64, miss 0
+by some roundings of where they began: by 1e-20 from a rate of 3e-4, by 1e-14 after hundreds of steps from 1.  No number
+that a user means is as small: a rate of that size moves no weight."""
 
 
 def _is_tensor(value: object) -> TypeGuard[torch.Tensor]:
@@ -128,7 +128,7 @@ class Hyper:
         raise ValueError(f"{self.name} must be {self.range or 'a number'}, got {number!r}")
 
     def _is_almost_zero(self, number: float) -> bool:
-        """Whether it is a 0 that rounding has put below a range that begins there, as LinearLR(end_factor=0) does."""
+        """Return True for a 0 that rounding has put below a range that begins there, as LinearLR(end_factor=0) does."""
         return self.ge == 0.0 and -ROUNDING <= number < 0.0 and self.allows(0.0)
 
     def allows(self, number: float) -> bool:
@@ -181,7 +181,7 @@ class Flag:
 
     @property
     def derived(self) -> bool:
-        """Whether no constructor argument sets it."""
+        """True if no constructor argument sets it."""
         return self.nonzero is not None or self.shape is not None or self.every is not None
 
     def check(self, group: Mapping[str, Any], owner: str) -> None:
@@ -239,7 +239,7 @@ class Field:
 
     @property
     def wide(self) -> bool:
-        """Whether the state that it belongs to has a value for each element."""
+        """True if the state that it belongs to has a value for each element."""
         return self.space == "elem" or self.shared
 
     @cached_property
@@ -404,18 +404,18 @@ class Variant:
 
     @cached_property
     def needs_matrix(self) -> bool:
-        """Whether it keeps or computes anything per row, column or matrix, at this or another step."""
+        """True if it keeps or computes anything per row, column or matrix, at this or another step."""
         spaces = {x.space for xs in (self.fields, self.temps, self.stages) for x in xs}
         return self.rows or not spaces.isdisjoint({"row", "col", "mat", "call"})
 
     @cached_property
     def has_axes(self) -> bool:
-        """Whether it keeps anything per index of the dimensions that columns are made of."""
+        """True if it keeps anything per index of the dimensions that columns are made of."""
         return any(f.space == "axis" for f in self.fields)
 
     @cached_property
     def of_whole(self) -> bool:
-        """Whether its states can be read and written only for the whole tensor at once."""
+        """True if its states can be read and written only for the whole tensor at once."""
         return any(f.shared for f in self.fields)
 
     @property
@@ -445,7 +445,7 @@ class Variant:
 
     @cached_property
     def is_simple(self) -> bool:
-        """Whether a step is one stretch of kernels, with nothing for the host to do in between."""
+        """True if a step is one stretch of kernels, with nothing for the host to do in between."""
         return not self.model_temps and all(s.space != "call" for s in self.stages)
 
     @cached_property
@@ -459,7 +459,7 @@ class Variant:
         return frozenset(name for name in self.states if next(f for f in self.fields if f.owner == name).nonneg)
 
     def is_plain(self, state: str) -> bool:
-        """Whether a state is kept as one tensor of floats: its own values, as they are."""
+        """Return True if a state is kept as one tensor of floats: its own values, as they are."""
         return all(f.name == state and f.torch_dtype.is_floating_point for f in self.fields if f.owner == state)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""What the eager reference functions need: tensors read in storage blocks, and the element counter.
+"""Functions for the eager reference: tensors read in storage blocks, and the element counter.
 
 The 2-D view of a tensor: ndim >= 2: rows = shape[0], columns = numel / rows; ndim <= 1: one row.  Blocks
 run along the columns of a row and never across rows; the last block of a row may be short.
@@ -162,8 +162,8 @@ def few_max(x: Tensor, space: str) -> Tensor:
 
 
 def axis_max(x: Tensor, dims: Sequence[int] | None) -> Tensor:
-    """Of column values (..., 1, columns), for each index of each dimension that columns are made of the largest of the
-    columns that have it: (..., 1, sum of dims); NaN where any is.  None: columns are one dimension."""
+    """Return, for each index of each dimension that columns are made of, the largest of the values of columns that have
+    it: (..., 1, columns) -> (..., 1, sum of dims); NaN where any is.  None: columns are one dimension."""
     if dims is None or len(dims) < 2:
         return x
     x = x.reshape(*x.shape[:-1], *dims)

@@ -1,4 +1,4 @@
-"""What torch computes between two sweeps: functions of whole matrices."""
+"""Functions of whole matrices, which torch computes between two sweeps."""
 
 from __future__ import annotations
 

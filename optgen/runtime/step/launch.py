@@ -45,7 +45,7 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """How kernels are launched; None: as the plan says.  No setting but `rows` changes a bit of the result.
+    """The settings of launches; None: as the plan says.  No setting but `rows` changes a bit of the result.
 
     tile   elements per tile, a power of two and of at least one storage block
     tiles  full tiles per work item; they go in pairs, one that is left over by masked parts
@@ -81,7 +81,7 @@ def _limits(kernels: ModuleType, device: torch.device, function: str) -> dict[st
 
 
 def limits(kernels: ModuleType, function: str, major: int) -> dict[str, int]:
-    """What NVIDIA's compiler is told of a kernel, for devices of that major compute capability.
+    """Return the options of NVIDIA's compiler for a kernel, for devices of that major compute capability.
 
     Plans count for 8 and 9.  From 10 on a kernel of more than 64 registers may take 8 more: CAME under int8_split24
     spills there at 128.  64 stay: with them a processor holds all 32 programs that it can, with 72 only 28, and nearly
@@ -158,15 +158,18 @@ def is_aligned(line: Sequence[int]) -> bool:
 
 
 def is_ragged(line: Sequence[int], block: int, counted: bool) -> bool:
-    """Whether blocks are walked row by row: where rows end within a block, so that blocks are not flat memory; or where
-    elements are counted, and rows are parts of longer ones or do not begin with whole eights (stages.is_apart)."""
+    """Return True if blocks are walked row by row.
+
+    That is where rows end within a block, so that blocks are not flat memory; or where elements are counted, and rows
+    are parts of longer ones or do not begin with whole eights (stages.is_apart).
+    """
     numel, columns = sizes(line)
     ends_within = columns % block != 0 and numel != columns
     return ends_within or (counted and stages.is_apart(numel, columns, block, line[-3:]))
 
 
 def tiles(line: Sequence[int], block: int, tile: int, ragged: bool) -> int:
-    """How many tiles of `tile` elements cover the tensor; ragged: of tile / block blocks, row by row."""
+    """Return the number of tiles of `tile` elements that cover a tensor; ragged: of tile / block blocks, row by row."""
     numel, columns = sizes(line)
     if not ragged:
         return -(-numel // tile)
@@ -195,7 +198,7 @@ class Launch:
 
 
 Places = Sequence[layout.Place] | None
-"""Of each tensor; None: each is all of its logical tensor."""
+"""The place of each tensor; None: each is all of its logical tensor."""
 
 Signature = tuple[list[torch.Size], list[int], list[list[int]], Places, workspace.Dims]
 """(shapes, stream keys, columns of addresses, places, what columns are made of) of a bucket's tensors: while equal, the
@@ -218,7 +221,7 @@ def signature(bucket: Bucket) -> Signature:
 
 @dataclass(slots=True)
 class Tables:
-    """What a bucket's kernels read: one table for C++, several launches for Triton; `staged`: of a step that takes
+    """The tables that a bucket's kernels read: one for C++, several launches for Triton; `staged`: of a step that takes
     more than one kernel.
 
     known    the signature, but for what has moved since
@@ -239,7 +242,7 @@ class Tables:
 
     @property
     def signature(self) -> Signature:
-        """What the tables hold.  Where gradients lie elsewhere at every step, nobody asks."""
+        """Return the addresses that the tables hold.  Where gradients lie elsewhere at every step, nobody asks."""
         if self.moved is not None:
             shapes, streams, columns, places, dims = self.known
             now = list(columns[1])
@@ -270,7 +273,7 @@ class Tables:
             ]
 
     def scalars_on(self, bucket: Bucket) -> counting.Control:
-        """Where the bucket's scalars stand on its device."""
+        """The bucket's scalars on its device."""
         if self.scalars is None:
             self.scalars = counting.Control(bucket.variant.host_for(bucket.backend)[1], bucket.device)
         return self.scalars
@@ -497,7 +500,7 @@ def _function(variant: Variant) -> str:
 
 
 class _Single(_Kernels):
-    """Of one kernel."""
+    """The launches of a step of one kernel."""
 
     def __init__(self, bucket: Bucket, tables: Tables) -> None:
         super().__init__(bucket, tables)
@@ -544,7 +547,7 @@ class _Single(_Kernels):
 
 
 class _Several(_Kernels):
-    """Of several stages."""
+    """The launches of a step of several stages."""
 
     def __init__(self, bucket: Bucket, tables: Tables) -> None:
         super().__init__(bucket, tables)
