@@ -3,7 +3,7 @@
     python tools/seed_defects.py                              # list the defects and which test noticed each
     python tools/seed_defects.py --run 7 tests/test_passes.py # put in, test with -x, take out, note the result
     python tools/seed_defects.py --apply 7                    # put in; --revert takes out
-    python tools/seed_defects.py --draw                       # draw the list anew
+    python tools/seed_defects.py --draw                       # draw others for those whose line is gone
 
 tests/seeded_defects.json holds the list: 40 defects drawn with a fixed seed, and those that once went unnoticed. A
 defect is one changed line, found by its function and its text, also in another file. `noticed_by` is the first test
@@ -30,6 +30,7 @@ APPLIED = ROOT / ".pytest_cache" / "seeded_defect.json"
 """The file that is changed now, with its text of before."""
 
 SEED, PER_ROOM, PER_FILE = 20261125, 8, 4
+UNNOTICED = "once unnoticed"
 STEP = (
     "bucket compiled counting cpu cpu_stages eager keys launch optimizer scalars shared staged stages sums walk weights"
 ).split()
@@ -138,14 +139,14 @@ def candidates(path: Path, room: str) -> Iterator[dict[str, Any]]:
                     yield {"room": room, **place, "before": before.strip(), "after": after.strip()}
 
 
-def draw() -> list[dict[str, Any]]:
-    """Draw as many defects of each room, each of a function of its own."""
-    choice, drawn = random.Random(SEED), []
+def draw(listed: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the defects of a list whose line is still there, and drawn ones, each of a function of its own."""
+    choice, drawn = random.Random(SEED), [d for d in listed if _changed(d)]
     for room in ROOMS:
         files = [p for p in sorted((ROOT / "optgen" / room).rglob("*.py")) if room != "runtime" or p.stem in STEP]
         found = [c for p in files for c in candidates(p, room)]
         kinds = sorted({c["kind"] for c in found})  # each as likely: every second change that fits is of a constant
-        seen: set[tuple[str, str]] = set()
+        seen = {(d["file"], d["function"]) for d in drawn if d["room"] == room and d["kind"] != UNNOTICED}
         while len(seen) < PER_ROOM:
             kind = choice.choice(kinds)
             defect = choice.choice([c for c in found if c["kind"] == kind])
@@ -153,7 +154,7 @@ def draw() -> list[dict[str, Any]]:
             if place not in seen and sum(f == place[0] for f, _ in seen) < PER_FILE and _changed(defect):
                 seen.add(place)
                 drawn.append(defect)
-    return drawn
+    return sorted(drawn, key=lambda d: (d["kind"] == UNNOTICED, ROOMS.index(d["room"])))
 
 
 def _changed(defect: dict[str, Any]) -> tuple[Path, str, str] | None:
@@ -228,7 +229,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     listed: list[dict[str, Any]] = json.loads(LIST.read_text()) if LIST.exists() else []
     if args.draw:
-        listed = draw() + [d for d in listed if d["kind"] == "once unnoticed"]
+        listed = draw(listed)
     elif args.revert:
         revert()
     elif args.apply is not None:
