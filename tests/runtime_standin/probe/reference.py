@@ -1,2 +1,0 @@
-def probe_encode(values):
-    return {"x0": values["x0"]}

@@ -1,0 +1,86 @@
+"""Training as many tests need it: gradients drawn by number, and all that an optimizer holds as bits."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from optgen.runtime import Optimizer
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def parameters(
+    shapes: Iterable[Sequence[int]], dtype: torch.dtype = torch.float32, seed: int = 0
+) -> list[nn.Parameter]:
+    """Draw parameters of these shapes."""
+    draw = torch.Generator().manual_seed(seed)
+    return [nn.Parameter(torch.randn(tuple(shape), generator=draw).to(dtype)) for shape in shapes]
+
+
+def params_of(opt: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """List the parameters of all groups."""
+    return [p for group in opt.param_groups for p in group["params"]]
+
+
+def copies(opt: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """Make parameters of the same values."""
+    return [nn.Parameter(p.detach().clone()) for p in params_of(opt)]
+
+
+def give(params: Iterable[nn.Parameter], step: int, scale: float = 1.0) -> None:
+    """Draw the gradients of a step, for all but frozen parameters."""
+    for i, p in enumerate(params):
+        if not p.requires_grad:
+            continue
+        draw = torch.Generator().manual_seed(100 * step + i)
+        p.grad = (torch.randn(p.shape, generator=draw) * scale).to(p.dtype)
+
+
+def train(opt: torch.optim.Optimizer, steps: Iterable[int]) -> None:
+    """Make the steps of these numbers."""
+    for step in steps:
+        give(params_of(opt), step)
+        opt.step()
+
+
+def bits(value: Any) -> Any:
+    """Return a form of a tensor, a number or any nest of them whose == means the same bits."""
+    if isinstance(value, Tensor):
+        flat = value.detach().contiguous().reshape(-1)
+        return value.dtype, tuple(value.shape), flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    if isinstance(value, dict):
+        return {key: bits(part) for key, part in value.items()}
+    return [bits(part) for part in value] if isinstance(value, (list, tuple)) else value
+
+
+def everything(opt: Any, model: nn.Module | None = None) -> Any:
+    """Return the bits of parameters, states and groups; of a model also its buffers and what waits beside weights."""
+    beside = [] if model is None else [model.state_dict(), [vars(p) for p in model.parameters()]]
+    return bits([params_of(opt), opt.state_dict(), *beside])
+
+
+def states(opt: Any) -> Any:
+    """Return the bits of the states, in the order of the parameters."""
+    return bits([opt.state.get(p, {}) for p in params_of(opt)])
+
+
+def through_file(value: Any, weights_only: bool = True) -> Any:
+    """Save and load."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=weights_only)
+
+
+def same(a: nn.Module, b: nn.Module, opt_a: Optimizer, opt_b: Optimizer) -> None:
+    """Assert that two models have the same weights and states, bit for bit."""
+    for (name, p), q in zip(a.named_parameters(), b.parameters(), strict=True):
+        assert bits(p) == bits(q), name
+        kept, other = bits(opt_a.state.get(p, {})), bits(opt_b.state.get(q, {}))
+        assert kept.keys() == other.keys(), name
+        assert kept == other, (name, [key for key in kept if kept[key] != other[key]])
