@@ -86,3 +86,11 @@ def interpreter() -> dict[str, str]:
 def compiling() -> dict[str, str]:
     """The environment of a process in which Triton compiles."""
     return {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process alone."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()

@@ -28,7 +28,7 @@ from optgen.runtime.modes import offload
 from optgen.runtime.step import launch, stepper
 from optgen.runtime.work import counting
 from tests.test_offload import moved
-from tests.test_replay_triton import everything, params_of
+from tests.training import everything, params_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value", "ignore:overflow")
 

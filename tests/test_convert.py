@@ -23,6 +23,7 @@ from optgen.driver import cli
 from optgen.driver.checkpoints import convert, verify
 from optgen.optim import CAME, SGD, AdamW
 from optgen.runtime.checkpoint import container, reader
+from tests.training import bits, states, train
 
 SHAPES = {"w": (70, 64), "b": (7,)}
 
@@ -34,25 +35,6 @@ class Net(nn.Module):
         self.w = nn.Parameter(torch.randn(SHAPES["w"]))
         self.b = nn.Parameter(torch.randn(SHAPES["b"]))
         self.register_buffer("count", torch.tensor(3))
-
-
-def train(opt: Any, steps: range) -> None:
-    for step in steps:
-        for i, p in enumerate(p for g in opt.param_groups for p in g["params"]):
-            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * step + i)).to(p.dtype)
-        opt.step()
-
-
-def bits(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.dtype, tuple(value.shape), value.detach().contiguous().view(-1).view(torch.uint8).tolist()
-    if isinstance(value, dict):
-        return {k: bits(v) for k, v in value.items()}
-    return [bits(v) for v in value] if isinstance(value, list) else value
-
-
-def states(opt: Any) -> Any:
-    return bits([opt.state[p] for g in opt.param_groups for p in g["params"]])
 
 
 # -- from plan to plan -----------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from optgen.optim import CAME, AdamW
 from optgen.runtime import files
 from optgen.runtime.checkpoint import container
 from optgen.runtime.files import CheckpointError
+from tests.training import bits, everything, train
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -42,29 +43,8 @@ def ready(cls: Any, plan: str, steps: int, seed: int = 0) -> tuple[nn.Module, An
     model = cast_model(Net(), torch.bfloat16)
     named = list(model.named_parameters())
     opt = cls([{"params": named[:1]}, {"params": named[1:], "lr": 2e-3}], lr=1e-2, plan=plan, seed=seed)
-    train(model, opt, steps)
+    train(opt, range(steps))
     return model, opt
-
-
-def train(model: nn.Module, opt: Any, steps: int) -> None:
-    for step in range(steps):
-        for i, p in enumerate(model.parameters()):
-            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * step + i)).to(p.dtype)
-        opt.step()
-        opt.zero_grad()
-
-
-def bits(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        flat = value.detach().contiguous().reshape(-1)
-        return value.dtype, tuple(value.shape), flat.view(torch.uint8).numpy().tobytes()
-    if isinstance(value, dict):
-        return {key: bits(part) for key, part in value.items()}
-    return [bits(part) for part in value] if isinstance(value, (list, tuple)) else (type(value), value)
-
-
-def everything(model: nn.Module, opt: Any) -> Any:
-    return bits([model.state_dict(), opt.state_dict()])
 
 
 # -- what may happen to a value ---------------------------------------------------------------------------------
@@ -163,7 +143,7 @@ def test_state_dicts(cls: Any, plan: str) -> None:
     source = ready(cls, plan, 2)[1].state_dict()
     others = [ready(AdamW, name, 1)[1].state_dict() for name in ("fp32", "int8_split24", "bf16_kahan")]
     fresh = ready(cls, plan, 1, seed=5)
-    before = everything(*fresh)
+    before = everything(fresh[1], fresh[0])
     outcomes = {"loaded": 0, "refused": 0}
 
     @given(SEEDS)
@@ -181,11 +161,11 @@ def test_state_dicts(cls: Any, plan: str) -> None:
             said = ""
         if said:
             assert len(said) > 20
-            assert everything(model, opt) == before
+            assert everything(opt, model) == before
             outcomes["refused"] += 1
             return
         as_it_stands(opt, given_)
-        train(model, opt, 1)  # what was loaded can be stepped
+        train(opt, range(1))  # what was loaded can be stepped
         opt.load_state_dict(opt.state_dict())
         outcomes["loaded"] += 1
 
@@ -197,13 +177,13 @@ def test_states_whose_memory_was_freed() -> None:
     """As sharding and offloading free it: reading there would end the process."""
     saved = ready(AdamW, "int8_split24", 1)[1].state_dict()
     model, opt = ready(AdamW, "int8_split24", 1, seed=5)
-    before = everything(model, opt)
+    before = everything(opt, model)
     kept = saved["state"][0]["exp_avg_codes"]
     saved["state"][0]["exp_avg_codes"] = gone = kept.clone()
     gone.untyped_storage().resize_(gone.untyped_storage().nbytes() - 1)
     with pytest.raises(ValueError, match="exp_avg_codes: expected a tensor with values, got one whose memory was"):
         opt.load_state_dict(saved)
-    assert everything(model, opt) == before
+    assert everything(opt, model) == before
     saved["state"][0]["exp_avg_codes"] = kept.t().contiguous().t()  # the same in another order
     opt.load_state_dict(saved)
     assert bits(opt.state_dict()["state"][0]["exp_avg_codes"]) == bits(kept)
@@ -243,7 +223,7 @@ def test_files(tmp_path: Path, suffix: str) -> None:
     model, opt = ready(AdamW, "int8_split24", 1, seed=5)
     path, target = tmp_path / f"run{suffix}", tmp_path / f"other{suffix}"
     save_checkpoint(path, source[1], source[0])
-    whole, before = path.read_bytes(), everything(model, opt)
+    whole, before = path.read_bytes(), everything(opt, model)
 
     @given(SEEDS)
     def check(seed: int) -> None:
@@ -253,7 +233,7 @@ def test_files(tmp_path: Path, suffix: str) -> None:
         path.write_bytes(broken)
         with pytest.raises(CheckpointError):
             load_checkpoint(path, opt, model)
-        assert everything(model, opt) == before
+        assert everything(opt, model) == before
         with pytest.raises(UserError):
             checkpoints.convert(str(path), str(target), to="fp32")
         assert path.read_bytes() == broken
@@ -273,7 +253,7 @@ def test_files_with_a_true_checksum(tmp_path: Path) -> None:
     content = copy.deepcopy(files.read(path))
     save_checkpoint(path, *reversed(other))
     foreign = copy.deepcopy(files.read(path))
-    fresh, before = (model, opt), everything(model, opt)
+    fresh, before = (model, opt), everything(opt, model)
     written: list[int] = []
 
     @given(SEEDS)
@@ -295,7 +275,7 @@ def test_files_with_a_true_checksum(tmp_path: Path) -> None:
             said = ""
         if said:
             assert len(said) > 20
-            assert everything(model, opt) == before
+            assert everything(opt, model) == before
             return
         for name, value in model.state_dict().items():
             assert torch.equal(value, broken["model"][name].to(value.dtype))
@@ -312,7 +292,7 @@ def test_files_without_a_checksum(tmp_path: Path, package: str) -> None:
     if package == "torch":
         model = Net()
         opt = torch.optim.AdamW(model.named_parameters())
-        train(model, opt, 2)
+        train(opt, range(2))
     path, weights, target = tmp_path / "old.pt", tmp_path / "weights.pt", tmp_path / "new.pt"
     torch.save(opt.state_dict(), path)
     torch.save(model.state_dict(), weights)
@@ -373,7 +353,7 @@ def test_folders_of_distributed_checkpoints(tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     broken.mkdir()
     model, opt = ready(AdamW, "int8_split24", 1, seed=5)
-    before = everything(model, opt)
+    before = everything(opt, model)
     for lost in parts:
         for cut in (None, 0, 100):
             for name, data in parts.items():
@@ -383,12 +363,12 @@ def test_folders_of_distributed_checkpoints(tmp_path: Path) -> None:
             wanted = copy.deepcopy(room(model, opt))  # it is filled in place, as far as torch comes
             with pytest.raises((CheckpointException, RuntimeError, OSError, EOFError)):
                 dcp.load(wanted, checkpoint_id=str(broken), no_dist=True)
-            assert everything(model, opt) == before
+            assert everything(opt, model) == before
     wanted = room(model, opt)
     dcp.load(wanted, checkpoint_id=str(tmp_path / "whole"), no_dist=True)
     model.load_state_dict(wanted["model"])
     set_optimizer_state_dict(model, opt, wanted["optimizer"])
-    train(model, opt, 1)
-    train(*source, 1)
+    train(opt, range(1))
+    train(source[1], range(1))
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), source[0].parameters(), strict=True))
-    assert everything(model, opt) == everything(*source)
+    assert everything(opt, model) == everything(source[1], source[0])

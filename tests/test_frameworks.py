@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from optgen.optim import AdamW
-from tests.harness import same_bits
+from tests.training import alike
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -39,18 +39,7 @@ def example(name: str, *needs: str) -> ModuleType:
 
 
 def same_weights(a: nn.Module, b: nn.Module) -> bool:
-    return same_states([*map(Tensor.detach, a.parameters())], [*map(Tensor.detach, b.parameters())])
-
-
-def same_states(a: Any, b: Any) -> bool:
-    """Of two state dicts: the same tensors, numbers and options."""
-    if isinstance(a, Tensor):
-        return isinstance(b, Tensor) and same_bits(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same_states(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(same_states(x, y) for x, y in zip(a, b, strict=True))
-    return bool(a == b)
+    return alike([*map(Tensor.detach, a.parameters())], [*map(Tensor.detach, b.parameters())])
 
 
 def bare(optimizer: Any) -> AdamW:
@@ -80,7 +69,7 @@ def test_trainer_stopped_and_resumed(tmp_path: Path, ready: bool, options: dict[
     again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
     assert same_weights(whole.model, again.model)
     ours, theirs = bare(whole.optimizer), bare(again.optimizer)
-    assert same_states(ours.state_dict(), theirs.state_dict())
+    assert alike(ours.state_dict(), theirs.state_dict())
     assert all(theirs.state[p]["step"] == 8 for p in again.model.parameters())
     stored = {v.dtype for kept in ours.state.values() for v in kept.values() if isinstance(v, Tensor)}
     assert torch.int8 in stored or torch.uint8 in stored  # what was resumed were codes
@@ -135,7 +124,7 @@ def test_prepare_changes_no_state_of_an_optimizer_that_has_stepped() -> None:
     before = {p: {k: v.clone() if isinstance(v, Tensor) else v for k, v in kept.items()}
               for p, kept in optimizer.state.items()}  # fmt: skip
     prepared = accelerate.Accelerator(cpu=True).prepare(optimizer)
-    assert same_states(before, dict(prepared.optimizer.state))
+    assert alike(before, dict(prepared.optimizer.state))
 
 
 # -- Lightning --------------------------------------------------------------------------------------------
@@ -152,7 +141,7 @@ def test_lightning_stopped_and_resumed(tmp_path: Path, options: dict[str, Any]) 
     assert same_weights(whole, again)
     ends = [tmp_path / folder / "step8.ckpt" for folder in ("whole", "rest")]
     states = [torch.load(path, weights_only=True)["optimizer_states"] for path in ends]
-    assert same_states(*states)
+    assert alike(*states)
     assert states[0][0]["state"][0]["step"] == 8
 
 

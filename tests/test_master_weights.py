@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import pickle
 import weakref
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from optgen import cast_model
 from optgen.optim import AdamW, ScheduleFreeAdamW
 from optgen.runtime.checkpoint import weights
 from optgen.runtime.states import low_bits, state
+from tests.training import alike, everything, through_file
 
 NARROW = [torch.bfloat16, torch.float16]
 
@@ -60,20 +60,6 @@ def zero_step(opt: Any) -> None:
 
 def patterns(t: Tensor) -> Tensor:
     return t.detach().contiguous().view(torch.int32)
-
-
-def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(
-        a[k].dtype == b[k].dtype and a[k].shape == b[k].shape and a[k].numpy().tobytes() == b[k].numpy().tobytes()
-        for k in a
-    )
-
-
-def everything(opt: Any, model: nn.Module) -> object:
-    """Bits of the model, of the states, and of what waits beside the parameters."""
-    file = io.BytesIO()
-    torch.save([model.state_dict(), opt.state_dict(), [p.__dict__ for p in model.parameters()]], file)
-    return file.getvalue()
 
 
 # -- what a cast keeps ---------------------------------------------------------------------------------------------
@@ -140,10 +126,7 @@ def test_a_cast_that_no_optimizer_meets() -> None:
     assert {n for n, _ in model.named_buffers()} == {n for n, _ in Net().named_buffers()}
     assert low_bits.ATTRIBUTE not in model.frozen.__dict__
     assert low_bits.ATTRIBUTE not in model.norm.weight.__dict__
-    file = io.BytesIO()
-    torch.save({"sd": model.state_dict(), "parameter": model.body.weight}, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=True)
+    loaded = through_file({"sd": model.state_dict(), "parameter": model.body.weight})
     assert torch.equal(loaded["parameter"], model.body.weight)
     assert list(loaded["sd"]) == list(exact)
     ref = weakref.ref(model.body.weight.__dict__[low_bits.ATTRIBUTE]["low"])
@@ -169,18 +152,10 @@ def test_models_without_numbers_are_cast_too() -> None:
     assert low_bits.ATTRIBUTE in model.embed.weight.__dict__
 
 
-def through_pickle(model: nn.Module) -> nn.Module:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    found: nn.Module = torch.load(file, weights_only=False)
-    return found
-
-
 COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
     "deepcopy": copy.deepcopy,
     "pickle": lambda m: pickle.loads(pickle.dumps(m)),
-    "saved whole": through_pickle,
+    "saved whole": lambda m: through_file(m, weights_only=False),
     "pickle, then deepcopy": lambda m: copy.deepcopy(pickle.loads(pickle.dumps(m))),
     "to another process": lambda m: pickle.loads(bytes(ForkingPickler.dumps(m))),
 }
@@ -194,7 +169,7 @@ def test_copies_of_a_cast_model_start_from_the_same_weights(copier: str) -> None
     assert made.head.weight is made.embed.weight
     opt = still(made, "split32")
     zero_step(opt)
-    assert same(opt.master_weights(), exact)
+    assert alike(opt.master_weights(), exact)
     assert not any(low_bits.ATTRIBUTE in p.__dict__ for p in made.parameters())  # taken
     assert low_bits.ATTRIBUTE in model.body.weight.__dict__
 
@@ -216,7 +191,7 @@ def test_an_optimizer_copied_before_its_first_step() -> None:
     sent = pickle.loads(bytes(ForkingPickler.dumps(opt)))
     for made in (copy.deepcopy(opt), pickle.loads(pickle.dumps(opt)), sent):
         zero_step(made)
-        assert same(made.master_weights(), exact)
+        assert alike(made.master_weights(), exact)
 
 
 # -- from fp32 weights through a first step --------------------------------------------------------------------
@@ -252,7 +227,7 @@ def test_starting_from_fp32_loses_nothing(plan: str, dtype: torch.dtype, backend
     before = {name: t.detach().clone() for name, t in model.state_dict().items()}
     cast_model(model, dtype)
     opt = still(model, plan, backend=backend)
-    assert same(opt.master_state_dict(model), before | {"frozen": before["frozen"].to(dtype).float(),
+    assert alike(opt.master_state_dict(model), before | {"frozen": before["frozen"].to(dtype).float(),
                                                        "scale": before["scale"].to(dtype).float()})  # fmt: skip
     zero_step(opt)
     after = opt.master_state_dict(model)
@@ -324,9 +299,9 @@ def test_swapped_parameters_lose_no_low_bits(monkeypatch: pytest.MonkeyPatch) ->
     zero_step(opt)
     opt.zero_grad()
     model._apply(torch.clone)
-    assert same(opt.master_weights(), full)
+    assert alike(opt.master_weights(), full)
     zero_step(opt)
-    assert same(opt.master_weights(), full)
+    assert alike(opt.master_weights(), full)
 
 
 # -- putting weights in ----------------------------------------------------------------------------------------
@@ -378,13 +353,13 @@ def test_loaded_into_fp32_then_cast() -> None:
     cast_model(model, torch.bfloat16)
     again = AdamW(trained(model), plan={"bfloat16": "split32", "float32": "fp32"})
     again.load_state_dict(opt.state_dict())  # its low bits are those of the same weights
-    assert same(again.master_state_dict(model), saved)
+    assert alike(again.master_state_dict(model), saved)
     for name, p in trained(source):
         p.grad = torch.ones_like(p)
         dict(trained(model))[name].grad = torch.ones_like(p)
     opt.step()
     again.step()
-    assert same(again.master_weights(), opt.master_weights())
+    assert alike(again.master_weights(), opt.master_weights())
 
 
 def test_moments_of_torch_meet_low_bits_of_the_cast() -> None:
@@ -398,7 +373,7 @@ def test_moments_of_torch_meet_low_bits_of_the_cast() -> None:
     saved = copy.deepcopy(oracle.state_dict())
     saved["param_groups"][0].pop("plan", None)
     opt.load_state_dict(saved)
-    assert same(opt.master_weights(), exact)
+    assert alike(opt.master_weights(), exact)
     assert not any(low_bits.ATTRIBUTE in p.__dict__ for p in model.parameters())
 
 
@@ -474,28 +449,25 @@ def test_buffers_torch_writes_in_its_own_way_are_left_to_it() -> None:
     assert torch.equal(model.sparse.to_dense(), 2 * torch.eye(4))
 
 
-def test_dtensors_that_do_not_fit_change_nothing(tmp_path: Any) -> None:
+@pytest.mark.usefixtures("one_rank")
+def test_dtensors_that_do_not_fit_change_nothing() -> None:
     from torch.distributed.tensor import DTensor, Replicate, distribute_tensor, init_device_mesh
 
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        mesh, other = init_device_mesh("cpu", (1,)), init_device_mesh("cpu", (1, 1))
-        full = {f"{i}.weight": torch.randn(4, 3) for i in range(2)}
-        for sharded, said in ((False, "got a DTensor over"), (True, "got a DTensor over another mesh")):
-            model = nn.Sequential(*(nn.Linear(3, 4, bias=False) for _ in range(2))).bfloat16()
-            if sharded:
-                for layer in model:
-                    layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh))
-            opt = AdamW(model.named_parameters(), plan="int8_split24")
-            before = [p.detach().clone() for p in model.parameters()]
-            saved = {**full, "1.weight": DTensor.from_local(full["1.weight"], other, [Replicate(), Replicate()])}
-            with pytest.raises(ValueError, match=rf"1.weight: expected .*{said}"):
-                opt.load_master_state_dict(model, saved)
-            assert all(torch.equal(p, q) for p, q in zip(before, model.parameters(), strict=True))
-            assert not opt.state and not any(low_bits.ATTRIBUTE in p.__dict__ for p in model.parameters())
-            opt.load_master_state_dict(model, full)
-    finally:
-        torch.distributed.destroy_process_group()
+    mesh, other = init_device_mesh("cpu", (1,)), init_device_mesh("cpu", (1, 1))
+    full = {f"{i}.weight": torch.randn(4, 3) for i in range(2)}
+    for sharded, said in ((False, "got a DTensor over"), (True, "got a DTensor over another mesh")):
+        model = nn.Sequential(*(nn.Linear(3, 4, bias=False) for _ in range(2))).bfloat16()
+        if sharded:
+            for layer in model:
+                layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh))
+        opt = AdamW(model.named_parameters(), plan="int8_split24")
+        before = [p.detach().clone() for p in model.parameters()]
+        saved = {**full, "1.weight": DTensor.from_local(full["1.weight"], other, [Replicate(), Replicate()])}
+        with pytest.raises(ValueError, match=rf"1.weight: expected .*{said}"):
+            opt.load_master_state_dict(model, saved)
+        assert all(torch.equal(p, q) for p, q in zip(before, model.parameters(), strict=True))
+        assert not opt.state and not any(low_bits.ATTRIBUTE in p.__dict__ for p in model.parameters())
+        opt.load_master_state_dict(model, full)
 
 
 def test_loaded_weights_that_wait_are_copied_with_the_model() -> None:

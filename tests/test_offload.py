@@ -4,11 +4,9 @@ that must be copied before they are worked on; what moves, waits and steps is wh
 from __future__ import annotations
 
 import copy
-import io
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +18,8 @@ from optgen.runtime import Optimizer
 from optgen.runtime.modes import offload
 from optgen.runtime.states import state
 from tests.harness import same_bits
-from tests.test_release import Net, net, pair, same, train
+from tests.test_release import Net, net, pair, train
+from tests.training import same, through_file
 
 
 class Watched(offload.Plain):
@@ -163,10 +162,7 @@ def test_checkpoints_are_the_same_with_and_without() -> None:
     moved(opt_b)
     train(opt_a, a, 3)
     train(opt_b, b, 3)
-    file = io.BytesIO()
-    torch.save({"model": b.state_dict(), "opt": opt_b.state_dict()}, file)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
+    saved = through_file({"model": b.state_dict(), "opt": opt_b.state_dict()})
     c = net()
     c.load_state_dict(saved["model"])
     opt_c = optim.AdamW(c.named_parameters(), backend="cpp")
@@ -279,22 +275,19 @@ def test_on_a_gpu_the_bits_are_those_of_the_host(name: str, monkeypatch: pytest.
     assert all(v.device.type == "cpu" for kept in opt_b.state.values() for v in kept.values() if isinstance(v, Tensor))
 
 
-def test_parts_of_tensors_are_refused_by_name(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("one_rank")
+def test_parts_of_tensors_are_refused_by_name() -> None:
     from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        p = nn.Parameter(DTensor.from_local(torch.ones(2, 64), mesh, [Replicate()]))
-        opt = moved(optim.AdamW([("up", p)], plan="fp32"))
-        p.grad = torch.ones_like(p)
-        with pytest.raises(NotImplementedError, match=r"parameter 'up' \(float32 \[2, 64\]\) is a DTensor on cpu"):
-            opt.step()
-        assert not opt.state
-        opt.param_groups[0]["offload"] = False
+    mesh = init_device_mesh("cpu", (1,))
+    p = nn.Parameter(DTensor.from_local(torch.ones(2, 64), mesh, [Replicate()]))
+    opt = moved(optim.AdamW([("up", p)], plan="fp32"))
+    p.grad = torch.ones_like(p)
+    with pytest.raises(NotImplementedError, match=r"parameter 'up' \(float32 \[2, 64\]\) is a DTensor on cpu"):
         opt.step()
-    finally:
-        torch.distributed.destroy_process_group()
+    assert not opt.state
+    opt.param_groups[0]["offload"] = False
+    opt.step()
 
 
 def test_released_parameters_take_turns_in_two_rooms(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import pickle
 import re
 import warnings
@@ -24,6 +23,7 @@ from optgen.runtime.layout import plans
 from optgen.runtime.records import marks
 from tests.harness import same_bits
 from tests.test_offload import moved
+from tests.training import same, through_file
 
 
 class Net(nn.Module):
@@ -71,15 +71,6 @@ FP32 = {torch.float32}
 
 def in_fp32(opt: Optimizer) -> set[str]:
     return {name for name, found in dtypes(opt).items() if found == FP32}
-
-
-def same(a: Net, b: Net, opt_a: Optimizer, opt_b: Optimizer) -> None:
-    for (name, p), q in zip(a.named_parameters(), b.parameters(), strict=True):
-        assert same_bits(p.detach(), q.detach()), name
-        assert opt_a.state[p].keys() == opt_b.state[q].keys(), name
-        for key, value in opt_a.state[p].items():
-            other = opt_b.state[q][key]
-            assert same_bits(value, other) if isinstance(value, Tensor) else value == other, (name, key)
 
 
 # -- which parameters a rule means -------------------------------------------------------------------------------
@@ -291,12 +282,7 @@ def test_a_copy_goes_on_bit_for_bit(how: str) -> None:
             other = copy.deepcopy(model)
             again = mixed(other)
             saved: Any = opt.state_dict()
-            if how == "weights_only":
-                file = io.BytesIO()
-                torch.save(saved, file)
-                file.seek(0)
-                saved = torch.load(file, weights_only=True)
-            again.load_state_dict(saved)
+            again.load_state_dict(through_file(saved) if how == "weights_only" else saved)
     train(opt, model, 2, seed=9)
     train(again, other, 2, seed=9)
     same(model, other, opt, again)
@@ -449,13 +435,6 @@ def test_the_state_dicts_of_distributed_checkpoints_carry_them(flat: bool) -> No
 # -- modules that say it themselves ------------------------------------------------------------------------------
 
 
-def through_bytes(model: Net) -> Net:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)  # type: ignore[no-any-return]
-
-
 def assigned(model: Net) -> Net:
     """Other Parameter objects, as loading into a model without memory makes them."""
     model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
@@ -465,7 +444,7 @@ def assigned(model: Net) -> Net:
 FATES: dict[str, Callable[[Net], Net]] = {
     "as it is": lambda m: m,
     "deepcopy": copy.deepcopy,
-    "pickled": through_bytes,
+    "pickled": lambda m: through_file(m, weights_only=False),
     ".to()": lambda m: m.to(torch.float32).to(torch.bfloat16),
     "assigned": assigned,
 }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from optgen.runtime import Optimizer
 from optgen.runtime.layout import plans, sharding
 from optgen.verify import bounds
 from tests.harness import plan_of, same_bits
+from tests.training import same, through_file
 
 OVER_THE_MODEL = ("ClippedAdamW", "DAdaptAdam", "Prodigy")
 MATRICES_ONLY = ("Fromage",)
@@ -55,19 +55,6 @@ class Net(nn.Module):
 def net(dtype: torch.dtype = torch.bfloat16, vectors: bool = True) -> Net:
     torch.manual_seed(0)
     return Net(vectors).to(dtype)
-
-
-def same(a: nn.Module, b: nn.Module, opt_a: Optimizer, opt_b: Optimizer) -> None:
-    """The same weights and states, bit for bit."""
-    for (name, p), q in zip(a.named_parameters(), b.parameters(), strict=True):
-        assert same_bits(p.detach(), q.detach()), name
-        kept, other = opt_a.state.get(p, {}), opt_b.state.get(q, {})
-        assert kept.keys() == other.keys(), name
-        for key, value in kept.items():
-            if isinstance(value, Tensor):
-                assert same_bits(value, other[key]), (name, key)
-            else:
-                assert value == other[key], (name, key)
 
 
 def accepts_vectors(cls: Any) -> bool:
@@ -270,10 +257,7 @@ def test_a_checkpoint_between_steps_continues_bit_for_bit(wrapped: str, frozen: 
     handle = opt_b.release_gradients(b, clip=0.05, clip_by="previous_norm")
     train(opt_a, a, 6)
     train(opt_b, b, 3)
-    file = io.BytesIO()
-    torch.save({"model": b.state_dict(), "opt": opt_b.state_dict(), "release": handle.state_dict()}, file)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
+    saved = through_file({"model": b.state_dict(), "opt": opt_b.state_dict(), "release": handle.state_dict()})
     c = net()
     c.load_state_dict(saved["model"])
     opt_c = optim.AdamW([(f"{wrapped}{name}", p) for name, p in c.named_parameters()])
@@ -816,53 +800,47 @@ def test_a_grad_scaler_is_refused_by_name() -> None:
     assert opt.state[model.inner.weight]["step"] == 2
 
 
-def test_wrappers_that_reduce_later_are_refused(tmp_path: Any) -> None:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        model = net(torch.float32)
-        opt = optim.AdamW(model.parameters())
-        wrapped = nn.parallel.DistributedDataParallel(model)
-        with pytest.raises(NotImplementedError, match=r"DistributedDataParallel sums gradients.*fully_shard"):
-            opt.release_gradients(wrapped)
-        with pytest.raises(NotImplementedError, match="DistributedDataParallel"):
-            opt.release_gradients()
-        del wrapped
-        other = net(torch.float32)
-        opt = optim.AdamW(other.parameters())
-        opt.release_gradients(other)
-        wrapped = nn.parallel.DistributedDataParallel(other, find_unused_parameters=True)
-        tokens = torch.zeros(1, 3, dtype=torch.int64)
-        with pytest.raises(NotImplementedError, match="DistributedDataParallel"):
-            wrapped(tokens).sum().backward()
-        assert not opt.state
-    finally:
-        torch.distributed.destroy_process_group()
+@pytest.mark.usefixtures("one_rank")
+def test_wrappers_that_reduce_later_are_refused() -> None:
+    model = net(torch.float32)
+    opt = optim.AdamW(model.parameters())
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    with pytest.raises(NotImplementedError, match=r"DistributedDataParallel sums gradients.*fully_shard"):
+        opt.release_gradients(wrapped)
+    with pytest.raises(NotImplementedError, match="DistributedDataParallel"):
+        opt.release_gradients()
+    del wrapped
+    other = net(torch.float32)
+    opt = optim.AdamW(other.parameters())
+    opt.release_gradients(other)
+    wrapped = nn.parallel.DistributedDataParallel(other, find_unused_parameters=True)
+    tokens = torch.zeros(1, 3, dtype=torch.int64)
+    with pytest.raises(NotImplementedError, match="DistributedDataParallel"):
+        wrapped(tokens).sum().backward()
+    assert not opt.state
 
 
-def test_the_norm_over_parameters_of_which_some_are_dtensors(tmp_path: Any) -> None:
+@pytest.mark.usefixtures("one_rank")
+def test_the_norm_over_parameters_of_which_some_are_dtensors() -> None:
     from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        found = []
-        for sharded in (False, True):
-            draw = torch.Generator().manual_seed(3)
-            values = [torch.randn(5, 8, generator=draw) for _ in range(2)]
-            first = DTensor.from_local(values[0], mesh, [Replicate()]) if sharded else values[0]
-            params = [nn.Parameter(first), nn.Parameter(values[1])]
-            opt = optim.SGD(params, lr=0.1, plan="fp32")
-            handle = opt.release_gradients(clip=0.1, clip_by="previous_norm")
-            for _ in range(3):
-                for p in params:
-                    p.square().sum().backward()
-                opt.step()
-            norm = handle.state_dict()["previous_norm"]
-            assert type(norm) is Tensor  # what a file may hold
-            found.append([norm, *(sharding.local(p.detach()) for p in params)])
-        assert all(map(torch.equal, *found))
-    finally:
-        torch.distributed.destroy_process_group()
+    mesh = init_device_mesh("cpu", (1,))
+    found = []
+    for sharded in (False, True):
+        draw = torch.Generator().manual_seed(3)
+        values = [torch.randn(5, 8, generator=draw) for _ in range(2)]
+        first = DTensor.from_local(values[0], mesh, [Replicate()]) if sharded else values[0]
+        params = [nn.Parameter(first), nn.Parameter(values[1])]
+        opt = optim.SGD(params, lr=0.1, plan="fp32")
+        handle = opt.release_gradients(clip=0.1, clip_by="previous_norm")
+        for _ in range(3):
+            for p in params:
+                p.square().sum().backward()
+            opt.step()
+        norm = handle.state_dict()["previous_norm"]
+        assert type(norm) is Tensor  # what a file may hold
+        found.append([norm, *(sharding.local(p.detach()) for p in params)])
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Muon"])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 pytest.importorskip("triton")
 
@@ -15,6 +15,7 @@ from generated import LAMB, AdamW
 from optgen.runtime import Optimizer
 from optgen.runtime.gpu import compiled
 from optgen.runtime.step import fast_path, launch
+from tests.training import bits, everything, params_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value", "ignore:overflow"),
@@ -33,10 +34,6 @@ def give(params: list[nn.Parameter], step: int) -> None:
             p.grad.copy_(g)
 
 
-def params_of(opt: Optimizer) -> list[nn.Parameter]:
-    return [p for g in opt.param_groups for p in g["params"]]
-
-
 def trained(cls: type[Optimizer], backend: str = "triton", short: bool = True, **options: Any) -> Optimizer:
     draw = torch.Generator().manual_seed(5)
     params = [nn.Parameter(torch.randn(shape, generator=draw)) for shape in SHAPES]
@@ -48,17 +45,6 @@ def trained(cls: type[Optimizer], backend: str = "triton", short: bool = True, *
         give(params, step)
         opt.step()
     return opt
-
-
-def bits(x: object) -> object:
-    if isinstance(x, Tensor):
-        x = x.detach().contiguous()
-        return str(x.dtype), tuple(x.shape), x.reshape(-1).view(torch.uint8).tolist() if x.numel() else []
-    return x
-
-
-def everything(opt: Optimizer) -> object:
-    return [(bits(p), {k: bits(x) for k, x in opt.state.get(p, {}).items()}) for p in params_of(opt)]
 
 
 def nothing(opt: Optimizer) -> None:

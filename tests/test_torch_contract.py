@@ -25,6 +25,7 @@ with warnings.catch_warnings():
 
 import generated
 from optgen.runtime import Optimizer
+from tests.training import alike
 
 ABSENT = {"ASGD", "LBFGS", "SparseAdam"}
 """Rules that are not among the generated ones."""
@@ -82,16 +83,6 @@ def go_on(opt: Optimizer, steps: int = 2) -> list[Tensor]:
         give(params, 100 + step)
         opt.step()
     return [p.detach().clone() for p in params]
-
-
-def alike(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        return isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return isinstance(b, dict) and a.keys() == b.keys() and all(alike(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(alike, a, b))
-    return bool(a == b)
 
 
 def test_the_table_knows_what_is_here() -> None:

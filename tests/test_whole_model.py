@@ -200,7 +200,6 @@ def test_a_clipped_spike_is_squared_after_it_is_clipped(backend: str) -> None:
     assert opt.state[p]["exp_avg_sq"][0, 0].item() == pytest.approx((1 - beta2) * max_norm**2, rel=bound)
 
 
-
 @pytest.mark.parametrize("max_norm", [0.5, 1e3])
 def test_clipping_by_the_global_norm_is_torchs(max_norm: float) -> None:
     """Over two groups and two dtypes of storage: the norm is one for all."""

@@ -58,6 +58,11 @@ def bits(value: Any) -> Any:
     return [bits(part) for part in value] if isinstance(value, (list, tuple)) else value
 
 
+def alike(a: Any, b: Any) -> bool:
+    """Return True for the same bits."""
+    return bool(bits(a) == bits(b))
+
+
 def everything(opt: Any, model: nn.Module | None = None) -> Any:
     """Return the bits of parameters, states and groups; of a model also its buffers and what waits beside weights."""
     beside = [] if model is None else [model.state_dict(), [vars(p) for p in model.parameters()]]
