@@ -551,28 +551,58 @@ BUDGETED: Sequence[str] = (
 
 def of_several_sweeps(spec_name: str, plan_name: str, param: str) -> Iterable[Job]:
     """The kernels of a step."""
-    from optgen.backends import triton_stages, wrapper
-    from optgen.driver import emit
+    from optgen.driver import targets, triton_text
 
-    step, functions = fast_step(spec_name, plan_name, param), emit.Functions(emit.Pool())
-    functions.add(step, "stage", "")
-    text = wrapper.render(
-        "triton.py.j2",
-        header="",
-        helpers=triton_stages.needs(step),
-        kernels=functions.pool.functions,
-        tiles=functions.tiles,
-        registers=functions.limits,
-        warps=functions.warps,
-        dense=functions.dense,
-    )
-    module = _module(f"{spec_name}_{plan_name}", text)
-    for function in sorted(vars(module)):
-        if name := re.fullmatch(r"stage_(\d+)(_flat)?", function):
-            stage = step.stages[int(name[1]) - 1]
-            moved = sum(stage.schedule.traffic) if stage.is_sweep and not name[2] else 0.0
-            for job in staged_jobs(f"{spec_name}.{plan_name}.{name[1]}{name[2] or ''}", module, function, param):
-                yield replace(job, bytes=moved)
+    spec, plan = named(spec_name, plan_name)
+    case, step = case_of(spec_name, plan_name, param), fast_step(spec_name, plan_name, param)
+    pair, module = triton_text.joined(spec, plan, "fast", _module)
+    wanted = targets.case_name(spec, case)
+    variant = next(v for v in pair.variants if v.function == wanted)
+    moved = [sum(s.schedule.traffic) if s.is_sweep else 0.0 for s in step.stages]
+    for job in of_stages(f"{spec_name}.{plan_name}", module, variant):
+        number = int(re.findall(r"\d+", job.name)[-1])
+        yield job if job.name.endswith("_flat") else replace(job, bytes=moved[number - 1])
+
+
+def of_stages(name: str, module: Any, variant: Any) -> Iterable[Job]:
+    """The kernels of a variant's stages: <name>.<number>, and <name>.<number>_flat for tensors that no panels fit."""
+    from optgen.runtime.step import launch
+
+    for number, stage in enumerate(variant.stages, 1):
+        known = module.CONSTANTS.get(stage.kernel)
+        if known is None:
+            continue
+        if stage.kernel in module.TILE:
+            yield from jobs_of(f"{name}.{number}", module, stage.kernel, variant.param)
+        elif "LEVEL" in known:
+            yield from _staged(f"{name}.{number}", module, stage.kernel, {**known, "LANES": 256, "ROUND": -1}, 2048,
+                               launch.stages.BETWEEN)  # fmt: skip
+        else:
+            of = {**known, "GRAD": _dtype(variant.param), "TILES": 16, "RAGGED": False, "ALIGNED": True, "TILE": 1}
+            panel, warps = known["SWEEP"].panel(), module.WARPS[stage.kernel]
+            yield from _staged(f"{name}.{number}", module, stage.kernel, of, panel, warps, True)
+            of |= {"RAGGED": True, "ALIGNED": False}
+            yield from _staged(f"{name}.{number}_flat", module, stage.kernel, of, 256, 1)
+
+
+def _dtype(name: str) -> Any:
+    import triton.language as tl
+
+    return getattr(tl, name)
+
+
+def _staged(
+    name: str, module: Any, function: str, constants: Mapping[str, Any], width: int, warps: int, panels: bool = False
+) -> Iterable[Job]:
+    """A kernel that walks panels or is between sweeps, as a job for each target."""
+    from optgen.runtime.step import launch
+
+    fn = getattr(module, function)
+    signature = {a: _POINTERS.get(a, "fp32") for a in fn.arg_names if a not in constants}
+    for target, gpu in TARGETS.items():
+        told = launch.limits(module, function, gpu.arch // 10) if gpu.backend == "cuda" and panels else {}
+        fewer = max(warps * 32 // gpu.warp_size, 1)
+        yield Job(name, fn, signature, constants, width, fewer, ("table", "work"), (target,), panels, options=told)
 
 
 def sweeps(names: Sequence[str] = ()) -> Iterable[Job]:

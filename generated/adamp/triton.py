@@ -7,9 +7,147 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.gpu.codecs import kept, plus, times
-from optgen.runtime.gpu.prelude import reciprocal
+from optgen.runtime.gpu.between import rounds
+from optgen.runtime.gpu.codecs import kept, plus, read, times
+from optgen.runtime.gpu.matrices import walk_matrices
+from optgen.runtime.gpu.prelude import minus, reciprocal
 from optgen.runtime.gpu.walk import walk
+
+
+@triton.jit
+def adamp_1_tile(
+    PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
+    scalar_2, scalar_3, live, MASKED: tl.constexpr,
+):
+    """The new exp_avg, exp_avg_sq; what is reduced to row_sum_for_invariant, row_sum_for_invariant_2, row_sum_for_invariant_3, row_sum_of_p."""
+    # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))
+    # 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
+    exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))
+    exp_avg_sq_kept = kept(exp_avg_sq, live, MASKED, PLAN.exp_avg_sq)  # exp_avg_sq as it is kept
+    # 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
+    update = exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq_kept), scalar_2, scalar_3))
+    return exp_avg, exp_avg_sq, p, g, p, g, p, update
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def adamp_1_sweep(
+    table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
+    scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
+    SWEEP: tl.constexpr,
+):
+    """adamp: the tiles of one work item."""
+    walk_matrices(
+        table, work, adamp_1_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
+        scalar_3), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
+
+
+@triton.jit
+def adamp_2_values(
+    row_sum_for_invariant, row_sum_for_invariant_2, row_sum_for_invariant_3, row_sum_of_p, eps, grad_scale,
+    grad_scale_times_grad_scale,
+):
+    """The new row_sum_of_p_over_row_mul_3; what is reduced to tensor_max_for_invariant, tensor_sum_for_invariant, tensor_sum_for_invariant_2, tensor_sum_for_invariant_3, tensor_sum_of_p."""
+    row_sum_for_invariant_2_add = tl.sqrt(row_sum_for_invariant_2) + eps
+    return (
+        row_sum_of_p / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add),
+        tl.abs(grad_scale * row_sum_for_invariant) / (
+            row_sum_for_invariant_2_add * (tl.sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)
+        ),
+        row_sum_for_invariant, row_sum_for_invariant_2, row_sum_for_invariant_3, row_sum_of_p
+    )
+
+
+@triton.jit
+def adamp_3_values(extent_columns, extent_elements, delta):
+    """The new delta_over_sqrt_columns, delta_over_sqrt_elements."""
+    return delta / tl.sqrt(extent_columns), delta / tl.sqrt(extent_elements)
+
+
+@triton.jit
+def adamp_4_values(
+    tensor_sum_for_invariant, tensor_sum_for_invariant_2, tensor_sum_for_invariant_3,
+    delta_over_sqrt_elements, tensor_sum_of_p, eps, grad_scale, grad_scale_times_grad_scale,
+):
+    """The new lt_tensor_div_delta_over_sqrt_elements, tensor_sum_of_p_over_tensor_mul_3_2."""
+    tensor_sum_for_invariant_2_add = tl.sqrt(tensor_sum_for_invariant_2) + eps
+    delta_over_sqrt_elements_lt = tl.abs(grad_scale * tensor_sum_for_invariant) / (
+        tensor_sum_for_invariant_2_add * (tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) + eps)
+    ) < delta_over_sqrt_elements
+    return tl.where(delta_over_sqrt_elements_lt, 1.0, 0.0), tl.where(
+        delta_over_sqrt_elements_lt,
+        tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0
+    )
+
+
+@triton.jit
+def adamp_5_values(
+    tensor_max_for_invariant, delta_over_sqrt_columns, lt_tensor_div_delta_over_sqrt_elements, weight_decay,
+    minus_one_minus_wd_ratio, minus_lr,
+):
+    """The new tensor_lt, one_minus_lr_times_weight_decay_2."""
+    tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
+    # 29  update, invariant = without_radial(update, p, g, delta, eps)
+    invariant = tl.where(tensor_max_for_invariant_lt | (0.0 < lt_tensor_div_delta_over_sqrt_elements), 1.0, 0.0)
+    # 30  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
+    weight_decay_ = weight_decay * tl.fma(minus_one_minus_wd_ratio, invariant, 1.0)
+    return tl.where(tensor_max_for_invariant_lt, 1.0, 0.0), tl.fma(minus_lr, weight_decay_, 1.0)
+
+
+@triton.jit
+def adamp_6_values(tensor_lt, row_sum_of_p_over_row_mul_3, tensor_sum_of_p_over_tensor_mul_3_2):
+    """The new row_sum_of_p_over_row_mul_3_2."""
+    return (tl.where(0.0 < tensor_lt, row_sum_of_p_over_row_mul_3, tensor_sum_of_p_over_tensor_mul_3_2),)
+
+
+@triton.jit
+def adamp_2_between(
+    table, work, eps: tl.float32, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32,
+    delta: tl.float32, weight_decay: tl.float32, minus_one_minus_wd_ratio: tl.float32, minus_lr: tl.float32,
+    LANES: tl.constexpr, LEVEL: tl.constexpr, ROUND: tl.constexpr = -1,
+):
+    """adamp: matrices of one tensor."""
+    rounds(table, work, adamp_2_values, LEVEL, 0, (eps, grad_scale, grad_scale_times_grad_scale), LANES, ROUND)
+    rounds(table, work, adamp_3_values, LEVEL, 1, (delta,), LANES, ROUND)
+    rounds(table, work, adamp_4_values, LEVEL, 2, (eps, grad_scale, grad_scale_times_grad_scale), LANES, ROUND)
+    rounds(
+        table, work, adamp_5_values, LEVEL, 3, (weight_decay, minus_one_minus_wd_ratio, minus_lr), LANES, ROUND,
+    )
+    rounds(table, work, adamp_6_values, LEVEL, 4, (), LANES, ROUND)
+
+
+@triton.jit
+def adamp_7_tile(
+    PLAN: tl.constexpr, p, exp_avg, exp_avg_sq, one_minus_lr_times_weight_decay_2,
+    row_sum_of_p_over_row_mul_3_2, scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t, live,
+    MASKED: tl.constexpr,
+):
+    """The new p."""
+    exp_avg = read(exp_avg, PLAN.exp_avg)
+    exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
+    exp_avg_sq_kept = kept(exp_avg_sq, live, MASKED, PLAN.exp_avg_sq)  # exp_avg_sq as it is kept
+    # 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
+    update = exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq_kept), scalar_2, scalar_3))
+    # 29  update, invariant = without_radial(update, p, g, delta, eps)
+    update = tl.fma(minus(row_sum_of_p_over_row_mul_3_2), p, update)
+    p = p * one_minus_lr_times_weight_decay_2                          # 31  p = decoupled(p, lr, weight_decay)
+    p = tl.fma(minus_lr_over_one_minus_beta1_pow_t, update, p)         # 32  p = p - lr / (1 - beta1**t) * update
+    return (p,)
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def adamp_7_sweep(
+    table, work, scalar_2: tl.float32, scalar_3: tl.float32, minus_lr_over_one_minus_beta1_pow_t: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr, SWEEP: tl.constexpr,
+):
+    """adamp: the tiles of one work item."""
+    walk_matrices(
+        table, work, adamp_7_tile, SWEEP, (scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t), step_key,
+        GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -44,6 +182,75 @@ def adamp_no_projected_sweep(
         table, work, adamp_no_projected_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
         scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t), step_key,
         GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
+
+
+@triton.jit
+def adamp_nesterov_1_tile(
+    PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq, beta2, scalar_0, beta1_times_beta1,
+    beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5, live,
+    MASKED: tl.constexpr,
+):
+    """What is reduced to row_sum_for_invariant, row_sum_for_invariant_2, row_sum_for_invariant_3, row_sum_of_p."""
+    # 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
+    exp_avg_sq = tl.fma(scalar_0 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))
+    exp_avg_sq_kept = kept(exp_avg_sq, live, MASKED, PLAN.exp_avg_sq)  # exp_avg_sq as it is kept
+    # 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
+    update = (
+        tl.fma(beta1_times_one_minus_beta1_times_grad_scale, g, times(beta1_times_beta1, exp_avg, PLAN.exp_avg))
+        + one_minus_beta1_times_grad_scale * g
+    ) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq_kept), scalar_4, scalar_5))
+    return p, g, p, g, p, update
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def adamp_nesterov_1_sweep(
+    table, work, beta2: tl.float32, scalar_0: tl.float32, beta1_times_beta1: tl.float32,
+    beta1_times_one_minus_beta1_times_grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
+    scalar_4: tl.float32, scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
+):
+    """adamp: the tiles of one work item."""
+    walk_matrices(
+        table, work, adamp_nesterov_1_tile, SWEEP, (beta2, scalar_0, beta1_times_beta1,
+        beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
+
+
+@triton.jit
+def adamp_nesterov_7_tile(
+    PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq, one_minus_lr_times_weight_decay_2,
+    row_sum_of_p_over_row_mul_3_2, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_0, scalar_4,
+    scalar_5, minus_lr_over_one_minus_beta1_pow_t, live, MASKED: tl.constexpr,
+):
+    """The new p, exp_avg, exp_avg_sq."""
+    g_mul = one_minus_beta1_times_grad_scale * g
+    exp_avg = plus(beta1, exp_avg, g_mul, PLAN.exp_avg)                # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    # 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
+    exp_avg_sq = tl.fma(scalar_0 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))
+    exp_avg_sq_kept = kept(exp_avg_sq, live, MASKED, PLAN.exp_avg_sq)  # exp_avg_sq as it is kept
+    # 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
+    update = tl.fma(beta1, exp_avg, g_mul) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq_kept), scalar_4, scalar_5))
+    # 29  update, invariant = without_radial(update, p, g, delta, eps)
+    update = tl.fma(minus(row_sum_of_p_over_row_mul_3_2), p, update)
+    p = p * one_minus_lr_times_weight_decay_2                          # 31  p = decoupled(p, lr, weight_decay)
+    p = tl.fma(minus_lr_over_one_minus_beta1_pow_t, update, p)         # 32  p = p - lr / (1 - beta1**t) * update
+    return p, exp_avg, exp_avg_sq
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def adamp_nesterov_7_sweep(
+    table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
+    scalar_0: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
+    minus_lr_over_one_minus_beta1_pow_t: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
+    SWEEP: tl.constexpr,
+):
+    """adamp: the tiles of one work item."""
+    walk_matrices(
+        table, work, adamp_nesterov_7_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale, scalar_0,
+        scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 

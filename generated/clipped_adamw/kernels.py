@@ -67,7 +67,10 @@ RULES = (
                 "clipped_adamw_1", "elem", 0, (0,), temps=('tensor_sum_of_g',), reads=('g',), sums=(('product',
                 ('tensor_sum_of_g',)),),
             ),
-            Stage("clipped_adamw_2", "tensor", 1, (), temps=('model_sum_of_g',), reads=('tensor_sum_of_g',)),
+            Stage(
+                "clipped_adamw_2", "tensor", 1, (), temps=('model_sum_of_g',), reads=('tensor_sum_of_g',),
+                stores=('model_sum_of_g',), picked=('model_sum_of_g',),
+            ),
             Stage(
                 "clipped_adamw_3", "model", 3, (1,), temps=('model_min',), reads=('model_sum_of_g',),
                 stores=('model_min',), plus=('model_min',), picked=('model_min',),
@@ -97,7 +100,10 @@ RULES = (
                 "clipped_adamw_1", "elem", 0, (0,), temps=('tensor_sum_of_g',), reads=('g',), sums=(('product',
                 ('tensor_sum_of_g',)),),
             ),
-            Stage("clipped_adamw_2", "tensor", 1, (), temps=('model_sum_of_g',), reads=('tensor_sum_of_g',)),
+            Stage(
+                "clipped_adamw_2", "tensor", 1, (), temps=('model_sum_of_g',), reads=('tensor_sum_of_g',),
+                stores=('model_sum_of_g',), picked=('model_sum_of_g',),
+            ),
             Stage(
                 "clipped_adamw_3", "model", 3, (1,), temps=('model_min',), reads=('model_sum_of_g',),
                 stores=('model_min',), plus=('model_min',), picked=('model_min',),
@@ -127,7 +133,10 @@ RULES = (
                 "clipped_adamw_1", "elem", 0, (0,), temps=('tensor_sum_of_g',), reads=('g',), sums=(('product',
                 ('tensor_sum_of_g',)),),
             ),
-            Stage("clipped_adamw_2", "tensor", 1, (), temps=('model_sum_of_g',), reads=('tensor_sum_of_g',)),
+            Stage(
+                "clipped_adamw_2", "tensor", 1, (), temps=('model_sum_of_g',), reads=('tensor_sum_of_g',),
+                stores=('model_sum_of_g',), picked=('model_sum_of_g',),
+            ),
             Stage(
                 "clipped_adamw_3", "model", 3, (1,), temps=('model_min',), reads=('model_sum_of_g',),
                 stores=('model_min',), plus=('model_min',), picked=('model_min',),
@@ -158,7 +167,10 @@ RULES = (
                 "clipped_adamw_1", "elem", 0, (0,), temps=('tensor_sum_of_g',), reads=('g',), sums=(('product',
                 ('tensor_sum_of_g',)),),
             ),
-            Stage("clipped_adamw_2", "tensor", 1, (), temps=('model_sum_of_g',), reads=('tensor_sum_of_g',)),
+            Stage(
+                "clipped_adamw_2", "tensor", 1, (), temps=('model_sum_of_g',), reads=('tensor_sum_of_g',),
+                stores=('model_sum_of_g',), picked=('model_sum_of_g',),
+            ),
             Stage(
                 "clipped_adamw_3", "model", 3, (1,), temps=('model_min',), reads=('model_sum_of_g',),
                 stores=('model_min',), plus=('model_min',), picked=('model_min',),

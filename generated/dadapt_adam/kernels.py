@@ -103,7 +103,8 @@ RULES = (
             ),
             Stage(
                 "dadapt_adam_3", "tensor", 1, (), temps=('model_sum_for_numerator', 'total'),
-                reads=('tensor_sum_for_numerator', 'tensor_sum_for_total'),
+                reads=('tensor_sum_for_numerator', 'tensor_sum_for_total'), stores=('model_sum_for_numerator',
+                'total'), picked=('model_sum_for_numerator', 'total'),
             ),
             Stage(
                 "dadapt_adam_4", "model", 3, (13, 14, 15), reads=('d', 'numerator_weighted', 'total',
@@ -147,7 +148,8 @@ RULES = (
             ),
             Stage(
                 "dadapt_adam_3", "tensor", 1, (), temps=('model_sum_for_numerator', 'total'),
-                reads=('tensor_sum_for_numerator', 'tensor_sum_for_total'),
+                reads=('tensor_sum_for_numerator', 'tensor_sum_for_total'), stores=('model_sum_for_numerator',
+                'total'), picked=('model_sum_for_numerator', 'total'),
             ),
             Stage(
                 "dadapt_adam_4", "model", 3, (13, 14, 15), reads=('d', 'numerator_weighted', 'total',

@@ -7,9 +7,82 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.gpu.codecs import kept, times
-from optgen.runtime.gpu.prelude import minus, reciprocal
+from optgen.runtime.gpu.between import rounds
+from optgen.runtime.gpu.codecs import kept, plus, times
+from optgen.runtime.gpu.prelude import minus, reciprocal, widened
 from optgen.runtime.gpu.walk import walk
+
+
+@triton.jit
+def muon_1_values(extent_rows, extent_columns, lr):
+    """The new lr_times_scale."""
+    # 44  scale = 0.2 * sqrt(maximum(height, width)) if match_rms_adamw else sqrt(maximum(1.0, height / width))
+    scale = tl.sqrt(tl.maximum(1.0, extent_rows / extent_columns, propagate_nan=tl.PropagateNan.ALL))
+    return (lr * scale,)
+
+
+@triton.jit
+def muon_1_between(
+    table, work, lr: tl.float32, LANES: tl.constexpr, LEVEL: tl.constexpr, ROUND: tl.constexpr = -1,
+):
+    """muon: matrices of one tensor."""
+    rounds(table, work, muon_1_values, LEVEL, 0, (lr,), LANES, ROUND)
+
+
+@triton.jit
+def muon_2_tile(
+    PLAN: tl.constexpr, g, momentum_buffer, momentum, one_minus_momentum_times_grad_scale, live,
+    MASKED: tl.constexpr,
+):
+    """The new momentum_buffer, direction."""
+    g_mul = one_minus_momentum_times_grad_scale * g
+    # 40  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
+    momentum_buffer = plus(momentum, momentum_buffer, g_mul, PLAN.momentum_buffer)
+    # 41  direction = momentum * momentum_buffer + (1 - momentum) * g if nesterov else momentum_buffer
+    direction = tl.fma(momentum, momentum_buffer, g_mul)
+    direction_bitcast = direction.to(tl.int32, bitcast=True)
+    return momentum_buffer, (
+        tl.where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), 0x7fc00000) >> 16
+    ).to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def muon_2_sweep(
+    table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
+    SWEEP: tl.constexpr,
+):
+    """muon: the tiles of one work item."""
+    walk(
+        table, work, muon_2_tile, SWEEP, (momentum, one_minus_momentum_times_grad_scale), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
+    )
+
+
+@triton.jit
+def muon_4_tile(
+    PLAN: tl.constexpr, p, lr_times_scale, direction_stored, one_minus_lr_times_weight_decay, live,
+    MASKED: tl.constexpr,
+):
+    """The new p."""
+    # 42  direction = newton_schulz(direction, ns_steps, ns_coefficients, eps)
+    direction = widened(direction_stored)
+    p = one_minus_lr_times_weight_decay * p          # 45  p = policies.decoupled(p, lr, weight_decay)
+    p = tl.fma(minus(lr_times_scale), direction, p)  # 46  p = p - lr * scale * direction
+    return (p,)
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def muon_4_sweep(
+    table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
+    SWEEP: tl.constexpr,
+):
+    """muon: the tiles of one work item."""
+    walk(
+        table, work, muon_4_tile, SWEEP, (one_minus_lr_times_weight_decay,), step_key, GRAD, TILES, RAGGED,
+        ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -50,4 +123,53 @@ def muon_no_matrix_sweep(
         table, work, muon_no_matrix_tile, SWEEP, (adamw_betas_0, adamw_betas_1,
         one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
         one_minus_adamw_lr_times_weight_decay), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
+
+
+@triton.jit
+def muon_match_rms_adamw_1_values(extent_rows, extent_columns, lr):
+    """The new lr_times_scale."""
+    # 44  scale = 0.2 * sqrt(maximum(height, width)) if match_rms_adamw else sqrt(maximum(1.0, height / width))
+    scale = 0.2 * tl.sqrt(tl.maximum(extent_rows, extent_columns, propagate_nan=tl.PropagateNan.ALL))
+    return (lr * scale,)
+
+
+@triton.jit
+def muon_match_rms_adamw_1_between(
+    table, work, lr: tl.float32, LANES: tl.constexpr, LEVEL: tl.constexpr, ROUND: tl.constexpr = -1,
+):
+    """muon: matrices of one tensor."""
+    rounds(table, work, muon_match_rms_adamw_1_values, LEVEL, 0, (lr,), LANES, ROUND)
+
+
+@triton.jit
+def muon_no_nesterov_2_tile(
+    PLAN: tl.constexpr, g, momentum_buffer, momentum, one_minus_momentum_times_grad_scale, live,
+    MASKED: tl.constexpr,
+):
+    """The new momentum_buffer, direction."""
+    # 40  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
+    momentum_buffer = tl.fma(
+        one_minus_momentum_times_grad_scale, g, times(momentum, momentum_buffer, PLAN.momentum_buffer)
+    )
+    momentum_buffer_bitcast = momentum_buffer.to(tl.int32, bitcast=True)
+    return momentum_buffer, (
+        tl.where(
+            momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1),
+            0x7fc00000
+        )
+        >> 16
+    ).to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def muon_no_nesterov_2_sweep(
+    table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
+    SWEEP: tl.constexpr,
+):
+    """muon: the tiles of one work item."""
+    walk(
+        table, work, muon_no_nesterov_2_tile, SWEEP, (momentum, one_minus_momentum_times_grad_scale), step_key,
+        GRAD, TILES, RAGGED, ALIGNED, TILE,
     )

@@ -7,9 +7,159 @@
 import triton
 import triton.language as tl
 
+from optgen.runtime.gpu.between import rounds
 from optgen.runtime.gpu.codecs import kept, times
-from optgen.runtime.gpu.prelude import minus, reciprocal
+from optgen.runtime.gpu.matrices import walk_matrices
+from optgen.runtime.gpu.prelude import minus, reciprocal, widened
 from optgen.runtime.gpu.walk import walk
+
+
+@triton.jit
+def normuon_1_tile(
+    PLAN: tl.constexpr, g, momentum_buffer, beta1, one_minus_beta1_times_grad_scale, live,
+    MASKED: tl.constexpr,
+):
+    """The new momentum_buffer, direction."""
+    # 37  momentum_buffer = beta1 * momentum_buffer + (1 - beta1) * g
+    momentum_buffer = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, momentum_buffer, PLAN.momentum_buffer))
+    momentum_buffer_bitcast = momentum_buffer.to(tl.int32, bitcast=True)
+    return momentum_buffer, (
+        tl.where(
+            momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1),
+            0x7fc00000
+        )
+        >> 16
+    ).to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def normuon_1_sweep(
+    table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
+    SWEEP: tl.constexpr,
+):
+    """normuon: the tiles of one work item."""
+    walk(
+        table, work, normuon_1_tile, SWEEP, (beta1, one_minus_beta1_times_grad_scale), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
+    )
+
+
+@triton.jit
+def normuon_3_tile(PLAN: tl.constexpr, direction_stored, live, MASKED: tl.constexpr):
+    """What is reduced to row_sum_for_row_sq."""
+    direction = widened(direction_stored)  # 38  direction = newton_schulz(momentum_buffer, ns_steps)
+    return (direction,)
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def normuon_3_sweep(
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
+):
+    """normuon: the tiles of one work item."""
+    walk_matrices(table, work, normuon_3_tile, SWEEP, (), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE)
+
+
+@triton.jit
+def normuon_4_values(row_sq, row_sum_for_row_sq, extent_columns, beta2, eps, one_minus_beta2):
+    """The new row_sq, one_over_sqrt_row_sq_2_plus_eps."""
+    # 39  row_sq = beta2 * row_sq + (1 - beta2) * row_mean(direction * direction)
+    row_sq = tl.fma(one_minus_beta2, row_sum_for_row_sq / extent_columns, beta2 * row_sq)
+    return row_sq, 1.0 / (tl.sqrt(row_sq) + eps)
+
+
+@triton.jit
+def normuon_4_between(
+    table, work, beta2: tl.float32, eps: tl.float32, one_minus_beta2: tl.float32, LANES: tl.constexpr,
+    LEVEL: tl.constexpr, ROUND: tl.constexpr = -1,
+):
+    """normuon: matrices of one tensor."""
+    rounds(table, work, normuon_4_values, LEVEL, 0, (beta2, eps, one_minus_beta2), LANES, ROUND)
+
+
+@triton.jit
+def normuon_5_tile(
+    PLAN: tl.constexpr, direction_stored, one_over_sqrt_row_sq_2_plus_eps, live, MASKED: tl.constexpr,
+):
+    """What is reduced to row_sum_for_size."""
+    direction = widened(direction_stored)               # 38  direction = newton_schulz(momentum_buffer, ns_steps)
+    even = direction * one_over_sqrt_row_sq_2_plus_eps  # 40  even = direction / (sqrt(row_sq) + eps)
+    return (even,)
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def normuon_5_sweep(
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
+):
+    """normuon: the tiles of one work item."""
+    walk_matrices(table, work, normuon_5_tile, SWEEP, (), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE)
+
+
+@triton.jit
+def normuon_6_values(row_sum_for_size):
+    """What is reduced to tensor_sum_for_size."""
+    return (row_sum_for_size,)
+
+
+@triton.jit
+def normuon_7_values(extent_rows, extent_columns):
+    """The new by_0p2_times_sqrt_rows_times_columns."""
+    return (0.2 * tl.sqrt(extent_rows * extent_columns),)
+
+
+@triton.jit
+def normuon_8_values(by_0p2_times_sqrt_rows_times_columns, tensor_sum_for_size, lr, eps):
+    """The new lr_times_size."""
+    # 41  size = 0.2 * sqrt(rows(p) * columns(p)) / maximum(norm(even), eps)
+    size = by_0p2_times_sqrt_rows_times_columns / tl.maximum(
+        tl.sqrt(tensor_sum_for_size), eps, propagate_nan=tl.PropagateNan.ALL
+    )
+    return (lr * size,)
+
+
+@triton.jit
+def normuon_9_values(lr_times_size, one_over_sqrt_row_sq_2_plus_eps):
+    """The new row_mul_2."""
+    return (lr_times_size * one_over_sqrt_row_sq_2_plus_eps,)
+
+
+@triton.jit
+def normuon_6_between(
+    table, work, lr: tl.float32, eps: tl.float32, LANES: tl.constexpr, LEVEL: tl.constexpr,
+    ROUND: tl.constexpr = -1,
+):
+    """normuon: matrices of one tensor."""
+    rounds(table, work, normuon_6_values, LEVEL, 0, (), LANES, ROUND)
+    rounds(table, work, normuon_7_values, LEVEL, 1, (), LANES, ROUND)
+    rounds(table, work, normuon_8_values, LEVEL, 2, (lr, eps), LANES, ROUND)
+    rounds(table, work, normuon_9_values, LEVEL, 3, (), LANES, ROUND)
+
+
+@triton.jit
+def normuon_10_tile(
+    PLAN: tl.constexpr, p, direction_stored, row_mul_2, one_minus_lr_times_weight_decay, live,
+    MASKED: tl.constexpr,
+):
+    """The new p."""
+    direction = widened(direction_stored)       # 38  direction = newton_schulz(momentum_buffer, ns_steps)
+    p = one_minus_lr_times_weight_decay * p     # 42  p = policies.decoupled(p, lr, weight_decay)
+    p = tl.fma(minus(direction), row_mul_2, p)  # 43  p = p - lr * size * even
+    return (p,)
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def normuon_10_sweep(
+    table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
+    SWEEP: tl.constexpr,
+):
+    """normuon: the tiles of one work item."""
+    walk_matrices(
+        table, work, normuon_10_tile, SWEEP, (one_minus_lr_times_weight_decay,), step_key, GRAD, TILES, RAGGED,
+        ALIGNED, TILE,
+    )
 
 
 @triton.jit

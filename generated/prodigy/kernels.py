@@ -135,7 +135,8 @@ RULES = (
             ),
             Stage(
                 "prodigy_3", "tensor", 1, (), temps=('model_sum_for_numerator', 'd_denom'),
-                reads=('tensor_sum_for_numerator', 'tensor_sum_for_d_denom'),
+                reads=('tensor_sum_for_numerator', 'tensor_sum_for_d_denom'), stores=('model_sum_for_numerator',
+                'd_denom'), picked=('model_sum_for_numerator', 'd_denom'),
             ),
             Stage(
                 "prodigy_4", "model", 3, (7, 2, 8, 9, 10), temps=('d_2', 'd_2_times_eps'), reads=('d', 'd_max',
@@ -188,7 +189,8 @@ RULES = (
             ),
             Stage(
                 "prodigy_3", "tensor", 1, (), temps=('model_sum_for_numerator', 'd_denom'),
-                reads=('tensor_sum_for_numerator', 'tensor_sum_for_d_denom'),
+                reads=('tensor_sum_for_numerator', 'tensor_sum_for_d_denom'), stores=('model_sum_for_numerator',
+                'd_denom'), picked=('model_sum_for_numerator', 'd_denom'),
             ),
             Stage(
                 "prodigy_4", "model", 3, (7, 2, 8, 9, 10), temps=('d_2', 'd_2_times_eps'), reads=('d', 'd_max',
@@ -241,7 +243,8 @@ RULES = (
             ),
             Stage(
                 "prodigy_3", "tensor", 1, (), temps=('model_sum_for_numerator', 'd_denom'),
-                reads=('tensor_sum_for_numerator', 'tensor_sum_for_d_denom'),
+                reads=('tensor_sum_for_numerator', 'tensor_sum_for_d_denom'), stores=('model_sum_for_numerator',
+                'd_denom'), picked=('model_sum_for_numerator', 'd_denom'),
             ),
             Stage(
                 "prodigy_4", "model", 3, (7, 1, 8, 9, 10), temps=('d_2', 'd_2_times_eps'), reads=('d', 'd_max',
@@ -295,7 +298,8 @@ RULES = (
             ),
             Stage(
                 "prodigy_3", "tensor", 1, (), temps=('model_sum_for_numerator', 'd_denom'),
-                reads=('tensor_sum_for_numerator', 'tensor_sum_for_d_denom'),
+                reads=('tensor_sum_for_numerator', 'tensor_sum_for_d_denom'), stores=('model_sum_for_numerator',
+                'd_denom'), picked=('model_sum_for_numerator', 'd_denom'),
             ),
             Stage(
                 "prodigy_4", "model", 3, (7, 1, 8, 9, 10), temps=('d_2', 'd_2_times_eps'), reads=('d', 'd_max',

@@ -7,9 +7,134 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.gpu.codecs import times
+from optgen.runtime.gpu.between import rounds
+from optgen.runtime.gpu.codecs import read, times
+from optgen.runtime.gpu.matrices import walk_matrices
 from optgen.runtime.gpu.prelude import minus
 from optgen.runtime.gpu.walk import walk
+
+
+@triton.jit
+def sgdp_1_tile(
+    PLAN: tl.constexpr, p, g, momentum_buffer, momentum, one_minus_dampening_times_grad_scale, live,
+    MASKED: tl.constexpr,
+):
+    """The new momentum_buffer; what is reduced to row_sum_for_invariant, row_sum_for_invariant_2, row_sum_for_invariant_3, row_sum_of_p."""
+    # 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
+    momentum_buffer = tl.fma(
+        one_minus_dampening_times_grad_scale, g, times(momentum, momentum_buffer, PLAN.momentum_buffer)
+    )
+    return momentum_buffer, p, g, p, g, p, momentum_buffer
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def sgdp_1_sweep(
+    table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
+    SWEEP: tl.constexpr,
+):
+    """sgdp: the tiles of one work item."""
+    walk_matrices(
+        table, work, sgdp_1_tile, SWEEP, (momentum, one_minus_dampening_times_grad_scale), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
+    )
+
+
+@triton.jit
+def sgdp_2_values(
+    row_sum_for_invariant, row_sum_for_invariant_2, row_sum_for_invariant_3, row_sum_of_p, eps, grad_scale,
+    grad_scale_times_grad_scale,
+):
+    """The new row_sum_of_p_over_row_mul_3; what is reduced to tensor_max_for_invariant, tensor_sum_for_invariant, tensor_sum_for_invariant_2, tensor_sum_for_invariant_3, tensor_sum_of_p."""
+    row_sum_for_invariant_2_add = tl.sqrt(row_sum_for_invariant_2) + eps
+    return (
+        row_sum_of_p / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add),
+        tl.abs(grad_scale * row_sum_for_invariant) / (
+            row_sum_for_invariant_2_add * (tl.sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)
+        ),
+        row_sum_for_invariant, row_sum_for_invariant_2, row_sum_for_invariant_3, row_sum_of_p
+    )
+
+
+@triton.jit
+def sgdp_3_values(extent_columns, extent_elements, delta):
+    """The new delta_over_sqrt_columns, delta_over_sqrt_elements."""
+    return delta / tl.sqrt(extent_columns), delta / tl.sqrt(extent_elements)
+
+
+@triton.jit
+def sgdp_4_values(
+    tensor_sum_for_invariant, tensor_sum_for_invariant_2, tensor_sum_for_invariant_3,
+    delta_over_sqrt_elements, tensor_sum_of_p, eps, grad_scale, grad_scale_times_grad_scale,
+):
+    """The new lt_tensor_div_delta_over_sqrt_elements, tensor_sum_of_p_over_tensor_mul_3_2."""
+    tensor_sum_for_invariant_2_add = tl.sqrt(tensor_sum_for_invariant_2) + eps
+    delta_over_sqrt_elements_lt = tl.abs(grad_scale * tensor_sum_for_invariant) / (
+        tensor_sum_for_invariant_2_add * (tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) + eps)
+    ) < delta_over_sqrt_elements
+    return tl.where(delta_over_sqrt_elements_lt, 1.0, 0.0), tl.where(
+        delta_over_sqrt_elements_lt,
+        tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0
+    )
+
+
+@triton.jit
+def sgdp_5_values(
+    tensor_max_for_invariant, delta_over_sqrt_columns, lt_tensor_div_delta_over_sqrt_elements,
+    minus_one_minus_wd_ratio, weight_decay_2, minus_lr,
+):
+    """The new tensor_lt, one_minus_lr_times_weight_decay_2."""
+    tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
+    # 27  update, invariant = without_radial(update, p, g, delta, eps)
+    invariant = tl.where(tensor_max_for_invariant_lt | (0.0 < lt_tensor_div_delta_over_sqrt_elements), 1.0, 0.0)
+    # 28  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
+    weight_decay = weight_decay_2 * tl.fma(minus_one_minus_wd_ratio, invariant, 1.0)
+    return tl.where(tensor_max_for_invariant_lt, 1.0, 0.0), tl.fma(minus_lr, weight_decay, 1.0)
+
+
+@triton.jit
+def sgdp_6_values(tensor_lt, row_sum_of_p_over_row_mul_3, tensor_sum_of_p_over_tensor_mul_3_2):
+    """The new row_sum_of_p_over_row_mul_3_2."""
+    return (tl.where(0.0 < tensor_lt, row_sum_of_p_over_row_mul_3, tensor_sum_of_p_over_tensor_mul_3_2),)
+
+
+@triton.jit
+def sgdp_2_between(
+    table, work, eps: tl.float32, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32,
+    delta: tl.float32, minus_one_minus_wd_ratio: tl.float32, weight_decay_2: tl.float32,
+    minus_lr: tl.float32, LANES: tl.constexpr, LEVEL: tl.constexpr, ROUND: tl.constexpr = -1,
+):
+    """sgdp: matrices of one tensor."""
+    rounds(table, work, sgdp_2_values, LEVEL, 0, (eps, grad_scale, grad_scale_times_grad_scale), LANES, ROUND)
+    rounds(table, work, sgdp_3_values, LEVEL, 1, (delta,), LANES, ROUND)
+    rounds(table, work, sgdp_4_values, LEVEL, 2, (eps, grad_scale, grad_scale_times_grad_scale), LANES, ROUND)
+    rounds(
+        table, work, sgdp_5_values, LEVEL, 3, (minus_one_minus_wd_ratio, weight_decay_2, minus_lr), LANES, ROUND,
+    )
+    rounds(table, work, sgdp_6_values, LEVEL, 4, (), LANES, ROUND)
+
+
+@triton.jit
+def sgdp_7_tile(
+    PLAN: tl.constexpr, p, momentum_buffer, one_minus_lr_times_weight_decay_2, row_sum_of_p_over_row_mul_3_2,
+    minus_lr, live, MASKED: tl.constexpr,
+):
+    """The new p."""
+    momentum_buffer = read(momentum_buffer, PLAN.momentum_buffer)
+    # 27  update, invariant = without_radial(update, p, g, delta, eps)
+    update = tl.fma(minus(row_sum_of_p_over_row_mul_3_2), p, momentum_buffer)
+    p = p * one_minus_lr_times_weight_decay_2  # 29  p = decoupled(p, lr, weight_decay)
+    p = tl.fma(minus_lr, update, p)            # 30  p = p - lr * update
+    return (p,)
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def sgdp_7_sweep(
+    table, work, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
+):
+    """sgdp: the tiles of one work item."""
+    walk_matrices(table, work, sgdp_7_tile, SWEEP, (minus_lr,), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE)
 
 
 @triton.jit
@@ -36,6 +161,67 @@ def sgdp_no_projected_sweep(
     """sgdp: the tiles of one work item."""
     walk(
         table, work, sgdp_no_projected_tile, SWEEP, (momentum, one_minus_dampening_times_grad_scale, scalar_1,
+        minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
+
+
+@triton.jit
+def sgdp_nesterov_1_tile(
+    PLAN: tl.constexpr, p, g, momentum_buffer, grad_scale, momentum_times_momentum, scalar_1, live,
+    MASKED: tl.constexpr,
+):
+    """What is reduced to row_sum_for_invariant, row_sum_for_invariant_2, row_sum_for_invariant_3, row_sum_of_p."""
+    # 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
+    update = tl.fma(
+        grad_scale, g, tl.fma(scalar_1, g, times(momentum_times_momentum, momentum_buffer, PLAN.momentum_buffer))
+    )
+    return p, g, p, g, p, update
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def sgdp_nesterov_1_sweep(
+    table, work, grad_scale: tl.float32, momentum_times_momentum: tl.float32, scalar_1: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr, SWEEP: tl.constexpr,
+):
+    """sgdp: the tiles of one work item."""
+    walk_matrices(
+        table, work, sgdp_nesterov_1_tile, SWEEP, (grad_scale, momentum_times_momentum, scalar_1), step_key,
+        GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
+
+
+@triton.jit
+def sgdp_nesterov_7_tile(
+    PLAN: tl.constexpr, p, g, momentum_buffer, one_minus_lr_times_weight_decay_2,
+    row_sum_of_p_over_row_mul_3_2, momentum, grad_scale, one_minus_dampening_times_grad_scale, minus_lr,
+    live, MASKED: tl.constexpr,
+):
+    """The new p, momentum_buffer."""
+    g_2 = grad_scale * g
+    # 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
+    momentum_buffer = tl.fma(
+        one_minus_dampening_times_grad_scale, g, times(momentum, momentum_buffer, PLAN.momentum_buffer)
+    )
+    # 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
+    update = tl.fma(momentum, momentum_buffer, g_2)
+    # 27  update, invariant = without_radial(update, p, g, delta, eps)
+    update = tl.fma(minus(row_sum_of_p_over_row_mul_3_2), p, update)
+    p = p * one_minus_lr_times_weight_decay_2                         # 29  p = decoupled(p, lr, weight_decay)
+    p = tl.fma(minus_lr, update, p)                                   # 30  p = p - lr * update
+    return p, momentum_buffer
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def sgdp_nesterov_7_sweep(
+    table, work, momentum: tl.float32, grad_scale: tl.float32,
+    one_minus_dampening_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
+    SWEEP: tl.constexpr,
+):
+    """sgdp: the tiles of one work item."""
+    walk_matrices(
+        table, work, sgdp_nesterov_7_tile, SWEEP, (momentum, grad_scale, one_minus_dampening_times_grad_scale,
         minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 

@@ -7,9 +7,59 @@
 import triton
 import triton.language as tl
 
+from optgen.runtime.gpu.between import rounds
 from optgen.runtime.gpu.codecs import kept, read, times
+from optgen.runtime.gpu.matrices import walk_matrices
 from optgen.runtime.gpu.prelude import reciprocal
 from optgen.runtime.gpu.walk import walk
+
+
+@triton.jit
+def sm3_1_tile(
+    PLAN: tl.constexpr, p, g, accumulator_row, accumulator_col, eps, grad_scale_times_grad_scale,
+    minus_lr_times_grad_scale, live, MASKED: tl.constexpr,
+):
+    """The new p; what is reduced to accumulator_row_2, accumulator_col_2."""
+    # 38  total = minimum(accumulator_row, accumulator_col) + g * g
+    total = tl.fma(
+        grad_scale_times_grad_scale * g, g,
+        tl.minimum(accumulator_row, accumulator_col, propagate_nan=tl.PropagateNan.ALL)
+    )
+    # 48  p = p - lr * update
+    p = tl.fma(minus_lr_times_grad_scale, g * reciprocal(tl.sqrt(total + eps)), p)
+    return p, total
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def sm3_1_sweep(
+    table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
+    minus_lr_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
+):
+    """sm3: the tiles of one work item."""
+    walk_matrices(
+        table, work, sm3_1_tile, SWEEP, (eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale), step_key,
+        GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
+
+
+@triton.jit
+def sm3_2_values(accumulator_row_2):
+    """The new accumulator_row."""
+    return (accumulator_row_2,)
+
+
+@triton.jit
+def sm3_3_values(accumulator_col_2):
+    """The new accumulator_col."""
+    return (accumulator_col_2,)
+
+
+@triton.jit
+def sm3_2_between(table, work, LANES: tl.constexpr, LEVEL: tl.constexpr, ROUND: tl.constexpr = -1):
+    """sm3: matrices of one tensor."""
+    rounds(table, work, sm3_2_values, LEVEL, 0, (), LANES, ROUND)
+    rounds(table, work, sm3_3_values, LEVEL, 1, (), LANES, ROUND)
 
 
 @triton.jit
@@ -36,6 +86,40 @@ def sm3_no_factored_sweep(
     walk(
         table, work, sm3_no_factored_tile, SWEEP, (eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale),
         step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
+
+
+@triton.jit
+def sm3_has_momentum_1_tile(
+    PLAN: tl.constexpr, p, g, accumulator_row, accumulator_col, momentum_buffer, momentum, eps,
+    grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, live, MASKED: tl.constexpr,
+):
+    """The new p, momentum_buffer; what is reduced to accumulator_row_2, accumulator_col_2."""
+    # 38  total = minimum(accumulator_row, accumulator_col) + g * g
+    total = tl.fma(
+        grad_scale_times_grad_scale * g, g,
+        tl.minimum(accumulator_row, accumulator_col, propagate_nan=tl.PropagateNan.ALL)
+    )
+    # 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
+    momentum_buffer = tl.fma(
+        one_minus_momentum_times_grad_scale, g * reciprocal(tl.sqrt(total + eps)),
+        times(momentum, momentum_buffer, PLAN.momentum_buffer)
+    )
+    p = tl.fma(minus_lr, momentum_buffer, p)  # 48  p = p - lr * update
+    return p, momentum_buffer, total
+
+
+@triton.jit(do_not_specialize=["step_key"])
+def sm3_has_momentum_1_sweep(
+    table, work, momentum: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
+    one_minus_momentum_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
+    SWEEP: tl.constexpr,
+):
+    """sm3: the tiles of one work item."""
+    walk_matrices(
+        table, work, sm3_has_momentum_1_tile, SWEEP, (momentum, eps, grad_scale_times_grad_scale,
+        one_minus_momentum_times_grad_scale, minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 

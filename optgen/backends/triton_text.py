@@ -10,18 +10,18 @@ A codec is a few functions of the fields of a value, see `optgen.runtime.gpu.cod
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from optgen.backends import triton
-from optgen.backends.printer import ATOM, Printer, Text, wrapped
+from optgen.backends.printer import ATOM, Printer, Text, with_comments, wrapped
 from optgen.backends.reference import ROOT, Codec, X, assemble, bound_lines
 from optgen.backends.triton import TritonPrinter
 from optgen.ir import node as ir
 from optgen.ir.node import Node, Rewriter, postorder
-from optgen.ir.program import Program, Schedule, Step, Store
+from optgen.ir.program import Buffer, Let, Program, Schedule, Step, Store
 from optgen.ir.ranges import Intervals
 from optgen.ops import spaces
-from optgen.ops.prims import PRIMS
+from optgen.ops.prims import GATHERS, PRIMS
 
 C = "c"
 """The coefficient that a codec's `decode` multiplies its value with."""
@@ -33,18 +33,21 @@ PRELUDE = (
     "apart", "bits", "block_magnitude", "block_max", "block_min", "byte", "counter", "floor", "inverse", "joined",
     "minus", "reciprocal", "rint", "rotl", "rounded", "sign", "widened",
 )  # fmt: skip
-CODECS = ("beside", "fraction", "integer", "kept", "middle", "plus", "read", "times")
+CODECS = ("Codec", "beside", "fraction", "integer", "kept", "middle", "plus", "read", "times")
+MODULES = {
+    "between": ("rounds",), "codecs": CODECS, "matrices": ("walk_matrices",), "prelude": PRELUDE, "walk": ("walk",),
+}  # fmt: skip
+"""What generated text may call, by modules of optgen.runtime.gpu."""
 
 
 def imports(lines: Iterable[str]) -> list[str]:
     """Return the import lines of helpers that this text calls."""
     text = "\n".join(line.partition("  # ")[0] for line in lines)
     out = []
-    for module, names in (("optgen.runtime.gpu.codecs", (*CODECS, "Codec")), ("optgen.runtime.gpu.prelude", PRELUDE)):
+    for module, names in MODULES.items():
         if found := [name for name in sorted(names) if re.search(rf"(?<![.\w]){name}\(", text)]:
-            out += wrapped(f"from {module} import ", found, "", whole=120) if len(found) < 8 else wrapped(
-                f"from {module} import (", found, ")"
-            )
+            head = f"from optgen.runtime.gpu.{module} import "
+            out += wrapped(head, found, "", whole=120) if len(found) < 8 else wrapped(f"{head}(", found, ")")
     return out
 
 
@@ -94,41 +97,113 @@ def _multiplied(schedule: Schedule, nonneg: Collection[str]) -> frozenset[str]:
     return frozenset(n.attr for n in nodes if n.op == "load" and n.attr in states) - bare
 
 
-def rule_function(
-    schedule: Schedule, kernel: str, values: Sequence[str], nonneg: Collection[str], source: str = ""
-) -> list[str]:
+def stored(schedule: Schedule) -> list[Store]:
+    """Return what a stage stores as it is; the host adds up what is summed over the model."""
+    program = schedule.program
+    buffers = {s.buffer: program.buffer(s.buffer) for s in schedule.sweep.stores}
+    return [s for s in schedule.sweep.stores if _is_stored(buffers[s.buffer])]
+
+
+def _is_stored(buffer: Buffer) -> bool:
+    return buffer.role != "partial" or buffer.space == spaces.model
+
+
+def sweep_functions(schedule: Schedule, kernel: str, nonneg: Collection[str], source: str = "") -> list[str]:
     """The tile function of a sweep, and the kernel that walks the tiles of a work item.
 
-    values  "p", "g" and the states that it reads, in the order in which they are given
     nonneg  states of which no value is negative
     """
-    program, sweep = schedule.program, schedule.sweep
+    program = schedule.program
     printer = RulePrinter(schedule, nonneg)
-    found = {let.node.attr: let for let in sweep.lets if let.node.op == "load"}
-    lines = bound_lines((), printer)
-    for name in values:
-        let = found[name]
-        printer.names[let.node.uid] = let.name
-        kept = name not in ("p", "g") and let.node.space == spaces.elem and name not in printer.pieces
-        lines["decode"] += [(f"{let.name} = read({let.name}, PLAN.{name})", "")] if kept else []
-    for let in sweep.lets:
-        if let.node.op != "load":
-            for section, new in bound_lines((let,), printer).items():
-                lines[section] += new
-    results = [_result(s, printer) for s in sweep.stores]
+    states = {b.name for b in program.buffers if b.role == "state" and b.space == spaces.elem}
+
+    def reading(let: Let) -> str:
+        kept = let.node.attr in states - printer.pieces
+        return f"{let.name} = read({let.name}, PLAN.{let.node.attr})" if kept else ""
+
+    lines, names = _read(schedule, printer, reading)
+    results = [_result(s, printer) for s in stored(schedule)]
+    results += [printer.text(node) for t in triton.terms(schedule) for _, node in t.parts]
     lines["encode"].append((f"return {_tuple(results)}", ""))
     host = [let.name for let in program.host]
-    names = [found[name].name for name in values]
-    given = ["PLAN: tl.constexpr", *names, *(f"extent_{x}" for x in triton.sizes(program)), *host]
-    out = ["@triton.jit", *triton.wrapped(f"def {kernel}_tile(", [*given, "live", "MASKED: tl.constexpr"])]
-    out.append(f'    """The new {", ".join(s.buffer for s in sweep.stores)}."""')
+    sizes = [f"extent_{x}" for x in triton.sizes(program)]
+    given = ["PLAN: tl.constexpr", *names, *sizes, *host, "live", "MASKED: tl.constexpr"]
+    out = ["@triton.jit", *triton.wrapped(f"def {kernel}_tile(", given)]
+    out.append(f'    """{_made(schedule)}"""')
     out += [f"    {line}" for line in assemble(lines, source) if not line.startswith("# -- ")]
-    args = ["table", "work", *(f"{h}: tl.float32" for h in triton.scalars(program)), "step_key: tl.int32"]
+    scalars = triton.scalars(program)
+    args = ["table", "work", *(f"{h}: tl.float32" for h in scalars), "step_key: tl.int32"]
     args += [f"{x}: tl.constexpr" for x in ("GRAD", "TILES", "RAGGED", "ALIGNED", "TILE", "SWEEP")]
     out += ["", "", triton.ENTRY, *triton.wrapped(f"def {kernel}_sweep(", args)]
     out.append(f'    """{program.name}: the tiles of one work item."""')
-    constants = ["GRAD", "TILES", "RAGGED", "ALIGNED", "TILE"]
-    return [*out, *triton.walked("walk", kernel, triton.scalars(program), constants)]
+    walker = "walk_matrices" if is_of_matrices(program) else "walk"
+    return [*out, *triton.walked(walker, kernel, scalars, ["GRAD", "TILES", "RAGGED", "ALIGNED", "TILE"])]
+
+
+def is_of_matrices(program: Program) -> bool:
+    """Return True if a sweep reads or reduces values of rows, columns or matrices."""
+    return any(b.space.name in ("row", "col", "mat") for b in program.buffers)
+
+
+def _made(schedule: Schedule) -> str:
+    """The words for what the function of a stage returns."""
+    new = [s.buffer for s in stored(schedule)]
+    summed = [b.name for t in triton.terms(schedule) for b in t.partials]
+    words = [f"The new {', '.join(new)}"] if new else []
+    words += [f"{'what' if new else 'What'} is reduced to {', '.join(dict.fromkeys(summed))}"] if summed else []
+    return "; ".join(words) + "."
+
+
+def _read(
+    schedule: Schedule, printer: Printer, reading: Callable[[Let], str]
+) -> tuple[dict[str, list[tuple[str, str]]], list[str]]:
+    """The lines of a stage's function, and the names of the values that it takes.
+
+    reading  the line that makes a number of a value, or ""
+    """
+    sweep = schedule.sweep
+    found = {let.node.attr: let for let in sweep.lets if let.node.op == "load"}
+    lines = bound_lines((), printer)
+    for name in sweep.reads:
+        let = found[name]
+        printer.names[let.node.uid] = let.name
+        lines["decode"] += [(line, "")] if (line := reading(let)) else []
+    gathered = {n.uid: n for n in postorder([s.node for s in sweep.stores]) if n.op in GATHERS}
+    for n in gathered.values():
+        printer.names[n.uid] = found[n.args[0].attr].name
+    for let in triton.printed_lets(schedule):
+        if let.node.op != "load" and let.node.uid not in gathered:
+            for section, new in bound_lines((let,), printer).items():
+                lines[section] += new
+    return lines, [found[name].name for name in sweep.reads]
+
+
+def level_functions(stages: Sequence[tuple[str, Schedule]]) -> list[str]:
+    """The functions of small work between two sweeps, and the kernel that takes matrices through its rounds."""
+    out: list[str] = []
+    host: dict[str, None] = {}
+    calls = []
+    for k, (kernel, schedule) in enumerate(stages):
+        program = schedule.program
+        printer = TritonPrinter(program)
+        lines, names = _read(schedule, printer, lambda _: "")
+        results = [printer.text(s.node) for s in stored(schedule)]
+        results += [printer.text(t.node) for t in triton.terms(schedule)]
+        lines["encode"].append((f"return {_tuple(results)}", ""))
+        given = [*names, *(f"extent_{x}" for x in triton.sizes(program)), *(let.name for let in program.host)]
+        out += ["@triton.jit", *triton.wrapped(f"def {kernel}_values(", given)]
+        out.append(f'    """{_made(schedule)}"""')
+        out += [f"    {line}" for part in lines.values() for line in with_comments(part)]
+        out += ["", ""]
+        scalars = triton.scalars(program)
+        host |= dict.fromkeys(scalars)
+        taken = ["table", "work", f"{kernel}_values", "LEVEL", str(k), *triton.in_tuple(scalars), "LANES", "ROUND"]
+        calls += [f"    {x}" for x in triton.wrapped("rounds(", taken, close=")")]
+    args = ["table", "work", *(f"{h}: tl.float32" for h in host)]
+    args += [f"{x}: tl.constexpr" for x in ("LANES", "LEVEL", "ROUND")]
+    args[-1] += " = -1"
+    out += ["@triton.jit", *triton.wrapped(f"def {stages[0][0]}_between(", args)]
+    return [*out, f'    """{stages[0][1].program.name}: matrices of one tensor."""', *calls]
 
 
 def _tuple(items: Sequence[str]) -> str:

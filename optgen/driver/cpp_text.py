@@ -42,18 +42,20 @@ class Kernels:
     _steps: dict[object, Step] = field(default_factory=dict)
     _made: dict[object, str] = field(default_factory=dict)
 
-    def add(self, spec: Spec, case: Case, maths: Maths, fast: Step, kernel: str) -> str:
-        """Generate what `kernel`, the step of a case, is made of; it is passed the scalars of `fast`.
+    def add(self, spec: Spec, case: Case, maths: Maths, fast: Step, kernel: str, rule: Step | None = None) -> str:
+        """Generate what `kernel`, the step of a case, is made of; it is passed the scalars of `rule`, else of `fast`.
 
+        rule   the step of the rule, whose stages the kernel has
         Returns the kernel that does the same and came first.
         """
         weight = f"weight_{case.param.torch}"
         step = self._step(spec, case, replace(case.storage, param=dtypes.f32, master=Native()), maths)
-        if not _fits(step, fast):
+        if not _fits(step, fast, rule):
             weight, step = "weight_float32", self._step(spec, case, case.storage, maths)
-        key = id(step), tuple(let.node.uid for let in fast.host)
+        host = (rule or fast).host
+        key = id(step), tuple(let.node.uid for let in host)
         if key not in self._made:
-            self._made[key] = self._define(spec, case, step, fast.host)
+            self._made[key] = self._define(spec, case, step, host)
         use = f"{self._made[key]}<{weight}, Grad>"
         first = next((name for name, known in self.uses.items() if known == use), kernel)
         self.uses[first] = use
@@ -90,15 +92,22 @@ class Kernels:
         return [*self.kernels.functions, *self.steps.functions, uses]
 
 
-def _fits(step: Step, fast: Step) -> bool:
+def _fits(step: Step, fast: Step, rule: Step | None) -> bool:
     """Return True if the open step is that of the case but for the weight: stages, what they leave, and scalars.
 
     A weight that is kept in blocks or packed is read with the states, as the program says.
     """
     weights = [b for b in fast.program.buffers if b.owner == "p"]
     plain = all(b.space == spaces.elem and not b.dtype.packed for b in weights)
-    known = {let.node.uid for let in fast.host}
-    return plain and all(let.node.uid in known for let in step.host) and _shape(step) == _shape(fast)
+    known = {let.node.uid for let in (rule or fast).host}
+    alike = _shape(step) == _shape(fast) if rule is None else _stages(step) == _stages(rule)
+    return plain and all(let.node.uid in known for let in step.host) and alike
+
+
+def _stages(step: Step) -> object:
+    """Return what a step has the same under every plan that does not divide it otherwise."""
+    temps = [(b.name, b.space, b.reduction) for b in step.temps]
+    return temps, [(s.space, s.level, s.call) for s in step.stages]
 
 
 def _shape(step: Step) -> object:

@@ -107,6 +107,12 @@ def compile_case(spec: Spec, case: Case, maths: Maths = "fast") -> Compiled:
 
 
 
+def is_divided(plan: Plan, case: Case, rule: Step) -> bool:
+    """Return True if a plan divides the step of a rule into stages of its own; see `Variant.divided`."""
+    factored = any(f.space != "elem" for fmt in case.storage.states.values() for f in fmt.fields().values())
+    return factored or (not plan.read_back and bool(rule.early))
+
+
 def header(spec: Spec, plan: Plan, backend: str, compiled: list[Compiled], maths: Maths) -> str:
     """The comment at the top of a generated file: what it is, what to edit, what it stores within what bound."""
     command = f"optgen build {spec.name} --plan {plan.name}"
@@ -152,12 +158,18 @@ def emit_plan(
     unpack = kernel_text.unpack_of(spec)
     for c in compiled:
         wanted = targets.case_name(spec, c.case)
-        programs = [s.schedule.program for s in c.fast.stages if not s.call and c.fast.in_stages]
+        rule = kernel_text.setting(spec, maths, c.case.flags).step
+        own = c.fast.in_stages and is_divided(plan, c.case, rule)
+        programs = [s.schedule.program for s in c.fast.stages if not s.call and own]
         if read := triton.in_memory(programs):
             numbers[wanted] = list(read)
             memory |= read
         # Strict and fast maths hoist different scalars: the runtime passes each backend its own.
         function = partial(host.scalars_function, kernel_text.host_program(c.fast), unpack)
+        if c.fast.in_stages and not own:
+            # The stages are those of the rule.
+            rows[wanted] = {"kernel": cpp_kernels.add(spec, c.case, maths, c.fast, wanted, rule)}
+            continue
         fast_host = scalars.add("kernel_scalars", function)
         if c.fast.in_stages:
             lines = triton_stages.kernels(c.fast, "@", source).lines

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
-from optgen.backends import host, triton, wrapper
+from optgen.backends import host, triton, triton_text, wrapper
 from optgen.backends.host import Unpack
 from optgen.backends.printer import wrapped
 from optgen.driver import eager_text, targets
@@ -68,6 +68,11 @@ def rule_kernels(spec: Spec, maths: Maths) -> RuleKernels:
     return RuleKernels(tuple(settings), tuple(scalars.functions), stages)
 
 
+def setting(spec: Spec, maths: Maths, flags: Mapping[str, bool]) -> Setting:
+    """Return the kernels of a rule under one setting of its flags."""
+    return next(s for s in rule_kernels(spec, maths).settings if dict(s.flags) == dict(flags))
+
+
 def _meaning(step: Step, stage: Stage) -> tuple[object, ...]:
     """Return a key that two stages share if they do the same, under whatever names of scalars.
 
@@ -87,13 +92,6 @@ def _stores(program: Program, stage: Stage) -> tuple[object, ...]:
 
     rewrite = Rewriter(rule)
     return (stage.space, *((s.buffer, rewrite(s.node).uid) for s in stage.schedule.sweep.stores))
-
-
-def is_single(step: Step) -> bool:
-    """Return True if a step is one sweep over elements, whose kernel is free of any plan."""
-    (first, *rest) = step.stages
-    matrices = any(b.space.name in ("row", "col", "mat") for b in first.schedule.program.buffers)
-    return not rest and first.is_sweep and not matrices
 
 
 def host_program(step: Step) -> Program:
@@ -125,18 +123,23 @@ def _stage_row(stage: Stage, kernel: str, nonneg: Collection[str]) -> list[str]:
         space, given = "call", {"temps": (buffer.name,), "given": tuple(a.attr for a in call.args[1:])}
     else:
         terms = triton.terms(stage.schedule)
-        stored = [s for s in sweep.stores if program.buffer(s.buffer).role != "partial"]
+        stored = triton_text.stored(stage.schedule)
         given["temps"] = tuple(b.name for b in program.buffers if b.role in ("temp", "partial") and b.writes)
         given["matrices"] = any(b.space.name in ("row", "col", "mat") for b in program.buffers)
         given["reads"] = sweep.reads
         given["stores"] = tuple(s.buffer for s in stored)
-        given["sums"] = tuple((t.kind, tuple(b.name for b in t.partials)) for t in terms)
+        given["sums"] = tuple((_kind(stage, t), tuple(b.name for b in t.partials)) for t in terms)
         given["extents"] = tuple(triton.sizes(program))
         given["plus"] = tuple(s.buffer for s in stored if is_plus(s.node, nonneg))
         given["picked"] = tuple(s.buffer for s in stored if s.node.op not in ARITHMETIC)
     shown = [f'"{kernel}"', f'"{space}"', str(stage.level), repr(stage.scalars)]
     shown += [f"{key}={value!r}" for key, value in given.items() if value]
     return wrapped("Stage(", ", ".join(shown).split(", "), "),", whole=104, limit=104)
+
+
+def _kind(stage: Stage, term: triton.Term) -> str:
+    """Return how a term is reduced; factors are taken apart for sweeps alone."""
+    return term.kind if stage.is_sweep else "max" if term.is_max else "sum"
 
 
 def record_text(spec: Spec, maths: Maths) -> str:
@@ -170,4 +173,5 @@ def record_text(spec: Spec, maths: Maths) -> str:
         functions=made.host,
         rules=list(rows.values()),
         has_temps=any(row["temps"] for row in rows.values()),
+        strict=maths == "strict",
     )

@@ -14,31 +14,10 @@
 #   traffic   32 B per bfloat16 parameter and step: 2 sweeps
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Stage, Temp
 from optgen.runtime.records.scalars import choose, divide, larger, root
 
 
 def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, delta, wd_ratio):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
-    scalar_1 = (1 - beta2) * grad_scale * grad_scale
-    common_1 = root(1 - beta2**step)
-    common_2 = common_1 < 7.888609052210118e-31
-    scalar_2 = choose(common_2, 1, 1 / common_1)
-    scalar_3 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_2, 0, common_1))
-    grad_scale_times_grad_scale = grad_scale * grad_scale
-    minus_one_minus_wd_ratio = -(1 - wd_ratio)
-    minus_lr = -lr
-    minus_lr_over_one_minus_beta1_pow_t = -divide(lr, 1 - beta1**step)
-    return (
-        beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, eps, grad_scale,
-        grad_scale_times_grad_scale, delta, weight_decay, minus_one_minus_wd_ratio, minus_lr,
-        minus_lr_over_one_minus_beta1_pow_t,
-    )
-
-
-def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, delta, wd_ratio):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
     one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
@@ -55,277 +34,17 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, delta, w
     )
 
 
-def kernel_scalars_3(step, grad_scale, *, lr, betas, eps, weight_decay, delta, wd_ratio):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    scalar_0 = (1 - beta2) * grad_scale * grad_scale
-    beta1_times_beta1 = beta1 * beta1
-    beta1_times_one_minus_beta1_times_grad_scale = beta1 * ((1 - beta1) * grad_scale)
-    one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
-    common_1 = root(1 - beta2**step)
-    common_2 = common_1 < 7.888609052210118e-31
-    scalar_4 = choose(common_2, 1, 1 / common_1)
-    scalar_5 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_2, 0, common_1))
-    grad_scale_times_grad_scale = grad_scale * grad_scale
-    minus_one_minus_wd_ratio = -(1 - wd_ratio)
-    minus_lr = -lr
-    minus_lr_over_one_minus_beta1_pow_t = -divide(lr, 1 - beta1**step)
-    return (
-        beta2, scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale,
-        one_minus_beta1_times_grad_scale, scalar_4, scalar_5, eps, grad_scale, grad_scale_times_grad_scale,
-        delta, weight_decay, minus_one_minus_wd_ratio, minus_lr, beta1, minus_lr_over_one_minus_beta1_pow_t,
-    )
-
-
 KERNELS = {
-    "adamp_float32": {
-        "kernel": "adamp_float32",
-        "kernel_scalars": (
-            "beta1", "beta2", "one_minus_beta1_times_grad_scale", "scalar_1", "scalar_2", "scalar_3", "eps",
-            "grad_scale", "grad_scale_times_grad_scale", "delta", "weight_decay", "minus_one_minus_wd_ratio",
-            "minus_lr", "minus_lr_over_one_minus_beta1_pow_t",
-        ),
-        "kernel_host": kernel_scalars,
-        "temps": (
-            Temp("row_sum_for_invariant", "row", reduction="row_sum", source="elem"),
-            Temp("row_sum_for_invariant_2", "row", reduction="row_sum", source="elem"),
-            Temp("row_sum_for_invariant_3", "row", reduction="row_sum", source="elem"),
-            Temp("row_sum_of_p", "row", reduction="row_sum", source="elem"),
-            Temp("tensor_max_for_invariant", "tensor", reduction="tensor_max", source="row"),
-            Temp("row_sum_of_p_over_row_mul_3", "row"),
-            Temp("tensor_sum_for_invariant", "tensor", reduction="tensor_sum", source="row"),
-            Temp("tensor_sum_for_invariant_2", "tensor", reduction="tensor_sum", source="row"),
-            Temp("tensor_sum_for_invariant_3", "tensor", reduction="tensor_sum", source="row"),
-            Temp("tensor_sum_of_p", "tensor", reduction="tensor_sum", source="row"),
-            Temp("delta_over_sqrt_columns", "tensor"),
-            Temp("delta_over_sqrt_elements", "tensor"),
-            Temp("lt_tensor_div_delta_over_sqrt_elements", "tensor"),
-            Temp("tensor_sum_of_p_over_tensor_mul_3_2", "tensor"),
-            Temp("tensor_lt", "tensor"),
-            Temp("one_minus_lr_times_weight_decay_2", "tensor"),
-            Temp("row_sum_of_p_over_row_mul_3_2", "row"),
-        ),
-        "stages": (
-            Stage(
-                "adamp_float32_1",
-                "elem",
-                level=0,
-                scalars=(0, 1, 2, 3, 4, 5),
-                temps=("row_sum_for_invariant", "row_sum_for_invariant_2", "row_sum_for_invariant_3", "row_sum_of_p"),
-                matrices=True,
-            ),
-            Stage(
-                "adamp_float32_2",
-                "row",
-                level=1,
-                scalars=(6, 7, 8),
-                temps=(
-                    "tensor_max_for_invariant", "row_sum_of_p_over_row_mul_3", "tensor_sum_for_invariant",
-                    "tensor_sum_for_invariant_2", "tensor_sum_for_invariant_3", "tensor_sum_of_p",
-                ),
-                matrices=True,
-            ),
-            Stage(
-                "adamp_float32_3",
-                "tensor",
-                level=1,
-                scalars=(9,),
-                temps=("delta_over_sqrt_columns", "delta_over_sqrt_elements"),
-            ),
-            Stage(
-                "adamp_float32_4",
-                "tensor",
-                level=1,
-                scalars=(6, 7, 8),
-                temps=("lt_tensor_div_delta_over_sqrt_elements", "tensor_sum_of_p_over_tensor_mul_3_2"),
-            ),
-            Stage(
-                "adamp_float32_5",
-                "tensor",
-                level=1,
-                scalars=(10, 11, 12),
-                temps=("tensor_lt", "one_minus_lr_times_weight_decay_2"),
-            ),
-            Stage(
-                "adamp_float32_6",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("row_sum_of_p_over_row_mul_3_2",),
-                matrices=True,
-            ),
-            Stage("adamp_float32_7", "elem", level=2, scalars=(4, 5, 13), matrices=True),
-        ),
-    },
-    "adamp_bfloat16": {
-        "kernel": "adamp_bfloat16",
-        "kernel_scalars": (
-            "beta1", "beta2", "one_minus_beta1_times_grad_scale", "scalar_1", "scalar_2", "scalar_3", "eps",
-            "grad_scale", "grad_scale_times_grad_scale", "delta", "weight_decay", "minus_one_minus_wd_ratio",
-            "minus_lr", "minus_lr_over_one_minus_beta1_pow_t",
-        ),
-        "kernel_host": kernel_scalars,
-        "temps": (
-            Temp("row_sum_for_invariant", "row", reduction="row_sum", source="elem"),
-            Temp("row_sum_for_invariant_2", "row", reduction="row_sum", source="elem"),
-            Temp("row_sum_for_invariant_3", "row", reduction="row_sum", source="elem"),
-            Temp("row_sum_of_update", "row", reduction="row_sum", source="elem"),
-            Temp("tensor_max_for_invariant", "tensor", reduction="tensor_max", source="row"),
-            Temp("row_sum_of_update_over_row_mul_3", "row"),
-            Temp("tensor_sum_for_invariant", "tensor", reduction="tensor_sum", source="row"),
-            Temp("tensor_sum_for_invariant_2", "tensor", reduction="tensor_sum", source="row"),
-            Temp("tensor_sum_for_invariant_3", "tensor", reduction="tensor_sum", source="row"),
-            Temp("tensor_sum_of_update", "tensor", reduction="tensor_sum", source="row"),
-            Temp("delta_over_sqrt_columns", "tensor"),
-            Temp("delta_over_sqrt_elements", "tensor"),
-            Temp("lt_tensor_div_delta_over_sqrt_elements", "tensor"),
-            Temp("tensor_sum_of_update_over_tensor_mul_3_2", "tensor"),
-            Temp("tensor_lt", "tensor"),
-            Temp("one_minus_lr_times_weight_decay_2", "tensor"),
-            Temp("row_sum_of_update_over_row_mul_3_2", "row"),
-        ),
-        "stages": (
-            Stage(
-                "adamp_bfloat16_1",
-                "elem",
-                level=0,
-                scalars=(0, 1, 2, 3, 4, 5),
-                temps=(
-                    "row_sum_for_invariant", "row_sum_for_invariant_2", "row_sum_for_invariant_3", "row_sum_of_update",
-                ),
-                matrices=True,
-            ),
-            Stage(
-                "adamp_bfloat16_2",
-                "row",
-                level=1,
-                scalars=(6, 7, 8),
-                temps=(
-                    "tensor_max_for_invariant", "row_sum_of_update_over_row_mul_3", "tensor_sum_for_invariant",
-                    "tensor_sum_for_invariant_2", "tensor_sum_for_invariant_3", "tensor_sum_of_update",
-                ),
-                matrices=True,
-            ),
-            Stage(
-                "adamp_bfloat16_3",
-                "tensor",
-                level=1,
-                scalars=(9,),
-                temps=("delta_over_sqrt_columns", "delta_over_sqrt_elements"),
-            ),
-            Stage(
-                "adamp_bfloat16_4",
-                "tensor",
-                level=1,
-                scalars=(6, 7, 8),
-                temps=("lt_tensor_div_delta_over_sqrt_elements", "tensor_sum_of_update_over_tensor_mul_3_2"),
-            ),
-            Stage(
-                "adamp_bfloat16_5",
-                "tensor",
-                level=1,
-                scalars=(10, 11, 12),
-                temps=("tensor_lt", "one_minus_lr_times_weight_decay_2"),
-            ),
-            Stage(
-                "adamp_bfloat16_6",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("row_sum_of_update_over_row_mul_3_2",),
-                matrices=True,
-            ),
-            Stage("adamp_bfloat16_7", "elem", level=2, scalars=(4, 5, 13), matrices=True),
-        ),
-    },
-    "adamp_float16": {
-        "kernel": "adamp_float16",
-        "kernel_scalars": (
-            "beta1", "beta2", "one_minus_beta1_times_grad_scale", "scalar_1", "scalar_2", "scalar_3", "eps",
-            "grad_scale", "grad_scale_times_grad_scale", "delta", "weight_decay", "minus_one_minus_wd_ratio",
-            "minus_lr", "minus_lr_over_one_minus_beta1_pow_t",
-        ),
-        "kernel_host": kernel_scalars,
-        "temps": (
-            Temp("row_sum_for_invariant", "row", reduction="row_sum", source="elem"),
-            Temp("row_sum_for_invariant_2", "row", reduction="row_sum", source="elem"),
-            Temp("row_sum_for_invariant_3", "row", reduction="row_sum", source="elem"),
-            Temp("row_sum_of_update", "row", reduction="row_sum", source="elem"),
-            Temp("tensor_max_for_invariant", "tensor", reduction="tensor_max", source="row"),
-            Temp("row_sum_of_update_over_row_mul_3", "row"),
-            Temp("tensor_sum_for_invariant", "tensor", reduction="tensor_sum", source="row"),
-            Temp("tensor_sum_for_invariant_2", "tensor", reduction="tensor_sum", source="row"),
-            Temp("tensor_sum_for_invariant_3", "tensor", reduction="tensor_sum", source="row"),
-            Temp("tensor_sum_of_update", "tensor", reduction="tensor_sum", source="row"),
-            Temp("delta_over_sqrt_columns", "tensor"),
-            Temp("delta_over_sqrt_elements", "tensor"),
-            Temp("lt_tensor_div_delta_over_sqrt_elements", "tensor"),
-            Temp("tensor_sum_of_update_over_tensor_mul_3_2", "tensor"),
-            Temp("tensor_lt", "tensor"),
-            Temp("one_minus_lr_times_weight_decay_2", "tensor"),
-            Temp("row_sum_of_update_over_row_mul_3_2", "row"),
-        ),
-        "stages": (
-            Stage(
-                "adamp_float16_1",
-                "elem",
-                level=0,
-                scalars=(0, 1, 2, 3, 4, 5),
-                temps=(
-                    "row_sum_for_invariant", "row_sum_for_invariant_2", "row_sum_for_invariant_3", "row_sum_of_update",
-                ),
-                matrices=True,
-            ),
-            Stage(
-                "adamp_bfloat16_2",
-                "row",
-                level=1,
-                scalars=(6, 7, 8),
-                temps=(
-                    "tensor_max_for_invariant", "row_sum_of_update_over_row_mul_3", "tensor_sum_for_invariant",
-                    "tensor_sum_for_invariant_2", "tensor_sum_for_invariant_3", "tensor_sum_of_update",
-                ),
-                matrices=True,
-            ),
-            Stage(
-                "adamp_float16_3",
-                "tensor",
-                level=1,
-                scalars=(9,),
-                temps=("delta_over_sqrt_columns", "delta_over_sqrt_elements"),
-            ),
-            Stage(
-                "adamp_float16_4",
-                "tensor",
-                level=1,
-                scalars=(6, 7, 8),
-                temps=("lt_tensor_div_delta_over_sqrt_elements", "tensor_sum_of_update_over_tensor_mul_3_2"),
-            ),
-            Stage(
-                "adamp_float16_5",
-                "tensor",
-                level=1,
-                scalars=(10, 11, 12),
-                temps=("tensor_lt", "one_minus_lr_times_weight_decay_2"),
-            ),
-            Stage(
-                "adamp_float16_6",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("row_sum_of_update_over_row_mul_3_2",),
-                matrices=True,
-            ),
-            Stage("adamp_float16_7", "elem", level=2, scalars=(4, 5, 13), matrices=True),
-        ),
-    },
+    "adamp_float32": {"kernel": "adamp_float32"},
+    "adamp_bfloat16": {"kernel": "adamp_bfloat16"},
+    "adamp_float16": {"kernel": "adamp_float16"},
     "adamp_float32_no_projected": {
         "kernel": "adamp_float32_no_projected",
         "kernel_scalars": (
             "beta1", "beta2", "one_minus_beta1_times_grad_scale", "scalar_1", "scalar_2", "scalar_3",
             "one_minus_lr_times_weight_decay", "minus_lr_over_one_minus_beta1_pow_t",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "adamp_bfloat16_no_projected": {
         "kernel": "adamp_bfloat16_no_projected",
@@ -333,7 +52,7 @@ KERNELS = {
             "beta1", "beta2", "one_minus_beta1_times_grad_scale", "scalar_1", "scalar_2", "scalar_3",
             "one_minus_lr_times_weight_decay", "minus_lr_over_one_minus_beta1_pow_t",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "adamp_float16_no_projected": {
         "kernel": "adamp_float16_no_projected",
@@ -341,259 +60,18 @@ KERNELS = {
             "beta1", "beta2", "one_minus_beta1_times_grad_scale", "scalar_1", "scalar_2", "scalar_3",
             "one_minus_lr_times_weight_decay", "minus_lr_over_one_minus_beta1_pow_t",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
-    "adamp_float32_nesterov": {
-        "kernel": "adamp_float32_nesterov",
-        "kernel_scalars": (
-            "beta2", "scalar_0", "beta1_times_beta1", "beta1_times_one_minus_beta1_times_grad_scale",
-            "one_minus_beta1_times_grad_scale", "scalar_4", "scalar_5", "eps", "grad_scale",
-            "grad_scale_times_grad_scale", "delta", "weight_decay", "minus_one_minus_wd_ratio", "minus_lr", "beta1",
-            "minus_lr_over_one_minus_beta1_pow_t",
-        ),
-        "kernel_host": kernel_scalars_3,
-        "temps": (
-            Temp("row_sum_for_invariant", "row", reduction="row_sum", source="elem"),
-            Temp("row_sum_for_invariant_2", "row", reduction="row_sum", source="elem"),
-            Temp("row_sum_for_invariant_3", "row", reduction="row_sum", source="elem"),
-            Temp("row_sum_of_p", "row", reduction="row_sum", source="elem"),
-            Temp("tensor_max_for_invariant", "tensor", reduction="tensor_max", source="row"),
-            Temp("row_sum_of_p_over_row_mul_3", "row"),
-            Temp("tensor_sum_for_invariant", "tensor", reduction="tensor_sum", source="row"),
-            Temp("tensor_sum_for_invariant_2", "tensor", reduction="tensor_sum", source="row"),
-            Temp("tensor_sum_for_invariant_3", "tensor", reduction="tensor_sum", source="row"),
-            Temp("tensor_sum_of_p", "tensor", reduction="tensor_sum", source="row"),
-            Temp("delta_over_sqrt_columns", "tensor"),
-            Temp("delta_over_sqrt_elements", "tensor"),
-            Temp("lt_tensor_div_delta_over_sqrt_elements", "tensor"),
-            Temp("tensor_sum_of_p_over_tensor_mul_3_2", "tensor"),
-            Temp("tensor_lt", "tensor"),
-            Temp("one_minus_lr_times_weight_decay_2", "tensor"),
-            Temp("row_sum_of_p_over_row_mul_3_2", "row"),
-        ),
-        "stages": (
-            Stage(
-                "adamp_float32_nesterov_1",
-                "elem",
-                level=0,
-                scalars=(0, 1, 2, 3, 4, 5, 6),
-                temps=("row_sum_for_invariant", "row_sum_for_invariant_2", "row_sum_for_invariant_3", "row_sum_of_p"),
-                matrices=True,
-            ),
-            Stage(
-                "adamp_float32_2",
-                "row",
-                level=1,
-                scalars=(7, 8, 9),
-                temps=(
-                    "tensor_max_for_invariant", "row_sum_of_p_over_row_mul_3", "tensor_sum_for_invariant",
-                    "tensor_sum_for_invariant_2", "tensor_sum_for_invariant_3", "tensor_sum_of_p",
-                ),
-                matrices=True,
-            ),
-            Stage(
-                "adamp_float32_nesterov_3",
-                "tensor",
-                level=1,
-                scalars=(10,),
-                temps=("delta_over_sqrt_columns", "delta_over_sqrt_elements"),
-            ),
-            Stage(
-                "adamp_float32_nesterov_4",
-                "tensor",
-                level=1,
-                scalars=(7, 8, 9),
-                temps=("lt_tensor_div_delta_over_sqrt_elements", "tensor_sum_of_p_over_tensor_mul_3_2"),
-            ),
-            Stage(
-                "adamp_float32_nesterov_5",
-                "tensor",
-                level=1,
-                scalars=(11, 12, 13),
-                temps=("tensor_lt", "one_minus_lr_times_weight_decay_2"),
-            ),
-            Stage(
-                "adamp_float32_nesterov_6",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("row_sum_of_p_over_row_mul_3_2",),
-                matrices=True,
-            ),
-            Stage("adamp_float32_nesterov_7", "elem", level=2, scalars=(14, 0, 4, 1, 5, 6, 15), matrices=True),
-        ),
-    },
-    "adamp_bfloat16_nesterov": {
-        "kernel": "adamp_bfloat16_nesterov",
-        "kernel_scalars": (
-            "beta2", "scalar_0", "beta1_times_beta1", "beta1_times_one_minus_beta1_times_grad_scale",
-            "one_minus_beta1_times_grad_scale", "scalar_4", "scalar_5", "eps", "grad_scale",
-            "grad_scale_times_grad_scale", "delta", "weight_decay", "minus_one_minus_wd_ratio", "minus_lr", "beta1",
-            "minus_lr_over_one_minus_beta1_pow_t",
-        ),
-        "kernel_host": kernel_scalars_3,
-        "temps": (
-            Temp("row_sum_for_invariant", "row", reduction="row_sum", source="elem"),
-            Temp("row_sum_for_invariant_2", "row", reduction="row_sum", source="elem"),
-            Temp("row_sum_for_invariant_3", "row", reduction="row_sum", source="elem"),
-            Temp("row_sum_of_update", "row", reduction="row_sum", source="elem"),
-            Temp("tensor_max_for_invariant", "tensor", reduction="tensor_max", source="row"),
-            Temp("row_sum_of_update_over_row_mul_3", "row"),
-            Temp("tensor_sum_for_invariant", "tensor", reduction="tensor_sum", source="row"),
-            Temp("tensor_sum_for_invariant_2", "tensor", reduction="tensor_sum", source="row"),
-            Temp("tensor_sum_for_invariant_3", "tensor", reduction="tensor_sum", source="row"),
-            Temp("tensor_sum_of_update", "tensor", reduction="tensor_sum", source="row"),
-            Temp("delta_over_sqrt_columns", "tensor"),
-            Temp("delta_over_sqrt_elements", "tensor"),
-            Temp("lt_tensor_div_delta_over_sqrt_elements", "tensor"),
-            Temp("tensor_sum_of_update_over_tensor_mul_3_2", "tensor"),
-            Temp("tensor_lt", "tensor"),
-            Temp("one_minus_lr_times_weight_decay_2", "tensor"),
-            Temp("row_sum_of_update_over_row_mul_3_2", "row"),
-        ),
-        "stages": (
-            Stage(
-                "adamp_bfloat16_nesterov_1",
-                "elem",
-                level=0,
-                scalars=(0, 1, 2, 3, 4, 5, 6),
-                temps=(
-                    "row_sum_for_invariant", "row_sum_for_invariant_2", "row_sum_for_invariant_3", "row_sum_of_update",
-                ),
-                matrices=True,
-            ),
-            Stage(
-                "adamp_bfloat16_2",
-                "row",
-                level=1,
-                scalars=(7, 8, 9),
-                temps=(
-                    "tensor_max_for_invariant", "row_sum_of_update_over_row_mul_3", "tensor_sum_for_invariant",
-                    "tensor_sum_for_invariant_2", "tensor_sum_for_invariant_3", "tensor_sum_of_update",
-                ),
-                matrices=True,
-            ),
-            Stage(
-                "adamp_bfloat16_nesterov_3",
-                "tensor",
-                level=1,
-                scalars=(10,),
-                temps=("delta_over_sqrt_columns", "delta_over_sqrt_elements"),
-            ),
-            Stage(
-                "adamp_bfloat16_nesterov_4",
-                "tensor",
-                level=1,
-                scalars=(7, 8, 9),
-                temps=("lt_tensor_div_delta_over_sqrt_elements", "tensor_sum_of_update_over_tensor_mul_3_2"),
-            ),
-            Stage(
-                "adamp_bfloat16_nesterov_5",
-                "tensor",
-                level=1,
-                scalars=(11, 12, 13),
-                temps=("tensor_lt", "one_minus_lr_times_weight_decay_2"),
-            ),
-            Stage(
-                "adamp_bfloat16_nesterov_6",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("row_sum_of_update_over_row_mul_3_2",),
-                matrices=True,
-            ),
-            Stage("adamp_bfloat16_nesterov_7", "elem", level=2, scalars=(14, 0, 4, 1, 5, 6, 15), matrices=True),
-        ),
-    },
-    "adamp_float16_nesterov": {
-        "kernel": "adamp_float16_nesterov",
-        "kernel_scalars": (
-            "beta2", "scalar_0", "beta1_times_beta1", "beta1_times_one_minus_beta1_times_grad_scale",
-            "one_minus_beta1_times_grad_scale", "scalar_4", "scalar_5", "eps", "grad_scale",
-            "grad_scale_times_grad_scale", "delta", "weight_decay", "minus_one_minus_wd_ratio", "minus_lr", "beta1",
-            "minus_lr_over_one_minus_beta1_pow_t",
-        ),
-        "kernel_host": kernel_scalars_3,
-        "temps": (
-            Temp("row_sum_for_invariant", "row", reduction="row_sum", source="elem"),
-            Temp("row_sum_for_invariant_2", "row", reduction="row_sum", source="elem"),
-            Temp("row_sum_for_invariant_3", "row", reduction="row_sum", source="elem"),
-            Temp("row_sum_of_update", "row", reduction="row_sum", source="elem"),
-            Temp("tensor_max_for_invariant", "tensor", reduction="tensor_max", source="row"),
-            Temp("row_sum_of_update_over_row_mul_3", "row"),
-            Temp("tensor_sum_for_invariant", "tensor", reduction="tensor_sum", source="row"),
-            Temp("tensor_sum_for_invariant_2", "tensor", reduction="tensor_sum", source="row"),
-            Temp("tensor_sum_for_invariant_3", "tensor", reduction="tensor_sum", source="row"),
-            Temp("tensor_sum_of_update", "tensor", reduction="tensor_sum", source="row"),
-            Temp("delta_over_sqrt_columns", "tensor"),
-            Temp("delta_over_sqrt_elements", "tensor"),
-            Temp("lt_tensor_div_delta_over_sqrt_elements", "tensor"),
-            Temp("tensor_sum_of_update_over_tensor_mul_3_2", "tensor"),
-            Temp("tensor_lt", "tensor"),
-            Temp("one_minus_lr_times_weight_decay_2", "tensor"),
-            Temp("row_sum_of_update_over_row_mul_3_2", "row"),
-        ),
-        "stages": (
-            Stage(
-                "adamp_float16_nesterov_1",
-                "elem",
-                level=0,
-                scalars=(0, 1, 2, 3, 4, 5, 6),
-                temps=(
-                    "row_sum_for_invariant", "row_sum_for_invariant_2", "row_sum_for_invariant_3", "row_sum_of_update",
-                ),
-                matrices=True,
-            ),
-            Stage(
-                "adamp_bfloat16_2",
-                "row",
-                level=1,
-                scalars=(7, 8, 9),
-                temps=(
-                    "tensor_max_for_invariant", "row_sum_of_update_over_row_mul_3", "tensor_sum_for_invariant",
-                    "tensor_sum_for_invariant_2", "tensor_sum_for_invariant_3", "tensor_sum_of_update",
-                ),
-                matrices=True,
-            ),
-            Stage(
-                "adamp_float16_nesterov_3",
-                "tensor",
-                level=1,
-                scalars=(10,),
-                temps=("delta_over_sqrt_columns", "delta_over_sqrt_elements"),
-            ),
-            Stage(
-                "adamp_float16_nesterov_4",
-                "tensor",
-                level=1,
-                scalars=(7, 8, 9),
-                temps=("lt_tensor_div_delta_over_sqrt_elements", "tensor_sum_of_update_over_tensor_mul_3_2"),
-            ),
-            Stage(
-                "adamp_float16_nesterov_5",
-                "tensor",
-                level=1,
-                scalars=(11, 12, 13),
-                temps=("tensor_lt", "one_minus_lr_times_weight_decay_2"),
-            ),
-            Stage(
-                "adamp_float16_nesterov_6",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("row_sum_of_update_over_row_mul_3_2",),
-                matrices=True,
-            ),
-            Stage("adamp_float16_nesterov_7", "elem", level=2, scalars=(14, 0, 4, 1, 5, 6, 15), matrices=True),
-        ),
-    },
+    "adamp_float32_nesterov": {"kernel": "adamp_float32_nesterov"},
+    "adamp_bfloat16_nesterov": {"kernel": "adamp_bfloat16_nesterov"},
+    "adamp_float16_nesterov": {"kernel": "adamp_float16_nesterov"},
     "adamp_float32_nesterov_no_projected": {
         "kernel": "adamp_float32_nesterov_no_projected",
         "kernel_scalars": (
             "beta1", "beta2", "one_minus_beta1_times_grad_scale", "scalar_1", "scalar_2", "scalar_3",
             "one_minus_lr_times_weight_decay", "minus_lr_over_one_minus_beta1_pow_t",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "adamp_bfloat16_nesterov_no_projected": {
         "kernel": "adamp_bfloat16_nesterov_no_projected",
@@ -601,7 +79,7 @@ KERNELS = {
             "beta1", "beta2", "one_minus_beta1_times_grad_scale", "scalar_1", "scalar_2", "scalar_3",
             "one_minus_lr_times_weight_decay", "minus_lr_over_one_minus_beta1_pow_t",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "adamp_float16_nesterov_no_projected": {
         "kernel": "adamp_float16_nesterov_no_projected",
@@ -609,6 +87,6 @@ KERNELS = {
             "beta1", "beta2", "one_minus_beta1_times_grad_scale", "scalar_1", "scalar_2", "scalar_3",
             "one_minus_lr_times_weight_decay", "minus_lr_over_one_minus_beta1_pow_t",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
 }

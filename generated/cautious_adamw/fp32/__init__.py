@@ -14,77 +14,10 @@
 #   traffic   28 B per bfloat16 parameter and step: 2 sweeps
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Stage, Temp
-from optgen.runtime.records.scalars import choose, divide, larger, root
-
-
-def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
-    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
-    scalar_2 = (1 - beta2) * grad_scale * grad_scale
-    common_1 = root(1 - beta2**step)
-    common_2 = divide(lr, 1 - beta1**step) * common_1
-    common_3 = common_2 < 7.888609052210118e-31
-    scalar_3 = choose(common_3, 1, divide(1, common_2))
-    scalar_4 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_3, 0, common_2))
-    return (
-        beta1, grad_scale, one_minus_beta1_times_grad_scale, beta2, one_minus_lr_times_weight_decay, scalar_2,
-        scalar_3, scalar_4,
-    )
 
 
 KERNELS = {
-    "cautious_adamw_float32": {
-        "kernel": "cautious_adamw_float32",
-        "kernel_scalars": (
-            "beta1", "grad_scale", "one_minus_beta1_times_grad_scale", "beta2", "one_minus_lr_times_weight_decay",
-            "scalar_2", "scalar_3", "scalar_4",
-        ),
-        "kernel_host": kernel_scalars,
-        "temps": (
-            Temp("tensor_sum_of_agrees", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("tensor_div", "tensor"),
-        ),
-        "stages": (
-            Stage("cautious_adamw_float32_1", "elem", level=0, scalars=(0, 1, 2), temps=("tensor_sum_of_agrees",)),
-            Stage("cautious_adamw_float32_2", "tensor", level=1, scalars=(), temps=("tensor_div",)),
-            Stage("cautious_adamw_float32_3", "elem", level=2, scalars=(0, 3, 1, 4, 2, 5, 6, 7)),
-        ),
-    },
-    "cautious_adamw_bfloat16": {
-        "kernel": "cautious_adamw_bfloat16",
-        "kernel_scalars": (
-            "beta1", "grad_scale", "one_minus_beta1_times_grad_scale", "beta2", "one_minus_lr_times_weight_decay",
-            "scalar_2", "scalar_3", "scalar_4",
-        ),
-        "kernel_host": kernel_scalars,
-        "temps": (
-            Temp("tensor_sum_of_agrees", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("tensor_div", "tensor"),
-        ),
-        "stages": (
-            Stage("cautious_adamw_bfloat16_1", "elem", level=0, scalars=(0, 1, 2), temps=("tensor_sum_of_agrees",)),
-            Stage("cautious_adamw_float32_2", "tensor", level=1, scalars=(), temps=("tensor_div",)),
-            Stage("cautious_adamw_bfloat16_3", "elem", level=2, scalars=(0, 3, 1, 4, 2, 5, 6, 7)),
-        ),
-    },
-    "cautious_adamw_float16": {
-        "kernel": "cautious_adamw_float16",
-        "kernel_scalars": (
-            "beta1", "grad_scale", "one_minus_beta1_times_grad_scale", "beta2", "one_minus_lr_times_weight_decay",
-            "scalar_2", "scalar_3", "scalar_4",
-        ),
-        "kernel_host": kernel_scalars,
-        "temps": (
-            Temp("tensor_sum_of_agrees", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("tensor_div", "tensor"),
-        ),
-        "stages": (
-            Stage("cautious_adamw_float16_1", "elem", level=0, scalars=(0, 1, 2), temps=("tensor_sum_of_agrees",)),
-            Stage("cautious_adamw_float32_2", "tensor", level=1, scalars=(), temps=("tensor_div",)),
-            Stage("cautious_adamw_float16_3", "elem", level=2, scalars=(0, 3, 1, 4, 2, 5, 6, 7)),
-        ),
-    },
+    "cautious_adamw_float32": {"kernel": "cautious_adamw_float32"},
+    "cautious_adamw_bfloat16": {"kernel": "cautious_adamw_bfloat16"},
+    "cautious_adamw_float16": {"kernel": "cautious_adamw_float16"},
 }

@@ -12,71 +12,10 @@
 #   traffic   20 B per bfloat16 parameter and step: 2 sweeps
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Stage, Temp
-
-
-def kernel_scalars(step, grad_scale, *, lr, betas, weight_decay):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
-    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
-    one_minus_beta2_times_grad_scale = (1 - beta2) * grad_scale
-    return (
-        beta1, grad_scale, one_minus_beta1_times_grad_scale, lr, beta2, one_minus_lr_times_weight_decay,
-        one_minus_beta2_times_grad_scale,
-    )
 
 
 KERNELS = {
-    "cautious_lion_float32": {
-        "kernel": "cautious_lion_float32",
-        "kernel_scalars": (
-            "beta1", "grad_scale", "one_minus_beta1_times_grad_scale", "lr", "beta2", "one_minus_lr_times_weight_decay",
-            "one_minus_beta2_times_grad_scale",
-        ),
-        "kernel_host": kernel_scalars,
-        "temps": (
-            Temp("tensor_sum_of_agrees", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("tensor_div", "tensor"),
-        ),
-        "stages": (
-            Stage("cautious_lion_float32_1", "elem", level=0, scalars=(0, 1, 2), temps=("tensor_sum_of_agrees",)),
-            Stage("cautious_lion_float32_2", "tensor", level=1, scalars=(3,), temps=("tensor_div",)),
-            Stage("cautious_lion_float32_3", "elem", level=2, scalars=(0, 4, 1, 5, 2, 6)),
-        ),
-    },
-    "cautious_lion_bfloat16": {
-        "kernel": "cautious_lion_bfloat16",
-        "kernel_scalars": (
-            "beta1", "grad_scale", "one_minus_beta1_times_grad_scale", "lr", "beta2", "one_minus_lr_times_weight_decay",
-            "one_minus_beta2_times_grad_scale",
-        ),
-        "kernel_host": kernel_scalars,
-        "temps": (
-            Temp("tensor_sum_of_agrees", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("tensor_div", "tensor"),
-        ),
-        "stages": (
-            Stage("cautious_lion_bfloat16_1", "elem", level=0, scalars=(0, 1, 2), temps=("tensor_sum_of_agrees",)),
-            Stage("cautious_lion_float32_2", "tensor", level=1, scalars=(3,), temps=("tensor_div",)),
-            Stage("cautious_lion_bfloat16_3", "elem", level=2, scalars=(0, 4, 1, 5, 2, 6)),
-        ),
-    },
-    "cautious_lion_float16": {
-        "kernel": "cautious_lion_float16",
-        "kernel_scalars": (
-            "beta1", "grad_scale", "one_minus_beta1_times_grad_scale", "lr", "beta2", "one_minus_lr_times_weight_decay",
-            "one_minus_beta2_times_grad_scale",
-        ),
-        "kernel_host": kernel_scalars,
-        "temps": (
-            Temp("tensor_sum_of_agrees", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("tensor_div", "tensor"),
-        ),
-        "stages": (
-            Stage("cautious_lion_float16_1", "elem", level=0, scalars=(0, 1, 2), temps=("tensor_sum_of_agrees",)),
-            Stage("cautious_lion_float32_2", "tensor", level=1, scalars=(3,), temps=("tensor_div",)),
-            Stage("cautious_lion_float16_3", "elem", level=2, scalars=(0, 4, 1, 5, 2, 6)),
-        ),
-    },
+    "cautious_lion_float32": {"kernel": "cautious_lion_float32"},
+    "cautious_lion_bfloat16": {"kernel": "cautious_lion_bfloat16"},
+    "cautious_lion_float16": {"kernel": "cautious_lion_float16"},
 }

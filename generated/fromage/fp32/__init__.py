@@ -10,82 +10,10 @@
 #   traffic   10 B per bfloat16 parameter and step: 2 sweeps
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Stage, Temp
-from optgen.runtime.records.scalars import divide, root
-
-
-def kernel_scalars(step, grad_scale, *, lr):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    grad_scale_times_grad_scale = grad_scale * grad_scale
-    one_over_sqrt_one_plus_lr_times_lr = divide(1, root(1 + lr * lr))
-    return (lr, grad_scale_times_grad_scale, one_over_sqrt_one_plus_lr_times_lr, grad_scale)
 
 
 KERNELS = {
-    "fromage_float32": {
-        "kernel": "fromage_float32",
-        "kernel_scalars": ("lr", "grad_scale_times_grad_scale", "one_over_sqrt_one_plus_lr_times_lr", "grad_scale"),
-        "kernel_host": kernel_scalars,
-        "temps": (
-            Temp("tensor_sum_for_p_norm", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("tensor_sum_for_g_norm", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("shrink", "tensor"),
-            Temp("lr_times_ratio", "tensor"),
-        ),
-        "stages": (
-            Stage(
-                "fromage_float32_1",
-                "elem",
-                level=0,
-                scalars=(),
-                temps=("tensor_sum_for_p_norm", "tensor_sum_for_g_norm"),
-            ),
-            Stage("fromage_float32_2", "tensor", level=1, scalars=(0, 1, 2), temps=("shrink", "lr_times_ratio")),
-            Stage("fromage_float32_3", "elem", level=2, scalars=(3,)),
-        ),
-    },
-    "fromage_bfloat16": {
-        "kernel": "fromage_bfloat16",
-        "kernel_scalars": ("lr", "grad_scale_times_grad_scale", "one_over_sqrt_one_plus_lr_times_lr", "grad_scale"),
-        "kernel_host": kernel_scalars,
-        "temps": (
-            Temp("tensor_sum_for_p_norm", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("tensor_sum_for_g_norm", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("shrink", "tensor"),
-            Temp("lr_times_ratio", "tensor"),
-        ),
-        "stages": (
-            Stage(
-                "fromage_bfloat16_1",
-                "elem",
-                level=0,
-                scalars=(),
-                temps=("tensor_sum_for_p_norm", "tensor_sum_for_g_norm"),
-            ),
-            Stage("fromage_float32_2", "tensor", level=1, scalars=(0, 1, 2), temps=("shrink", "lr_times_ratio")),
-            Stage("fromage_bfloat16_3", "elem", level=2, scalars=(3,)),
-        ),
-    },
-    "fromage_float16": {
-        "kernel": "fromage_float16",
-        "kernel_scalars": ("lr", "grad_scale_times_grad_scale", "one_over_sqrt_one_plus_lr_times_lr", "grad_scale"),
-        "kernel_host": kernel_scalars,
-        "temps": (
-            Temp("tensor_sum_for_p_norm", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("tensor_sum_for_g_norm", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("shrink", "tensor"),
-            Temp("lr_times_ratio", "tensor"),
-        ),
-        "stages": (
-            Stage(
-                "fromage_float16_1",
-                "elem",
-                level=0,
-                scalars=(),
-                temps=("tensor_sum_for_p_norm", "tensor_sum_for_g_norm"),
-            ),
-            Stage("fromage_float32_2", "tensor", level=1, scalars=(0, 1, 2), temps=("shrink", "lr_times_ratio")),
-            Stage("fromage_float16_3", "elem", level=2, scalars=(3,)),
-        ),
-    },
+    "fromage_float32": {"kernel": "fromage_float32"},
+    "fromage_bfloat16": {"kernel": "fromage_bfloat16"},
+    "fromage_float16": {"kernel": "fromage_float16"},
 }

@@ -14,97 +14,10 @@
 #   traffic   32 B per bfloat16 parameter and step: 2 sweeps
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Stage, Temp
-from optgen.runtime.records.scalars import choose, divide, larger, root
-
-
-def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, min_norm, max_norm):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
-    scalar_1 = (1 - beta2) * grad_scale * grad_scale
-    common_1 = root(1 - beta2**step)
-    common_2 = 1 / (1 - beta1**step) * common_1
-    common_3 = common_2 < 7.888609052210118e-31
-    scalar_2 = choose(common_3, 1, 1 / common_2)
-    scalar_3 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_3, 0, common_2))
-    return (
-        beta1, beta2, weight_decay, one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, lr, min_norm,
-        max_norm,
-    )
 
 
 KERNELS = {
-    "lamb_float32": {
-        "kernel": "lamb_float32",
-        "kernel_scalars": (
-            "beta1", "beta2", "weight_decay", "one_minus_beta1_times_grad_scale", "scalar_1", "scalar_2", "scalar_3",
-            "lr", "min_norm", "max_norm",
-        ),
-        "kernel_host": kernel_scalars,
-        "temps": (
-            Temp("tensor_sum_for_weight_norm", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("tensor_sum_for_update_norm", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("lr_times_trust", "tensor"),
-        ),
-        "stages": (
-            Stage(
-                "lamb_float32_1",
-                "elem",
-                level=0,
-                scalars=(0, 1, 2, 3, 4, 5, 6),
-                temps=("tensor_sum_for_weight_norm", "tensor_sum_for_update_norm"),
-            ),
-            Stage("lamb_float32_2", "tensor", level=1, scalars=(7, 8, 9), temps=("lr_times_trust",)),
-            Stage("lamb_float32_3", "elem", level=2, scalars=(2, 5, 6)),
-        ),
-    },
-    "lamb_bfloat16": {
-        "kernel": "lamb_bfloat16",
-        "kernel_scalars": (
-            "beta1", "beta2", "weight_decay", "one_minus_beta1_times_grad_scale", "scalar_1", "scalar_2", "scalar_3",
-            "lr", "min_norm", "max_norm",
-        ),
-        "kernel_host": kernel_scalars,
-        "temps": (
-            Temp("tensor_sum_for_weight_norm", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("tensor_sum_for_update_norm", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("lr_times_trust", "tensor"),
-        ),
-        "stages": (
-            Stage(
-                "lamb_bfloat16_1",
-                "elem",
-                level=0,
-                scalars=(0, 1, 2, 3, 4, 5, 6),
-                temps=("tensor_sum_for_weight_norm", "tensor_sum_for_update_norm"),
-            ),
-            Stage("lamb_float32_2", "tensor", level=1, scalars=(7, 8, 9), temps=("lr_times_trust",)),
-            Stage("lamb_bfloat16_3", "elem", level=2, scalars=(2, 5, 6)),
-        ),
-    },
-    "lamb_float16": {
-        "kernel": "lamb_float16",
-        "kernel_scalars": (
-            "beta1", "beta2", "weight_decay", "one_minus_beta1_times_grad_scale", "scalar_1", "scalar_2", "scalar_3",
-            "lr", "min_norm", "max_norm",
-        ),
-        "kernel_host": kernel_scalars,
-        "temps": (
-            Temp("tensor_sum_for_weight_norm", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("tensor_sum_for_update_norm", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("lr_times_trust", "tensor"),
-        ),
-        "stages": (
-            Stage(
-                "lamb_float16_1",
-                "elem",
-                level=0,
-                scalars=(0, 1, 2, 3, 4, 5, 6),
-                temps=("tensor_sum_for_weight_norm", "tensor_sum_for_update_norm"),
-            ),
-            Stage("lamb_float32_2", "tensor", level=1, scalars=(7, 8, 9), temps=("lr_times_trust",)),
-            Stage("lamb_float16_3", "elem", level=2, scalars=(2, 5, 6)),
-        ),
-    },
+    "lamb_float32": {"kernel": "lamb_float32"},
+    "lamb_bfloat16": {"kernel": "lamb_bfloat16"},
+    "lamb_float16": {"kernel": "lamb_float16"},
 }

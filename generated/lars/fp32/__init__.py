@@ -12,83 +12,10 @@
 #   traffic   18 B per bfloat16 parameter and step: 2 sweeps
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Stage, Temp
-
-
-def kernel_scalars(step, grad_scale, *, lr, momentum, weight_decay, trust_coefficient):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    grad_scale_times_grad_scale = grad_scale * grad_scale
-    return (lr, weight_decay, trust_coefficient, grad_scale_times_grad_scale, momentum, grad_scale)
 
 
 KERNELS = {
-    "lars_float32": {
-        "kernel": "lars_float32",
-        "kernel_scalars": (
-            "lr", "weight_decay", "trust_coefficient", "grad_scale_times_grad_scale", "momentum", "grad_scale",
-        ),
-        "kernel_host": kernel_scalars,
-        "temps": (
-            Temp("tensor_sum_for_weight_norm", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("tensor_sum_for_grad_norm", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("lr_times_local_lr", "tensor"),
-        ),
-        "stages": (
-            Stage(
-                "lars_float32_1",
-                "elem",
-                level=0,
-                scalars=(),
-                temps=("tensor_sum_for_weight_norm", "tensor_sum_for_grad_norm"),
-            ),
-            Stage("lars_float32_2", "tensor", level=1, scalars=(0, 1, 2, 3), temps=("lr_times_local_lr",)),
-            Stage("lars_float32_3", "elem", level=2, scalars=(4, 1, 5)),
-        ),
-    },
-    "lars_bfloat16": {
-        "kernel": "lars_bfloat16",
-        "kernel_scalars": (
-            "lr", "weight_decay", "trust_coefficient", "grad_scale_times_grad_scale", "momentum", "grad_scale",
-        ),
-        "kernel_host": kernel_scalars,
-        "temps": (
-            Temp("tensor_sum_for_weight_norm", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("tensor_sum_for_grad_norm", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("lr_times_local_lr", "tensor"),
-        ),
-        "stages": (
-            Stage(
-                "lars_bfloat16_1",
-                "elem",
-                level=0,
-                scalars=(),
-                temps=("tensor_sum_for_weight_norm", "tensor_sum_for_grad_norm"),
-            ),
-            Stage("lars_float32_2", "tensor", level=1, scalars=(0, 1, 2, 3), temps=("lr_times_local_lr",)),
-            Stage("lars_bfloat16_3", "elem", level=2, scalars=(4, 1, 5)),
-        ),
-    },
-    "lars_float16": {
-        "kernel": "lars_float16",
-        "kernel_scalars": (
-            "lr", "weight_decay", "trust_coefficient", "grad_scale_times_grad_scale", "momentum", "grad_scale",
-        ),
-        "kernel_host": kernel_scalars,
-        "temps": (
-            Temp("tensor_sum_for_weight_norm", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("tensor_sum_for_grad_norm", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("lr_times_local_lr", "tensor"),
-        ),
-        "stages": (
-            Stage(
-                "lars_float16_1",
-                "elem",
-                level=0,
-                scalars=(),
-                temps=("tensor_sum_for_weight_norm", "tensor_sum_for_grad_norm"),
-            ),
-            Stage("lars_float32_2", "tensor", level=1, scalars=(0, 1, 2, 3), temps=("lr_times_local_lr",)),
-            Stage("lars_float16_3", "elem", level=2, scalars=(4, 1, 5)),
-        ),
-    },
+    "lars_float32": {"kernel": "lars_float32"},
+    "lars_bfloat16": {"kernel": "lars_bfloat16"},
+    "lars_float16": {"kernel": "lars_float16"},
 }

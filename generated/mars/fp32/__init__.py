@@ -16,79 +16,10 @@
 #   traffic   36 B per bfloat16 parameter and step: 2 sweeps
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Stage, Temp
-from optgen.runtime.records.scalars import choose, divide, larger, root
-
-
-def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, gamma):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    where_lt_one_t_one_zero = choose(1 < step, 1, 0)
-    gamma_times_beta1_over_one_minus_beta1 = divide(gamma * beta1, 1 - beta1)
-    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
-    one_minus_beta1 = 1 - beta1
-    one_minus_beta2 = 1 - beta2
-    common_1 = root(1 - beta2**step)
-    common_2 = divide(lr, 1 - beta1**step) * common_1
-    common_3 = common_2 < 7.888609052210118e-31
-    scalar_5 = choose(common_3, 1, divide(1, common_2))
-    scalar_6 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_3, 0, common_2))
-    return (
-        grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, beta1, beta2,
-        one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, scalar_5, scalar_6,
-    )
 
 
 KERNELS = {
-    "mars_float32": {
-        "kernel": "mars_float32",
-        "kernel_scalars": (
-            "grad_scale", "where_lt_one_t_one_zero", "gamma_times_beta1_over_one_minus_beta1", "beta1", "beta2",
-            "one_minus_lr_times_weight_decay", "one_minus_beta1", "one_minus_beta2", "scalar_5", "scalar_6",
-        ),
-        "kernel_host": kernel_scalars,
-        "temps": (
-            Temp("tensor_sum_of_c", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("one_over_sqrt_tensor_sum_of_c_max_one", "tensor"),
-        ),
-        "stages": (
-            Stage("mars_float32_1", "elem", level=0, scalars=(0, 1, 2), temps=("tensor_sum_of_c",)),
-            Stage("mars_float32_2", "tensor", level=1, scalars=(), temps=("one_over_sqrt_tensor_sum_of_c_max_one",)),
-            Stage("mars_float32_3", "elem", level=2, scalars=(3, 4, 0, 1, 2, 5, 6, 7, 8, 9)),
-        ),
-    },
-    "mars_bfloat16": {
-        "kernel": "mars_bfloat16",
-        "kernel_scalars": (
-            "grad_scale", "where_lt_one_t_one_zero", "gamma_times_beta1_over_one_minus_beta1", "beta1", "beta2",
-            "one_minus_lr_times_weight_decay", "one_minus_beta1", "one_minus_beta2", "scalar_5", "scalar_6",
-        ),
-        "kernel_host": kernel_scalars,
-        "temps": (
-            Temp("tensor_sum_of_c", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("one_over_sqrt_tensor_sum_of_c_max_one", "tensor"),
-        ),
-        "stages": (
-            Stage("mars_bfloat16_1", "elem", level=0, scalars=(0, 1, 2), temps=("tensor_sum_of_c",)),
-            Stage("mars_float32_2", "tensor", level=1, scalars=(), temps=("one_over_sqrt_tensor_sum_of_c_max_one",)),
-            Stage("mars_bfloat16_3", "elem", level=2, scalars=(3, 4, 0, 1, 2, 5, 6, 7, 8, 9)),
-        ),
-    },
-    "mars_float16": {
-        "kernel": "mars_float16",
-        "kernel_scalars": (
-            "grad_scale", "where_lt_one_t_one_zero", "gamma_times_beta1_over_one_minus_beta1", "beta1", "beta2",
-            "one_minus_lr_times_weight_decay", "one_minus_beta1", "one_minus_beta2", "scalar_5", "scalar_6",
-        ),
-        "kernel_host": kernel_scalars,
-        "temps": (
-            Temp("tensor_sum_of_c", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("one_over_sqrt_tensor_sum_of_c_max_one", "tensor"),
-        ),
-        "stages": (
-            Stage("mars_float16_1", "elem", level=0, scalars=(0, 1, 2), temps=("tensor_sum_of_c",)),
-            Stage("mars_float32_2", "tensor", level=1, scalars=(), temps=("one_over_sqrt_tensor_sum_of_c_max_one",)),
-            Stage("mars_float16_3", "elem", level=2, scalars=(3, 4, 0, 1, 2, 5, 6, 7, 8, 9)),
-        ),
-    },
+    "mars_float32": {"kernel": "mars_float32"},
+    "mars_bfloat16": {"kernel": "mars_bfloat16"},
+    "mars_float16": {"kernel": "mars_float16"},
 }

@@ -12,25 +12,10 @@
 #   traffic   18 B per bfloat16 parameter and step: 2 sweeps
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Stage, Temp
 from optgen.runtime.records.scalars import choose, divide, larger, root
 
 
 def kernel_scalars(
-    step, grad_scale, *, lr, weight_decay, momentum, ns_coefficients, eps, ns_steps, adamw_lr, adamw_betas,
-    adamw_eps,
-):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    ns_coefficients_0, ns_coefficients_1, ns_coefficients_2 = ns_coefficients
-    one_minus_momentum_times_grad_scale = (1 - momentum) * grad_scale
-    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
-    return (
-        lr, momentum, one_minus_momentum_times_grad_scale, ns_coefficients_0, ns_coefficients_1,
-        ns_coefficients_2, eps, ns_steps, one_minus_lr_times_weight_decay,
-    )
-
-
-def kernel_scalars_2(
     step, grad_scale, *, lr, weight_decay, momentum, ns_coefficients, eps, ns_steps, adamw_lr, adamw_betas,
     adamw_eps,
 ):
@@ -51,79 +36,16 @@ def kernel_scalars_2(
 
 
 KERNELS = {
-    "muon_float32": {
-        "kernel": "muon_float32",
-        "kernel_scalars": (
-            "lr", "momentum", "one_minus_momentum_times_grad_scale", "ns_coefficients_0", "ns_coefficients_1",
-            "ns_coefficients_2", "eps", "ns_steps", "one_minus_lr_times_weight_decay",
-        ),
-        "kernel_host": kernel_scalars,
-        "temps": (Temp("lr_times_scale", "tensor"), Temp("direction", "elem")),
-        "stages": (
-            Stage("muon_float32_1", "tensor", level=-1, scalars=(0,), temps=("lr_times_scale",)),
-            Stage("muon_float32_2", "elem", level=0, scalars=(1, 2), temps=("direction",)),
-            Stage(
-                "newton_schulz",
-                "call",
-                level=1,
-                scalars=(3, 4, 5, 6, 7),
-                temps=("direction",),
-                given=("ns_steps", "ns_coefficients_0", "ns_coefficients_1", "ns_coefficients_2", "eps"),
-            ),
-            Stage("muon_float32_4", "elem", level=2, scalars=(8,)),
-        ),
-    },
-    "muon_bfloat16": {
-        "kernel": "muon_bfloat16",
-        "kernel_scalars": (
-            "lr", "momentum", "one_minus_momentum_times_grad_scale", "ns_coefficients_0", "ns_coefficients_1",
-            "ns_coefficients_2", "eps", "ns_steps", "one_minus_lr_times_weight_decay",
-        ),
-        "kernel_host": kernel_scalars,
-        "temps": (Temp("lr_times_scale", "tensor"), Temp("direction", "elem")),
-        "stages": (
-            Stage("muon_float32_1", "tensor", level=-1, scalars=(0,), temps=("lr_times_scale",)),
-            Stage("muon_bfloat16_2", "elem", level=0, scalars=(1, 2), temps=("direction",)),
-            Stage(
-                "newton_schulz",
-                "call",
-                level=1,
-                scalars=(3, 4, 5, 6, 7),
-                temps=("direction",),
-                given=("ns_steps", "ns_coefficients_0", "ns_coefficients_1", "ns_coefficients_2", "eps"),
-            ),
-            Stage("muon_bfloat16_4", "elem", level=2, scalars=(8,)),
-        ),
-    },
-    "muon_float16": {
-        "kernel": "muon_float16",
-        "kernel_scalars": (
-            "lr", "momentum", "one_minus_momentum_times_grad_scale", "ns_coefficients_0", "ns_coefficients_1",
-            "ns_coefficients_2", "eps", "ns_steps", "one_minus_lr_times_weight_decay",
-        ),
-        "kernel_host": kernel_scalars,
-        "temps": (Temp("lr_times_scale", "tensor"), Temp("direction", "elem")),
-        "stages": (
-            Stage("muon_float32_1", "tensor", level=-1, scalars=(0,), temps=("lr_times_scale",)),
-            Stage("muon_float16_2", "elem", level=0, scalars=(1, 2), temps=("direction",)),
-            Stage(
-                "newton_schulz",
-                "call",
-                level=1,
-                scalars=(3, 4, 5, 6, 7),
-                temps=("direction",),
-                given=("ns_steps", "ns_coefficients_0", "ns_coefficients_1", "ns_coefficients_2", "eps"),
-            ),
-            Stage("muon_float16_4", "elem", level=2, scalars=(8,)),
-        ),
-    },
+    "muon_float32": {"kernel": "muon_float32"},
+    "muon_bfloat16": {"kernel": "muon_bfloat16"},
+    "muon_float16": {"kernel": "muon_float16"},
     "muon_float32_no_matrix": {
         "kernel": "muon_float32_no_matrix",
         "kernel_scalars": (
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_bfloat16_no_matrix": {
         "kernel": "muon_bfloat16_no_matrix",
@@ -131,7 +53,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_float16_no_matrix": {
         "kernel": "muon_float16_no_matrix",
@@ -139,7 +61,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_float32_adamw": {
         "kernel": "muon_float32_no_matrix",
@@ -147,7 +69,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_bfloat16_adamw": {
         "kernel": "muon_bfloat16_no_matrix",
@@ -155,7 +77,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_float16_adamw": {
         "kernel": "muon_float16_no_matrix",
@@ -163,7 +85,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_float32_adamw_no_matrix": {
         "kernel": "muon_float32_no_matrix",
@@ -171,7 +93,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_bfloat16_adamw_no_matrix": {
         "kernel": "muon_bfloat16_no_matrix",
@@ -179,7 +101,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_float16_adamw_no_matrix": {
         "kernel": "muon_float16_no_matrix",
@@ -187,81 +109,18 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
-    },
-    "muon_float32_match_rms_adamw": {
-        "kernel": "muon_float32_match_rms_adamw",
-        "kernel_scalars": (
-            "lr", "momentum", "one_minus_momentum_times_grad_scale", "ns_coefficients_0", "ns_coefficients_1",
-            "ns_coefficients_2", "eps", "ns_steps", "one_minus_lr_times_weight_decay",
-        ),
         "kernel_host": kernel_scalars,
-        "temps": (Temp("lr_times_scale", "tensor"), Temp("direction", "elem")),
-        "stages": (
-            Stage("muon_float32_match_rms_adamw_1", "tensor", level=-1, scalars=(0,), temps=("lr_times_scale",)),
-            Stage("muon_float32_2", "elem", level=0, scalars=(1, 2), temps=("direction",)),
-            Stage(
-                "newton_schulz",
-                "call",
-                level=1,
-                scalars=(3, 4, 5, 6, 7),
-                temps=("direction",),
-                given=("ns_steps", "ns_coefficients_0", "ns_coefficients_1", "ns_coefficients_2", "eps"),
-            ),
-            Stage("muon_float32_4", "elem", level=2, scalars=(8,)),
-        ),
     },
-    "muon_bfloat16_match_rms_adamw": {
-        "kernel": "muon_bfloat16_match_rms_adamw",
-        "kernel_scalars": (
-            "lr", "momentum", "one_minus_momentum_times_grad_scale", "ns_coefficients_0", "ns_coefficients_1",
-            "ns_coefficients_2", "eps", "ns_steps", "one_minus_lr_times_weight_decay",
-        ),
-        "kernel_host": kernel_scalars,
-        "temps": (Temp("lr_times_scale", "tensor"), Temp("direction", "elem")),
-        "stages": (
-            Stage("muon_float32_match_rms_adamw_1", "tensor", level=-1, scalars=(0,), temps=("lr_times_scale",)),
-            Stage("muon_bfloat16_2", "elem", level=0, scalars=(1, 2), temps=("direction",)),
-            Stage(
-                "newton_schulz",
-                "call",
-                level=1,
-                scalars=(3, 4, 5, 6, 7),
-                temps=("direction",),
-                given=("ns_steps", "ns_coefficients_0", "ns_coefficients_1", "ns_coefficients_2", "eps"),
-            ),
-            Stage("muon_bfloat16_4", "elem", level=2, scalars=(8,)),
-        ),
-    },
-    "muon_float16_match_rms_adamw": {
-        "kernel": "muon_float16_match_rms_adamw",
-        "kernel_scalars": (
-            "lr", "momentum", "one_minus_momentum_times_grad_scale", "ns_coefficients_0", "ns_coefficients_1",
-            "ns_coefficients_2", "eps", "ns_steps", "one_minus_lr_times_weight_decay",
-        ),
-        "kernel_host": kernel_scalars,
-        "temps": (Temp("lr_times_scale", "tensor"), Temp("direction", "elem")),
-        "stages": (
-            Stage("muon_float32_match_rms_adamw_1", "tensor", level=-1, scalars=(0,), temps=("lr_times_scale",)),
-            Stage("muon_float16_2", "elem", level=0, scalars=(1, 2), temps=("direction",)),
-            Stage(
-                "newton_schulz",
-                "call",
-                level=1,
-                scalars=(3, 4, 5, 6, 7),
-                temps=("direction",),
-                given=("ns_steps", "ns_coefficients_0", "ns_coefficients_1", "ns_coefficients_2", "eps"),
-            ),
-            Stage("muon_float16_4", "elem", level=2, scalars=(8,)),
-        ),
-    },
+    "muon_float32_match_rms_adamw": {"kernel": "muon_float32_match_rms_adamw"},
+    "muon_bfloat16_match_rms_adamw": {"kernel": "muon_bfloat16_match_rms_adamw"},
+    "muon_float16_match_rms_adamw": {"kernel": "muon_float16_match_rms_adamw"},
     "muon_float32_match_rms_adamw_no_matrix": {
         "kernel": "muon_float32_no_matrix",
         "kernel_scalars": (
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_bfloat16_match_rms_adamw_no_matrix": {
         "kernel": "muon_bfloat16_no_matrix",
@@ -269,7 +128,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_float16_match_rms_adamw_no_matrix": {
         "kernel": "muon_float16_no_matrix",
@@ -277,7 +136,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_float32_match_rms_adamw_adamw": {
         "kernel": "muon_float32_no_matrix",
@@ -285,7 +144,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_bfloat16_match_rms_adamw_adamw": {
         "kernel": "muon_bfloat16_no_matrix",
@@ -293,7 +152,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_float16_match_rms_adamw_adamw": {
         "kernel": "muon_float16_no_matrix",
@@ -301,7 +160,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_float32_match_rms_adamw_adamw_no_matrix": {
         "kernel": "muon_float32_no_matrix",
@@ -309,7 +168,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_bfloat16_match_rms_adamw_adamw_no_matrix": {
         "kernel": "muon_bfloat16_no_matrix",
@@ -317,7 +176,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_float16_match_rms_adamw_adamw_no_matrix": {
         "kernel": "muon_float16_no_matrix",
@@ -325,81 +184,18 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
-    },
-    "muon_float32_no_nesterov": {
-        "kernel": "muon_float32_no_nesterov",
-        "kernel_scalars": (
-            "lr", "momentum", "one_minus_momentum_times_grad_scale", "ns_coefficients_0", "ns_coefficients_1",
-            "ns_coefficients_2", "eps", "ns_steps", "one_minus_lr_times_weight_decay",
-        ),
         "kernel_host": kernel_scalars,
-        "temps": (Temp("lr_times_scale", "tensor"), Temp("direction", "elem")),
-        "stages": (
-            Stage("muon_float32_1", "tensor", level=-1, scalars=(0,), temps=("lr_times_scale",)),
-            Stage("muon_float32_no_nesterov_2", "elem", level=0, scalars=(1, 2), temps=("direction",)),
-            Stage(
-                "newton_schulz",
-                "call",
-                level=1,
-                scalars=(3, 4, 5, 6, 7),
-                temps=("direction",),
-                given=("ns_steps", "ns_coefficients_0", "ns_coefficients_1", "ns_coefficients_2", "eps"),
-            ),
-            Stage("muon_float32_4", "elem", level=2, scalars=(8,)),
-        ),
     },
-    "muon_bfloat16_no_nesterov": {
-        "kernel": "muon_bfloat16_no_nesterov",
-        "kernel_scalars": (
-            "lr", "momentum", "one_minus_momentum_times_grad_scale", "ns_coefficients_0", "ns_coefficients_1",
-            "ns_coefficients_2", "eps", "ns_steps", "one_minus_lr_times_weight_decay",
-        ),
-        "kernel_host": kernel_scalars,
-        "temps": (Temp("lr_times_scale", "tensor"), Temp("direction", "elem")),
-        "stages": (
-            Stage("muon_float32_1", "tensor", level=-1, scalars=(0,), temps=("lr_times_scale",)),
-            Stage("muon_bfloat16_no_nesterov_2", "elem", level=0, scalars=(1, 2), temps=("direction",)),
-            Stage(
-                "newton_schulz",
-                "call",
-                level=1,
-                scalars=(3, 4, 5, 6, 7),
-                temps=("direction",),
-                given=("ns_steps", "ns_coefficients_0", "ns_coefficients_1", "ns_coefficients_2", "eps"),
-            ),
-            Stage("muon_bfloat16_4", "elem", level=2, scalars=(8,)),
-        ),
-    },
-    "muon_float16_no_nesterov": {
-        "kernel": "muon_float16_no_nesterov",
-        "kernel_scalars": (
-            "lr", "momentum", "one_minus_momentum_times_grad_scale", "ns_coefficients_0", "ns_coefficients_1",
-            "ns_coefficients_2", "eps", "ns_steps", "one_minus_lr_times_weight_decay",
-        ),
-        "kernel_host": kernel_scalars,
-        "temps": (Temp("lr_times_scale", "tensor"), Temp("direction", "elem")),
-        "stages": (
-            Stage("muon_float32_1", "tensor", level=-1, scalars=(0,), temps=("lr_times_scale",)),
-            Stage("muon_float16_no_nesterov_2", "elem", level=0, scalars=(1, 2), temps=("direction",)),
-            Stage(
-                "newton_schulz",
-                "call",
-                level=1,
-                scalars=(3, 4, 5, 6, 7),
-                temps=("direction",),
-                given=("ns_steps", "ns_coefficients_0", "ns_coefficients_1", "ns_coefficients_2", "eps"),
-            ),
-            Stage("muon_float16_4", "elem", level=2, scalars=(8,)),
-        ),
-    },
+    "muon_float32_no_nesterov": {"kernel": "muon_float32_no_nesterov"},
+    "muon_bfloat16_no_nesterov": {"kernel": "muon_bfloat16_no_nesterov"},
+    "muon_float16_no_nesterov": {"kernel": "muon_float16_no_nesterov"},
     "muon_float32_no_nesterov_no_matrix": {
         "kernel": "muon_float32_no_matrix",
         "kernel_scalars": (
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_bfloat16_no_nesterov_no_matrix": {
         "kernel": "muon_bfloat16_no_matrix",
@@ -407,7 +203,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_float16_no_nesterov_no_matrix": {
         "kernel": "muon_float16_no_matrix",
@@ -415,7 +211,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_float32_no_nesterov_adamw": {
         "kernel": "muon_float32_no_matrix",
@@ -423,7 +219,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_bfloat16_no_nesterov_adamw": {
         "kernel": "muon_bfloat16_no_matrix",
@@ -431,7 +227,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_float16_no_nesterov_adamw": {
         "kernel": "muon_float16_no_matrix",
@@ -439,7 +235,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_float32_no_nesterov_adamw_no_matrix": {
         "kernel": "muon_float32_no_matrix",
@@ -447,7 +243,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_bfloat16_no_nesterov_adamw_no_matrix": {
         "kernel": "muon_bfloat16_no_matrix",
@@ -455,7 +251,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_float16_no_nesterov_adamw_no_matrix": {
         "kernel": "muon_float16_no_matrix",
@@ -463,81 +259,18 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
-    },
-    "muon_float32_no_nesterov_match_rms_adamw": {
-        "kernel": "muon_float32_no_nesterov_match_rms_adamw",
-        "kernel_scalars": (
-            "lr", "momentum", "one_minus_momentum_times_grad_scale", "ns_coefficients_0", "ns_coefficients_1",
-            "ns_coefficients_2", "eps", "ns_steps", "one_minus_lr_times_weight_decay",
-        ),
         "kernel_host": kernel_scalars,
-        "temps": (Temp("lr_times_scale", "tensor"), Temp("direction", "elem")),
-        "stages": (
-            Stage("muon_float32_match_rms_adamw_1", "tensor", level=-1, scalars=(0,), temps=("lr_times_scale",)),
-            Stage("muon_float32_no_nesterov_2", "elem", level=0, scalars=(1, 2), temps=("direction",)),
-            Stage(
-                "newton_schulz",
-                "call",
-                level=1,
-                scalars=(3, 4, 5, 6, 7),
-                temps=("direction",),
-                given=("ns_steps", "ns_coefficients_0", "ns_coefficients_1", "ns_coefficients_2", "eps"),
-            ),
-            Stage("muon_float32_4", "elem", level=2, scalars=(8,)),
-        ),
     },
-    "muon_bfloat16_no_nesterov_match_rms_adamw": {
-        "kernel": "muon_bfloat16_no_nesterov_match_rms_adamw",
-        "kernel_scalars": (
-            "lr", "momentum", "one_minus_momentum_times_grad_scale", "ns_coefficients_0", "ns_coefficients_1",
-            "ns_coefficients_2", "eps", "ns_steps", "one_minus_lr_times_weight_decay",
-        ),
-        "kernel_host": kernel_scalars,
-        "temps": (Temp("lr_times_scale", "tensor"), Temp("direction", "elem")),
-        "stages": (
-            Stage("muon_float32_match_rms_adamw_1", "tensor", level=-1, scalars=(0,), temps=("lr_times_scale",)),
-            Stage("muon_bfloat16_no_nesterov_2", "elem", level=0, scalars=(1, 2), temps=("direction",)),
-            Stage(
-                "newton_schulz",
-                "call",
-                level=1,
-                scalars=(3, 4, 5, 6, 7),
-                temps=("direction",),
-                given=("ns_steps", "ns_coefficients_0", "ns_coefficients_1", "ns_coefficients_2", "eps"),
-            ),
-            Stage("muon_bfloat16_4", "elem", level=2, scalars=(8,)),
-        ),
-    },
-    "muon_float16_no_nesterov_match_rms_adamw": {
-        "kernel": "muon_float16_no_nesterov_match_rms_adamw",
-        "kernel_scalars": (
-            "lr", "momentum", "one_minus_momentum_times_grad_scale", "ns_coefficients_0", "ns_coefficients_1",
-            "ns_coefficients_2", "eps", "ns_steps", "one_minus_lr_times_weight_decay",
-        ),
-        "kernel_host": kernel_scalars,
-        "temps": (Temp("lr_times_scale", "tensor"), Temp("direction", "elem")),
-        "stages": (
-            Stage("muon_float32_match_rms_adamw_1", "tensor", level=-1, scalars=(0,), temps=("lr_times_scale",)),
-            Stage("muon_float16_no_nesterov_2", "elem", level=0, scalars=(1, 2), temps=("direction",)),
-            Stage(
-                "newton_schulz",
-                "call",
-                level=1,
-                scalars=(3, 4, 5, 6, 7),
-                temps=("direction",),
-                given=("ns_steps", "ns_coefficients_0", "ns_coefficients_1", "ns_coefficients_2", "eps"),
-            ),
-            Stage("muon_float16_4", "elem", level=2, scalars=(8,)),
-        ),
-    },
+    "muon_float32_no_nesterov_match_rms_adamw": {"kernel": "muon_float32_no_nesterov_match_rms_adamw"},
+    "muon_bfloat16_no_nesterov_match_rms_adamw": {"kernel": "muon_bfloat16_no_nesterov_match_rms_adamw"},
+    "muon_float16_no_nesterov_match_rms_adamw": {"kernel": "muon_float16_no_nesterov_match_rms_adamw"},
     "muon_float32_no_nesterov_match_rms_adamw_no_matrix": {
         "kernel": "muon_float32_no_matrix",
         "kernel_scalars": (
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_bfloat16_no_nesterov_match_rms_adamw_no_matrix": {
         "kernel": "muon_bfloat16_no_matrix",
@@ -545,7 +278,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_float16_no_nesterov_match_rms_adamw_no_matrix": {
         "kernel": "muon_float16_no_matrix",
@@ -553,7 +286,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_float32_no_nesterov_match_rms_adamw_adamw": {
         "kernel": "muon_float32_no_matrix",
@@ -561,7 +294,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_bfloat16_no_nesterov_match_rms_adamw_adamw": {
         "kernel": "muon_bfloat16_no_matrix",
@@ -569,7 +302,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_float16_no_nesterov_match_rms_adamw_adamw": {
         "kernel": "muon_float16_no_matrix",
@@ -577,7 +310,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_float32_no_nesterov_match_rms_adamw_adamw_no_matrix": {
         "kernel": "muon_float32_no_matrix",
@@ -585,7 +318,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_bfloat16_no_nesterov_match_rms_adamw_adamw_no_matrix": {
         "kernel": "muon_bfloat16_no_matrix",
@@ -593,7 +326,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_float16_no_nesterov_match_rms_adamw_adamw_no_matrix": {
         "kernel": "muon_float16_no_matrix",
@@ -601,6 +334,6 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
 }

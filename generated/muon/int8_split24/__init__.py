@@ -12,25 +12,10 @@
 #   traffic   14.0625 B per bfloat16 parameter and step: 2 sweeps
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Stage, Temp
 from optgen.runtime.records.scalars import choose, divide, larger, root
 
 
 def kernel_scalars(
-    step, grad_scale, *, lr, weight_decay, momentum, ns_coefficients, eps, ns_steps, adamw_lr, adamw_betas,
-    adamw_eps,
-):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    ns_coefficients_0, ns_coefficients_1, ns_coefficients_2 = ns_coefficients
-    one_minus_momentum_times_grad_scale = (1 - momentum) * grad_scale
-    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
-    return (
-        lr, momentum, one_minus_momentum_times_grad_scale, ns_coefficients_0, ns_coefficients_1,
-        ns_coefficients_2, eps, ns_steps, one_minus_lr_times_weight_decay,
-    )
-
-
-def kernel_scalars_2(
     step, grad_scale, *, lr, weight_decay, momentum, ns_coefficients, eps, ns_steps, adamw_lr, adamw_betas,
     adamw_eps,
 ):
@@ -51,145 +36,19 @@ def kernel_scalars_2(
 
 
 KERNELS = {
-    "muon_float32": {
-        "kernel": "muon_float32",
-        "kernel_scalars": (
-            "lr", "momentum", "one_minus_momentum_times_grad_scale", "ns_coefficients_0", "ns_coefficients_1",
-            "ns_coefficients_2", "eps", "ns_steps", "one_minus_lr_times_weight_decay",
-        ),
-        "kernel_host": kernel_scalars,
-        "temps": (Temp("lr_times_scale", "tensor"), Temp("direction", "elem")),
-        "stages": (
-            Stage("muon_float32_1", "tensor", level=-1, scalars=(0,), temps=("lr_times_scale",)),
-            Stage("muon_float32_2", "elem", level=0, scalars=(1, 2), temps=("direction",), block=64),
-            Stage(
-                "newton_schulz",
-                "call",
-                level=1,
-                scalars=(3, 4, 5, 6, 7),
-                temps=("direction",),
-                given=("ns_steps", "ns_coefficients_0", "ns_coefficients_1", "ns_coefficients_2", "eps"),
-            ),
-            Stage("muon_float32_4", "elem", level=2, scalars=(8,)),
-        ),
-    },
-    "muon_float32_small": {
-        "kernel": "muon_float32_small",
-        "kernel_scalars": (
-            "lr", "momentum", "one_minus_momentum_times_grad_scale", "ns_coefficients_0", "ns_coefficients_1",
-            "ns_coefficients_2", "eps", "ns_steps", "one_minus_lr_times_weight_decay",
-        ),
-        "kernel_host": kernel_scalars,
-        "temps": (Temp("lr_times_scale", "tensor"), Temp("direction", "elem")),
-        "stages": (
-            Stage("muon_float32_small_1", "tensor", level=-1, scalars=(0,), temps=("lr_times_scale",)),
-            Stage("muon_float32_small_2", "elem", level=0, scalars=(1, 2), temps=("direction",)),
-            Stage(
-                "newton_schulz",
-                "call",
-                level=1,
-                scalars=(3, 4, 5, 6, 7),
-                temps=("direction",),
-                given=("ns_steps", "ns_coefficients_0", "ns_coefficients_1", "ns_coefficients_2", "eps"),
-            ),
-            Stage("muon_float32_small_4", "elem", level=2, scalars=(8,)),
-        ),
-    },
-    "muon_bfloat16": {
-        "kernel": "muon_bfloat16",
-        "kernel_scalars": (
-            "lr", "momentum", "one_minus_momentum_times_grad_scale", "ns_coefficients_0", "ns_coefficients_1",
-            "ns_coefficients_2", "eps", "ns_steps", "one_minus_lr_times_weight_decay",
-        ),
-        "kernel_host": kernel_scalars,
-        "temps": (Temp("lr_times_scale", "tensor"), Temp("direction", "elem")),
-        "stages": (
-            Stage("muon_bfloat16_1", "tensor", level=-1, scalars=(0,), temps=("lr_times_scale",)),
-            Stage("muon_bfloat16_2", "elem", level=0, scalars=(1, 2), temps=("direction",), block=64),
-            Stage(
-                "newton_schulz",
-                "call",
-                level=1,
-                scalars=(3, 4, 5, 6, 7),
-                temps=("direction",),
-                given=("ns_steps", "ns_coefficients_0", "ns_coefficients_1", "ns_coefficients_2", "eps"),
-            ),
-            Stage("muon_bfloat16_4", "elem", level=2, scalars=(8,)),
-        ),
-    },
-    "muon_bfloat16_small": {
-        "kernel": "muon_bfloat16_small",
-        "kernel_scalars": (
-            "lr", "momentum", "one_minus_momentum_times_grad_scale", "ns_coefficients_0", "ns_coefficients_1",
-            "ns_coefficients_2", "eps", "ns_steps", "one_minus_lr_times_weight_decay",
-        ),
-        "kernel_host": kernel_scalars,
-        "temps": (Temp("lr_times_scale", "tensor"), Temp("direction", "elem")),
-        "stages": (
-            Stage("muon_float32_1", "tensor", level=-1, scalars=(0,), temps=("lr_times_scale",)),
-            Stage("muon_bfloat16_small_2", "elem", level=0, scalars=(1, 2), temps=("direction",)),
-            Stage(
-                "newton_schulz",
-                "call",
-                level=1,
-                scalars=(3, 4, 5, 6, 7),
-                temps=("direction",),
-                given=("ns_steps", "ns_coefficients_0", "ns_coefficients_1", "ns_coefficients_2", "eps"),
-            ),
-            Stage("muon_bfloat16_small_4", "elem", level=2, scalars=(8,)),
-        ),
-    },
-    "muon_float16": {
-        "kernel": "muon_float16",
-        "kernel_scalars": (
-            "lr", "momentum", "one_minus_momentum_times_grad_scale", "ns_coefficients_0", "ns_coefficients_1",
-            "ns_coefficients_2", "eps", "ns_steps", "one_minus_lr_times_weight_decay",
-        ),
-        "kernel_host": kernel_scalars,
-        "temps": (Temp("lr_times_scale", "tensor"), Temp("direction", "elem")),
-        "stages": (
-            Stage("muon_bfloat16_1", "tensor", level=-1, scalars=(0,), temps=("lr_times_scale",)),
-            Stage("muon_float16_2", "elem", level=0, scalars=(1, 2), temps=("direction",), block=64),
-            Stage(
-                "newton_schulz",
-                "call",
-                level=1,
-                scalars=(3, 4, 5, 6, 7),
-                temps=("direction",),
-                given=("ns_steps", "ns_coefficients_0", "ns_coefficients_1", "ns_coefficients_2", "eps"),
-            ),
-            Stage("muon_float16_4", "elem", level=2, scalars=(8,)),
-        ),
-    },
-    "muon_float16_small": {
-        "kernel": "muon_float16_small",
-        "kernel_scalars": (
-            "lr", "momentum", "one_minus_momentum_times_grad_scale", "ns_coefficients_0", "ns_coefficients_1",
-            "ns_coefficients_2", "eps", "ns_steps", "one_minus_lr_times_weight_decay",
-        ),
-        "kernel_host": kernel_scalars,
-        "temps": (Temp("lr_times_scale", "tensor"), Temp("direction", "elem")),
-        "stages": (
-            Stage("muon_float32_1", "tensor", level=-1, scalars=(0,), temps=("lr_times_scale",)),
-            Stage("muon_float16_small_2", "elem", level=0, scalars=(1, 2), temps=("direction",)),
-            Stage(
-                "newton_schulz",
-                "call",
-                level=1,
-                scalars=(3, 4, 5, 6, 7),
-                temps=("direction",),
-                given=("ns_steps", "ns_coefficients_0", "ns_coefficients_1", "ns_coefficients_2", "eps"),
-            ),
-            Stage("muon_float16_small_4", "elem", level=2, scalars=(8,)),
-        ),
-    },
+    "muon_float32": {"kernel": "muon_float32"},
+    "muon_float32_small": {"kernel": "muon_float32_small"},
+    "muon_bfloat16": {"kernel": "muon_bfloat16"},
+    "muon_bfloat16_small": {"kernel": "muon_bfloat16_small"},
+    "muon_float16": {"kernel": "muon_float16"},
+    "muon_float16_small": {"kernel": "muon_float16_small"},
     "muon_float32_no_matrix": {
         "kernel": "muon_float32_no_matrix",
         "kernel_scalars": (
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_float32_no_matrix_small": {
         "kernel": "muon_float32_no_matrix_small",
@@ -197,7 +56,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_bfloat16_no_matrix": {
         "kernel": "muon_bfloat16_no_matrix",
@@ -205,7 +64,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_bfloat16_no_matrix_small": {
         "kernel": "muon_bfloat16_no_matrix_small",
@@ -213,7 +72,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_float16_no_matrix": {
         "kernel": "muon_float16_no_matrix",
@@ -221,7 +80,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_float16_no_matrix_small": {
         "kernel": "muon_float16_no_matrix_small",
@@ -229,7 +88,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_float32_adamw": {
         "kernel": "muon_float32_no_matrix",
@@ -237,7 +96,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_float32_adamw_small": {
         "kernel": "muon_float32_no_matrix_small",
@@ -245,7 +104,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_bfloat16_adamw": {
         "kernel": "muon_bfloat16_no_matrix",
@@ -253,7 +112,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_bfloat16_adamw_small": {
         "kernel": "muon_bfloat16_no_matrix_small",
@@ -261,7 +120,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_float16_adamw": {
         "kernel": "muon_float16_no_matrix",
@@ -269,7 +128,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_float16_adamw_small": {
         "kernel": "muon_float16_no_matrix_small",
@@ -277,7 +136,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_float32_adamw_no_matrix": {
         "kernel": "muon_float32_no_matrix",
@@ -285,7 +144,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_float32_adamw_no_matrix_small": {
         "kernel": "muon_float32_no_matrix_small",
@@ -293,7 +152,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_bfloat16_adamw_no_matrix": {
         "kernel": "muon_bfloat16_no_matrix",
@@ -301,7 +160,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_bfloat16_adamw_no_matrix_small": {
         "kernel": "muon_bfloat16_no_matrix_small",
@@ -309,7 +168,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_float16_adamw_no_matrix": {
         "kernel": "muon_float16_no_matrix",
@@ -317,7 +176,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_float16_adamw_no_matrix_small": {
         "kernel": "muon_float16_no_matrix_small",
@@ -325,147 +184,21 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
-    },
-    "muon_float32_match_rms_adamw": {
-        "kernel": "muon_float32_match_rms_adamw",
-        "kernel_scalars": (
-            "lr", "momentum", "one_minus_momentum_times_grad_scale", "ns_coefficients_0", "ns_coefficients_1",
-            "ns_coefficients_2", "eps", "ns_steps", "one_minus_lr_times_weight_decay",
-        ),
         "kernel_host": kernel_scalars,
-        "temps": (Temp("lr_times_scale", "tensor"), Temp("direction", "elem")),
-        "stages": (
-            Stage("muon_float32_match_rms_adamw_1", "tensor", level=-1, scalars=(0,), temps=("lr_times_scale",)),
-            Stage("muon_float32_2", "elem", level=0, scalars=(1, 2), temps=("direction",), block=64),
-            Stage(
-                "newton_schulz",
-                "call",
-                level=1,
-                scalars=(3, 4, 5, 6, 7),
-                temps=("direction",),
-                given=("ns_steps", "ns_coefficients_0", "ns_coefficients_1", "ns_coefficients_2", "eps"),
-            ),
-            Stage("muon_float32_4", "elem", level=2, scalars=(8,)),
-        ),
     },
-    "muon_float32_match_rms_adamw_small": {
-        "kernel": "muon_float32_match_rms_adamw_small",
-        "kernel_scalars": (
-            "lr", "momentum", "one_minus_momentum_times_grad_scale", "ns_coefficients_0", "ns_coefficients_1",
-            "ns_coefficients_2", "eps", "ns_steps", "one_minus_lr_times_weight_decay",
-        ),
-        "kernel_host": kernel_scalars,
-        "temps": (Temp("lr_times_scale", "tensor"), Temp("direction", "elem")),
-        "stages": (
-            Stage("muon_float32_match_rms_adamw_small_1", "tensor", level=-1, scalars=(0,), temps=("lr_times_scale",)),
-            Stage("muon_float32_small_2", "elem", level=0, scalars=(1, 2), temps=("direction",)),
-            Stage(
-                "newton_schulz",
-                "call",
-                level=1,
-                scalars=(3, 4, 5, 6, 7),
-                temps=("direction",),
-                given=("ns_steps", "ns_coefficients_0", "ns_coefficients_1", "ns_coefficients_2", "eps"),
-            ),
-            Stage("muon_float32_small_4", "elem", level=2, scalars=(8,)),
-        ),
-    },
-    "muon_bfloat16_match_rms_adamw": {
-        "kernel": "muon_bfloat16_match_rms_adamw",
-        "kernel_scalars": (
-            "lr", "momentum", "one_minus_momentum_times_grad_scale", "ns_coefficients_0", "ns_coefficients_1",
-            "ns_coefficients_2", "eps", "ns_steps", "one_minus_lr_times_weight_decay",
-        ),
-        "kernel_host": kernel_scalars,
-        "temps": (Temp("lr_times_scale", "tensor"), Temp("direction", "elem")),
-        "stages": (
-            Stage("muon_bfloat16_match_rms_adamw_1", "tensor", level=-1, scalars=(0,), temps=("lr_times_scale",)),
-            Stage("muon_bfloat16_2", "elem", level=0, scalars=(1, 2), temps=("direction",), block=64),
-            Stage(
-                "newton_schulz",
-                "call",
-                level=1,
-                scalars=(3, 4, 5, 6, 7),
-                temps=("direction",),
-                given=("ns_steps", "ns_coefficients_0", "ns_coefficients_1", "ns_coefficients_2", "eps"),
-            ),
-            Stage("muon_bfloat16_4", "elem", level=2, scalars=(8,)),
-        ),
-    },
-    "muon_bfloat16_match_rms_adamw_small": {
-        "kernel": "muon_bfloat16_match_rms_adamw_small",
-        "kernel_scalars": (
-            "lr", "momentum", "one_minus_momentum_times_grad_scale", "ns_coefficients_0", "ns_coefficients_1",
-            "ns_coefficients_2", "eps", "ns_steps", "one_minus_lr_times_weight_decay",
-        ),
-        "kernel_host": kernel_scalars,
-        "temps": (Temp("lr_times_scale", "tensor"), Temp("direction", "elem")),
-        "stages": (
-            Stage("muon_float32_match_rms_adamw_1", "tensor", level=-1, scalars=(0,), temps=("lr_times_scale",)),
-            Stage("muon_bfloat16_small_2", "elem", level=0, scalars=(1, 2), temps=("direction",)),
-            Stage(
-                "newton_schulz",
-                "call",
-                level=1,
-                scalars=(3, 4, 5, 6, 7),
-                temps=("direction",),
-                given=("ns_steps", "ns_coefficients_0", "ns_coefficients_1", "ns_coefficients_2", "eps"),
-            ),
-            Stage("muon_bfloat16_small_4", "elem", level=2, scalars=(8,)),
-        ),
-    },
-    "muon_float16_match_rms_adamw": {
-        "kernel": "muon_float16_match_rms_adamw",
-        "kernel_scalars": (
-            "lr", "momentum", "one_minus_momentum_times_grad_scale", "ns_coefficients_0", "ns_coefficients_1",
-            "ns_coefficients_2", "eps", "ns_steps", "one_minus_lr_times_weight_decay",
-        ),
-        "kernel_host": kernel_scalars,
-        "temps": (Temp("lr_times_scale", "tensor"), Temp("direction", "elem")),
-        "stages": (
-            Stage("muon_bfloat16_match_rms_adamw_1", "tensor", level=-1, scalars=(0,), temps=("lr_times_scale",)),
-            Stage("muon_float16_2", "elem", level=0, scalars=(1, 2), temps=("direction",), block=64),
-            Stage(
-                "newton_schulz",
-                "call",
-                level=1,
-                scalars=(3, 4, 5, 6, 7),
-                temps=("direction",),
-                given=("ns_steps", "ns_coefficients_0", "ns_coefficients_1", "ns_coefficients_2", "eps"),
-            ),
-            Stage("muon_float16_4", "elem", level=2, scalars=(8,)),
-        ),
-    },
-    "muon_float16_match_rms_adamw_small": {
-        "kernel": "muon_float16_match_rms_adamw_small",
-        "kernel_scalars": (
-            "lr", "momentum", "one_minus_momentum_times_grad_scale", "ns_coefficients_0", "ns_coefficients_1",
-            "ns_coefficients_2", "eps", "ns_steps", "one_minus_lr_times_weight_decay",
-        ),
-        "kernel_host": kernel_scalars,
-        "temps": (Temp("lr_times_scale", "tensor"), Temp("direction", "elem")),
-        "stages": (
-            Stage("muon_float32_match_rms_adamw_1", "tensor", level=-1, scalars=(0,), temps=("lr_times_scale",)),
-            Stage("muon_float16_small_2", "elem", level=0, scalars=(1, 2), temps=("direction",)),
-            Stage(
-                "newton_schulz",
-                "call",
-                level=1,
-                scalars=(3, 4, 5, 6, 7),
-                temps=("direction",),
-                given=("ns_steps", "ns_coefficients_0", "ns_coefficients_1", "ns_coefficients_2", "eps"),
-            ),
-            Stage("muon_float16_small_4", "elem", level=2, scalars=(8,)),
-        ),
-    },
+    "muon_float32_match_rms_adamw": {"kernel": "muon_float32_match_rms_adamw"},
+    "muon_float32_match_rms_adamw_small": {"kernel": "muon_float32_match_rms_adamw_small"},
+    "muon_bfloat16_match_rms_adamw": {"kernel": "muon_bfloat16_match_rms_adamw"},
+    "muon_bfloat16_match_rms_adamw_small": {"kernel": "muon_bfloat16_match_rms_adamw_small"},
+    "muon_float16_match_rms_adamw": {"kernel": "muon_float16_match_rms_adamw"},
+    "muon_float16_match_rms_adamw_small": {"kernel": "muon_float16_match_rms_adamw_small"},
     "muon_float32_match_rms_adamw_no_matrix": {
         "kernel": "muon_float32_no_matrix",
         "kernel_scalars": (
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_float32_match_rms_adamw_no_matrix_small": {
         "kernel": "muon_float32_no_matrix_small",
@@ -473,7 +206,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_bfloat16_match_rms_adamw_no_matrix": {
         "kernel": "muon_bfloat16_no_matrix",
@@ -481,7 +214,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_bfloat16_match_rms_adamw_no_matrix_small": {
         "kernel": "muon_bfloat16_no_matrix_small",
@@ -489,7 +222,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_float16_match_rms_adamw_no_matrix": {
         "kernel": "muon_float16_no_matrix",
@@ -497,7 +230,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_float16_match_rms_adamw_no_matrix_small": {
         "kernel": "muon_float16_no_matrix_small",
@@ -505,7 +238,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_float32_match_rms_adamw_adamw": {
         "kernel": "muon_float32_no_matrix",
@@ -513,7 +246,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_float32_match_rms_adamw_adamw_small": {
         "kernel": "muon_float32_no_matrix_small",
@@ -521,7 +254,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_bfloat16_match_rms_adamw_adamw": {
         "kernel": "muon_bfloat16_no_matrix",
@@ -529,7 +262,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_bfloat16_match_rms_adamw_adamw_small": {
         "kernel": "muon_bfloat16_no_matrix_small",
@@ -537,7 +270,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_float16_match_rms_adamw_adamw": {
         "kernel": "muon_float16_no_matrix",
@@ -545,7 +278,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_float16_match_rms_adamw_adamw_small": {
         "kernel": "muon_float16_no_matrix_small",
@@ -553,7 +286,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_float32_match_rms_adamw_adamw_no_matrix": {
         "kernel": "muon_float32_no_matrix",
@@ -561,7 +294,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_float32_match_rms_adamw_adamw_no_matrix_small": {
         "kernel": "muon_float32_no_matrix_small",
@@ -569,7 +302,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_bfloat16_match_rms_adamw_adamw_no_matrix": {
         "kernel": "muon_bfloat16_no_matrix",
@@ -577,7 +310,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_bfloat16_match_rms_adamw_adamw_no_matrix_small": {
         "kernel": "muon_bfloat16_no_matrix_small",
@@ -585,7 +318,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_float16_match_rms_adamw_adamw_no_matrix": {
         "kernel": "muon_float16_no_matrix",
@@ -593,7 +326,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_float16_match_rms_adamw_adamw_no_matrix_small": {
         "kernel": "muon_float16_no_matrix_small",
@@ -601,147 +334,21 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
-    },
-    "muon_float32_no_nesterov": {
-        "kernel": "muon_float32_no_nesterov",
-        "kernel_scalars": (
-            "lr", "momentum", "one_minus_momentum_times_grad_scale", "ns_coefficients_0", "ns_coefficients_1",
-            "ns_coefficients_2", "eps", "ns_steps", "one_minus_lr_times_weight_decay",
-        ),
         "kernel_host": kernel_scalars,
-        "temps": (Temp("lr_times_scale", "tensor"), Temp("direction", "elem")),
-        "stages": (
-            Stage("muon_float32_1", "tensor", level=-1, scalars=(0,), temps=("lr_times_scale",)),
-            Stage("muon_float32_no_nesterov_2", "elem", level=0, scalars=(1, 2), temps=("direction",), block=64),
-            Stage(
-                "newton_schulz",
-                "call",
-                level=1,
-                scalars=(3, 4, 5, 6, 7),
-                temps=("direction",),
-                given=("ns_steps", "ns_coefficients_0", "ns_coefficients_1", "ns_coefficients_2", "eps"),
-            ),
-            Stage("muon_float32_4", "elem", level=2, scalars=(8,)),
-        ),
     },
-    "muon_float32_no_nesterov_small": {
-        "kernel": "muon_float32_no_nesterov_small",
-        "kernel_scalars": (
-            "lr", "momentum", "one_minus_momentum_times_grad_scale", "ns_coefficients_0", "ns_coefficients_1",
-            "ns_coefficients_2", "eps", "ns_steps", "one_minus_lr_times_weight_decay",
-        ),
-        "kernel_host": kernel_scalars,
-        "temps": (Temp("lr_times_scale", "tensor"), Temp("direction", "elem")),
-        "stages": (
-            Stage("muon_float32_small_1", "tensor", level=-1, scalars=(0,), temps=("lr_times_scale",)),
-            Stage("muon_float32_no_nesterov_small_2", "elem", level=0, scalars=(1, 2), temps=("direction",)),
-            Stage(
-                "newton_schulz",
-                "call",
-                level=1,
-                scalars=(3, 4, 5, 6, 7),
-                temps=("direction",),
-                given=("ns_steps", "ns_coefficients_0", "ns_coefficients_1", "ns_coefficients_2", "eps"),
-            ),
-            Stage("muon_float32_small_4", "elem", level=2, scalars=(8,)),
-        ),
-    },
-    "muon_bfloat16_no_nesterov": {
-        "kernel": "muon_bfloat16_no_nesterov",
-        "kernel_scalars": (
-            "lr", "momentum", "one_minus_momentum_times_grad_scale", "ns_coefficients_0", "ns_coefficients_1",
-            "ns_coefficients_2", "eps", "ns_steps", "one_minus_lr_times_weight_decay",
-        ),
-        "kernel_host": kernel_scalars,
-        "temps": (Temp("lr_times_scale", "tensor"), Temp("direction", "elem")),
-        "stages": (
-            Stage("muon_bfloat16_1", "tensor", level=-1, scalars=(0,), temps=("lr_times_scale",)),
-            Stage("muon_bfloat16_no_nesterov_2", "elem", level=0, scalars=(1, 2), temps=("direction",), block=64),
-            Stage(
-                "newton_schulz",
-                "call",
-                level=1,
-                scalars=(3, 4, 5, 6, 7),
-                temps=("direction",),
-                given=("ns_steps", "ns_coefficients_0", "ns_coefficients_1", "ns_coefficients_2", "eps"),
-            ),
-            Stage("muon_bfloat16_4", "elem", level=2, scalars=(8,)),
-        ),
-    },
-    "muon_bfloat16_no_nesterov_small": {
-        "kernel": "muon_bfloat16_no_nesterov_small",
-        "kernel_scalars": (
-            "lr", "momentum", "one_minus_momentum_times_grad_scale", "ns_coefficients_0", "ns_coefficients_1",
-            "ns_coefficients_2", "eps", "ns_steps", "one_minus_lr_times_weight_decay",
-        ),
-        "kernel_host": kernel_scalars,
-        "temps": (Temp("lr_times_scale", "tensor"), Temp("direction", "elem")),
-        "stages": (
-            Stage("muon_float32_1", "tensor", level=-1, scalars=(0,), temps=("lr_times_scale",)),
-            Stage("muon_bfloat16_no_nesterov_small_2", "elem", level=0, scalars=(1, 2), temps=("direction",)),
-            Stage(
-                "newton_schulz",
-                "call",
-                level=1,
-                scalars=(3, 4, 5, 6, 7),
-                temps=("direction",),
-                given=("ns_steps", "ns_coefficients_0", "ns_coefficients_1", "ns_coefficients_2", "eps"),
-            ),
-            Stage("muon_bfloat16_small_4", "elem", level=2, scalars=(8,)),
-        ),
-    },
-    "muon_float16_no_nesterov": {
-        "kernel": "muon_float16_no_nesterov",
-        "kernel_scalars": (
-            "lr", "momentum", "one_minus_momentum_times_grad_scale", "ns_coefficients_0", "ns_coefficients_1",
-            "ns_coefficients_2", "eps", "ns_steps", "one_minus_lr_times_weight_decay",
-        ),
-        "kernel_host": kernel_scalars,
-        "temps": (Temp("lr_times_scale", "tensor"), Temp("direction", "elem")),
-        "stages": (
-            Stage("muon_bfloat16_1", "tensor", level=-1, scalars=(0,), temps=("lr_times_scale",)),
-            Stage("muon_float16_no_nesterov_2", "elem", level=0, scalars=(1, 2), temps=("direction",), block=64),
-            Stage(
-                "newton_schulz",
-                "call",
-                level=1,
-                scalars=(3, 4, 5, 6, 7),
-                temps=("direction",),
-                given=("ns_steps", "ns_coefficients_0", "ns_coefficients_1", "ns_coefficients_2", "eps"),
-            ),
-            Stage("muon_float16_4", "elem", level=2, scalars=(8,)),
-        ),
-    },
-    "muon_float16_no_nesterov_small": {
-        "kernel": "muon_float16_no_nesterov_small",
-        "kernel_scalars": (
-            "lr", "momentum", "one_minus_momentum_times_grad_scale", "ns_coefficients_0", "ns_coefficients_1",
-            "ns_coefficients_2", "eps", "ns_steps", "one_minus_lr_times_weight_decay",
-        ),
-        "kernel_host": kernel_scalars,
-        "temps": (Temp("lr_times_scale", "tensor"), Temp("direction", "elem")),
-        "stages": (
-            Stage("muon_float32_1", "tensor", level=-1, scalars=(0,), temps=("lr_times_scale",)),
-            Stage("muon_float16_no_nesterov_small_2", "elem", level=0, scalars=(1, 2), temps=("direction",)),
-            Stage(
-                "newton_schulz",
-                "call",
-                level=1,
-                scalars=(3, 4, 5, 6, 7),
-                temps=("direction",),
-                given=("ns_steps", "ns_coefficients_0", "ns_coefficients_1", "ns_coefficients_2", "eps"),
-            ),
-            Stage("muon_float16_small_4", "elem", level=2, scalars=(8,)),
-        ),
-    },
+    "muon_float32_no_nesterov": {"kernel": "muon_float32_no_nesterov"},
+    "muon_float32_no_nesterov_small": {"kernel": "muon_float32_no_nesterov_small"},
+    "muon_bfloat16_no_nesterov": {"kernel": "muon_bfloat16_no_nesterov"},
+    "muon_bfloat16_no_nesterov_small": {"kernel": "muon_bfloat16_no_nesterov_small"},
+    "muon_float16_no_nesterov": {"kernel": "muon_float16_no_nesterov"},
+    "muon_float16_no_nesterov_small": {"kernel": "muon_float16_no_nesterov_small"},
     "muon_float32_no_nesterov_no_matrix": {
         "kernel": "muon_float32_no_matrix",
         "kernel_scalars": (
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_float32_no_nesterov_no_matrix_small": {
         "kernel": "muon_float32_no_matrix_small",
@@ -749,7 +356,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_bfloat16_no_nesterov_no_matrix": {
         "kernel": "muon_bfloat16_no_matrix",
@@ -757,7 +364,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_bfloat16_no_nesterov_no_matrix_small": {
         "kernel": "muon_bfloat16_no_matrix_small",
@@ -765,7 +372,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_float16_no_nesterov_no_matrix": {
         "kernel": "muon_float16_no_matrix",
@@ -773,7 +380,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_float16_no_nesterov_no_matrix_small": {
         "kernel": "muon_float16_no_matrix_small",
@@ -781,7 +388,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_float32_no_nesterov_adamw": {
         "kernel": "muon_float32_no_matrix",
@@ -789,7 +396,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_float32_no_nesterov_adamw_small": {
         "kernel": "muon_float32_no_matrix_small",
@@ -797,7 +404,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_bfloat16_no_nesterov_adamw": {
         "kernel": "muon_bfloat16_no_matrix",
@@ -805,7 +412,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_bfloat16_no_nesterov_adamw_small": {
         "kernel": "muon_bfloat16_no_matrix_small",
@@ -813,7 +420,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_float16_no_nesterov_adamw": {
         "kernel": "muon_float16_no_matrix",
@@ -821,7 +428,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_float16_no_nesterov_adamw_small": {
         "kernel": "muon_float16_no_matrix_small",
@@ -829,7 +436,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_float32_no_nesterov_adamw_no_matrix": {
         "kernel": "muon_float32_no_matrix",
@@ -837,7 +444,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_float32_no_nesterov_adamw_no_matrix_small": {
         "kernel": "muon_float32_no_matrix_small",
@@ -845,7 +452,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_bfloat16_no_nesterov_adamw_no_matrix": {
         "kernel": "muon_bfloat16_no_matrix",
@@ -853,7 +460,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_bfloat16_no_nesterov_adamw_no_matrix_small": {
         "kernel": "muon_bfloat16_no_matrix_small",
@@ -861,7 +468,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_float16_no_nesterov_adamw_no_matrix": {
         "kernel": "muon_float16_no_matrix",
@@ -869,7 +476,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_float16_no_nesterov_adamw_no_matrix_small": {
         "kernel": "muon_float16_no_matrix_small",
@@ -877,147 +484,21 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
-    },
-    "muon_float32_no_nesterov_match_rms_adamw": {
-        "kernel": "muon_float32_no_nesterov_match_rms_adamw",
-        "kernel_scalars": (
-            "lr", "momentum", "one_minus_momentum_times_grad_scale", "ns_coefficients_0", "ns_coefficients_1",
-            "ns_coefficients_2", "eps", "ns_steps", "one_minus_lr_times_weight_decay",
-        ),
         "kernel_host": kernel_scalars,
-        "temps": (Temp("lr_times_scale", "tensor"), Temp("direction", "elem")),
-        "stages": (
-            Stage("muon_float32_match_rms_adamw_1", "tensor", level=-1, scalars=(0,), temps=("lr_times_scale",)),
-            Stage("muon_float32_no_nesterov_2", "elem", level=0, scalars=(1, 2), temps=("direction",), block=64),
-            Stage(
-                "newton_schulz",
-                "call",
-                level=1,
-                scalars=(3, 4, 5, 6, 7),
-                temps=("direction",),
-                given=("ns_steps", "ns_coefficients_0", "ns_coefficients_1", "ns_coefficients_2", "eps"),
-            ),
-            Stage("muon_float32_4", "elem", level=2, scalars=(8,)),
-        ),
     },
-    "muon_float32_no_nesterov_match_rms_adamw_small": {
-        "kernel": "muon_float32_no_nesterov_match_rms_adamw_small",
-        "kernel_scalars": (
-            "lr", "momentum", "one_minus_momentum_times_grad_scale", "ns_coefficients_0", "ns_coefficients_1",
-            "ns_coefficients_2", "eps", "ns_steps", "one_minus_lr_times_weight_decay",
-        ),
-        "kernel_host": kernel_scalars,
-        "temps": (Temp("lr_times_scale", "tensor"), Temp("direction", "elem")),
-        "stages": (
-            Stage("muon_float32_match_rms_adamw_small_1", "tensor", level=-1, scalars=(0,), temps=("lr_times_scale",)),
-            Stage("muon_float32_no_nesterov_small_2", "elem", level=0, scalars=(1, 2), temps=("direction",)),
-            Stage(
-                "newton_schulz",
-                "call",
-                level=1,
-                scalars=(3, 4, 5, 6, 7),
-                temps=("direction",),
-                given=("ns_steps", "ns_coefficients_0", "ns_coefficients_1", "ns_coefficients_2", "eps"),
-            ),
-            Stage("muon_float32_small_4", "elem", level=2, scalars=(8,)),
-        ),
-    },
-    "muon_bfloat16_no_nesterov_match_rms_adamw": {
-        "kernel": "muon_bfloat16_no_nesterov_match_rms_adamw",
-        "kernel_scalars": (
-            "lr", "momentum", "one_minus_momentum_times_grad_scale", "ns_coefficients_0", "ns_coefficients_1",
-            "ns_coefficients_2", "eps", "ns_steps", "one_minus_lr_times_weight_decay",
-        ),
-        "kernel_host": kernel_scalars,
-        "temps": (Temp("lr_times_scale", "tensor"), Temp("direction", "elem")),
-        "stages": (
-            Stage("muon_bfloat16_match_rms_adamw_1", "tensor", level=-1, scalars=(0,), temps=("lr_times_scale",)),
-            Stage("muon_bfloat16_no_nesterov_2", "elem", level=0, scalars=(1, 2), temps=("direction",), block=64),
-            Stage(
-                "newton_schulz",
-                "call",
-                level=1,
-                scalars=(3, 4, 5, 6, 7),
-                temps=("direction",),
-                given=("ns_steps", "ns_coefficients_0", "ns_coefficients_1", "ns_coefficients_2", "eps"),
-            ),
-            Stage("muon_bfloat16_4", "elem", level=2, scalars=(8,)),
-        ),
-    },
-    "muon_bfloat16_no_nesterov_match_rms_adamw_small": {
-        "kernel": "muon_bfloat16_no_nesterov_match_rms_adamw_small",
-        "kernel_scalars": (
-            "lr", "momentum", "one_minus_momentum_times_grad_scale", "ns_coefficients_0", "ns_coefficients_1",
-            "ns_coefficients_2", "eps", "ns_steps", "one_minus_lr_times_weight_decay",
-        ),
-        "kernel_host": kernel_scalars,
-        "temps": (Temp("lr_times_scale", "tensor"), Temp("direction", "elem")),
-        "stages": (
-            Stage("muon_float32_match_rms_adamw_1", "tensor", level=-1, scalars=(0,), temps=("lr_times_scale",)),
-            Stage("muon_bfloat16_no_nesterov_small_2", "elem", level=0, scalars=(1, 2), temps=("direction",)),
-            Stage(
-                "newton_schulz",
-                "call",
-                level=1,
-                scalars=(3, 4, 5, 6, 7),
-                temps=("direction",),
-                given=("ns_steps", "ns_coefficients_0", "ns_coefficients_1", "ns_coefficients_2", "eps"),
-            ),
-            Stage("muon_bfloat16_small_4", "elem", level=2, scalars=(8,)),
-        ),
-    },
-    "muon_float16_no_nesterov_match_rms_adamw": {
-        "kernel": "muon_float16_no_nesterov_match_rms_adamw",
-        "kernel_scalars": (
-            "lr", "momentum", "one_minus_momentum_times_grad_scale", "ns_coefficients_0", "ns_coefficients_1",
-            "ns_coefficients_2", "eps", "ns_steps", "one_minus_lr_times_weight_decay",
-        ),
-        "kernel_host": kernel_scalars,
-        "temps": (Temp("lr_times_scale", "tensor"), Temp("direction", "elem")),
-        "stages": (
-            Stage("muon_bfloat16_match_rms_adamw_1", "tensor", level=-1, scalars=(0,), temps=("lr_times_scale",)),
-            Stage("muon_float16_no_nesterov_2", "elem", level=0, scalars=(1, 2), temps=("direction",), block=64),
-            Stage(
-                "newton_schulz",
-                "call",
-                level=1,
-                scalars=(3, 4, 5, 6, 7),
-                temps=("direction",),
-                given=("ns_steps", "ns_coefficients_0", "ns_coefficients_1", "ns_coefficients_2", "eps"),
-            ),
-            Stage("muon_float16_4", "elem", level=2, scalars=(8,)),
-        ),
-    },
-    "muon_float16_no_nesterov_match_rms_adamw_small": {
-        "kernel": "muon_float16_no_nesterov_match_rms_adamw_small",
-        "kernel_scalars": (
-            "lr", "momentum", "one_minus_momentum_times_grad_scale", "ns_coefficients_0", "ns_coefficients_1",
-            "ns_coefficients_2", "eps", "ns_steps", "one_minus_lr_times_weight_decay",
-        ),
-        "kernel_host": kernel_scalars,
-        "temps": (Temp("lr_times_scale", "tensor"), Temp("direction", "elem")),
-        "stages": (
-            Stage("muon_float32_match_rms_adamw_1", "tensor", level=-1, scalars=(0,), temps=("lr_times_scale",)),
-            Stage("muon_float16_no_nesterov_small_2", "elem", level=0, scalars=(1, 2), temps=("direction",)),
-            Stage(
-                "newton_schulz",
-                "call",
-                level=1,
-                scalars=(3, 4, 5, 6, 7),
-                temps=("direction",),
-                given=("ns_steps", "ns_coefficients_0", "ns_coefficients_1", "ns_coefficients_2", "eps"),
-            ),
-            Stage("muon_float16_small_4", "elem", level=2, scalars=(8,)),
-        ),
-    },
+    "muon_float32_no_nesterov_match_rms_adamw": {"kernel": "muon_float32_no_nesterov_match_rms_adamw"},
+    "muon_float32_no_nesterov_match_rms_adamw_small": {"kernel": "muon_float32_no_nesterov_match_rms_adamw_small"},
+    "muon_bfloat16_no_nesterov_match_rms_adamw": {"kernel": "muon_bfloat16_no_nesterov_match_rms_adamw"},
+    "muon_bfloat16_no_nesterov_match_rms_adamw_small": {"kernel": "muon_bfloat16_no_nesterov_match_rms_adamw_small"},
+    "muon_float16_no_nesterov_match_rms_adamw": {"kernel": "muon_float16_no_nesterov_match_rms_adamw"},
+    "muon_float16_no_nesterov_match_rms_adamw_small": {"kernel": "muon_float16_no_nesterov_match_rms_adamw_small"},
     "muon_float32_no_nesterov_match_rms_adamw_no_matrix": {
         "kernel": "muon_float32_no_matrix",
         "kernel_scalars": (
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_float32_no_nesterov_match_rms_adamw_no_matrix_small": {
         "kernel": "muon_float32_no_matrix_small",
@@ -1025,7 +506,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_bfloat16_no_nesterov_match_rms_adamw_no_matrix": {
         "kernel": "muon_bfloat16_no_matrix",
@@ -1033,7 +514,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_bfloat16_no_nesterov_match_rms_adamw_no_matrix_small": {
         "kernel": "muon_bfloat16_no_matrix_small",
@@ -1041,7 +522,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_float16_no_nesterov_match_rms_adamw_no_matrix": {
         "kernel": "muon_float16_no_matrix",
@@ -1049,7 +530,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_float16_no_nesterov_match_rms_adamw_no_matrix_small": {
         "kernel": "muon_float16_no_matrix_small",
@@ -1057,7 +538,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_float32_no_nesterov_match_rms_adamw_adamw": {
         "kernel": "muon_float32_no_matrix",
@@ -1065,7 +546,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_float32_no_nesterov_match_rms_adamw_adamw_small": {
         "kernel": "muon_float32_no_matrix_small",
@@ -1073,7 +554,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_bfloat16_no_nesterov_match_rms_adamw_adamw": {
         "kernel": "muon_bfloat16_no_matrix",
@@ -1081,7 +562,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_bfloat16_no_nesterov_match_rms_adamw_adamw_small": {
         "kernel": "muon_bfloat16_no_matrix_small",
@@ -1089,7 +570,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_float16_no_nesterov_match_rms_adamw_adamw": {
         "kernel": "muon_float16_no_matrix",
@@ -1097,7 +578,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_float16_no_nesterov_match_rms_adamw_adamw_small": {
         "kernel": "muon_float16_no_matrix_small",
@@ -1105,7 +586,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_float32_no_nesterov_match_rms_adamw_adamw_no_matrix": {
         "kernel": "muon_float32_no_matrix",
@@ -1113,7 +594,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_float32_no_nesterov_match_rms_adamw_adamw_no_matrix_small": {
         "kernel": "muon_float32_no_matrix_small",
@@ -1121,7 +602,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_bfloat16_no_nesterov_match_rms_adamw_adamw_no_matrix": {
         "kernel": "muon_bfloat16_no_matrix",
@@ -1129,7 +610,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_bfloat16_no_nesterov_match_rms_adamw_adamw_no_matrix_small": {
         "kernel": "muon_bfloat16_no_matrix_small",
@@ -1137,7 +618,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_float16_no_nesterov_match_rms_adamw_adamw_no_matrix": {
         "kernel": "muon_float16_no_matrix",
@@ -1145,7 +626,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "muon_float16_no_nesterov_match_rms_adamw_adamw_no_matrix_small": {
         "kernel": "muon_float16_no_matrix_small",
@@ -1153,6 +634,6 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
 }

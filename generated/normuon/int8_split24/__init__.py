@@ -14,23 +14,10 @@
 #   traffic   18.0625 B per bfloat16 parameter and step: 4 sweeps
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Stage, Temp
 from optgen.runtime.records.scalars import choose, divide, larger, root
 
 
 def kernel_scalars(step, grad_scale, *, lr, weight_decay, betas, eps, ns_steps, adamw_lr, adamw_betas):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
-    one_minus_beta2 = 1 - beta2
-    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
-    return (
-        beta1, one_minus_beta1_times_grad_scale, ns_steps, beta2, eps, one_minus_beta2, lr,
-        one_minus_lr_times_weight_decay,
-    )
-
-
-def kernel_scalars_2(step, grad_scale, *, lr, weight_decay, betas, eps, ns_steps, adamw_lr, adamw_betas):
     """The kernel's scalars at this step, and the new host states; fp64."""
     adamw_betas_0, adamw_betas_1 = adamw_betas
     one_minus_adamw_betas_0_times_grad_scale = (1 - adamw_betas_0) * grad_scale
@@ -48,295 +35,19 @@ def kernel_scalars_2(step, grad_scale, *, lr, weight_decay, betas, eps, ns_steps
 
 
 KERNELS = {
-    "normuon_float32": {
-        "kernel": "normuon_float32",
-        "kernel_scalars": (
-            "beta1", "one_minus_beta1_times_grad_scale", "ns_steps", "beta2", "eps", "one_minus_beta2", "lr",
-            "one_minus_lr_times_weight_decay",
-        ),
-        "kernel_host": kernel_scalars,
-        "temps": (
-            Temp("direction", "elem"),
-            Temp("row_sum_for_row_sq", "row", reduction="row_sum", source="elem"),
-            Temp("one_over_sqrt_row_sq_2_plus_eps", "row"),
-            Temp("row_sum_for_size", "row", reduction="row_sum", source="elem"),
-            Temp("tensor_sum_for_size", "tensor", reduction="tensor_sum", source="row"),
-            Temp("by_0p2_times_sqrt_rows_times_columns", "tensor"),
-            Temp("lr_times_size", "tensor"),
-            Temp("row_mul_2", "row"),
-        ),
-        "stages": (
-            Stage("normuon_float32_1", "elem", level=0, scalars=(0, 1), temps=("direction",), block=64),
-            Stage(
-                "newton_schulz",
-                "call",
-                level=1,
-                scalars=(2,),
-                temps=("direction",),
-                given=("ns_steps", 3.4445, -4.775, 2.0315, 1e-07),
-            ),
-            Stage("normuon_float32_3", "elem", level=2, scalars=(), temps=("row_sum_for_row_sq",), matrices=True),
-            Stage(
-                "normuon_float32_4",
-                "row",
-                level=3,
-                scalars=(3, 4, 5),
-                temps=("one_over_sqrt_row_sq_2_plus_eps",),
-                matrices=True,
-            ),
-            Stage("normuon_float32_5", "elem", level=4, scalars=(), temps=("row_sum_for_size",), matrices=True),
-            Stage("normuon_float32_6", "row", level=5, scalars=(), temps=("tensor_sum_for_size",), matrices=True),
-            Stage("normuon_float32_7", "tensor", level=5, scalars=(), temps=("by_0p2_times_sqrt_rows_times_columns",)),
-            Stage("normuon_float32_8", "tensor", level=5, scalars=(6, 4), temps=("lr_times_size",)),
-            Stage("normuon_float32_9", "row", level=5, scalars=(), temps=("row_mul_2",), matrices=True),
-            Stage("normuon_float32_10", "elem", level=6, scalars=(7,), matrices=True),
-        ),
-    },
-    "normuon_float32_small": {
-        "kernel": "normuon_float32_small",
-        "kernel_scalars": (
-            "beta1", "one_minus_beta1_times_grad_scale", "ns_steps", "beta2", "eps", "one_minus_beta2", "lr",
-            "one_minus_lr_times_weight_decay",
-        ),
-        "kernel_host": kernel_scalars,
-        "temps": (
-            Temp("direction", "elem"),
-            Temp("row_sum_for_row_sq", "row", reduction="row_sum", source="elem"),
-            Temp("one_over_sqrt_row_sq_2_plus_eps", "row"),
-            Temp("row_sum_for_size", "row", reduction="row_sum", source="elem"),
-            Temp("tensor_sum_for_size", "tensor", reduction="tensor_sum", source="row"),
-            Temp("by_0p2_times_sqrt_rows_times_columns", "tensor"),
-            Temp("lr_times_size", "tensor"),
-            Temp("row_mul_2", "row"),
-        ),
-        "stages": (
-            Stage("normuon_float32_small_1", "elem", level=0, scalars=(0, 1), temps=("direction",)),
-            Stage(
-                "newton_schulz",
-                "call",
-                level=1,
-                scalars=(2,),
-                temps=("direction",),
-                given=("ns_steps", 3.4445, -4.775, 2.0315, 1e-07),
-            ),
-            Stage("normuon_float32_small_3", "elem", level=2, scalars=(), temps=("row_sum_for_row_sq",), matrices=True),
-            Stage(
-                "normuon_float32_small_4",
-                "row",
-                level=3,
-                scalars=(3, 4, 5),
-                temps=("one_over_sqrt_row_sq_2_plus_eps",),
-                matrices=True,
-            ),
-            Stage("normuon_float32_small_5", "elem", level=4, scalars=(), temps=("row_sum_for_size",), matrices=True),
-            Stage("normuon_float32_small_6", "row", level=5, scalars=(), temps=("tensor_sum_for_size",), matrices=True),
-            Stage(
-                "normuon_float32_small_7",
-                "tensor",
-                level=5,
-                scalars=(),
-                temps=("by_0p2_times_sqrt_rows_times_columns",),
-            ),
-            Stage("normuon_float32_small_8", "tensor", level=5, scalars=(6, 4), temps=("lr_times_size",)),
-            Stage("normuon_float32_small_9", "row", level=5, scalars=(), temps=("row_mul_2",), matrices=True),
-            Stage("normuon_float32_small_10", "elem", level=6, scalars=(7,), matrices=True),
-        ),
-    },
-    "normuon_bfloat16": {
-        "kernel": "normuon_bfloat16",
-        "kernel_scalars": (
-            "beta1", "one_minus_beta1_times_grad_scale", "ns_steps", "beta2", "eps", "one_minus_beta2", "lr",
-            "one_minus_lr_times_weight_decay",
-        ),
-        "kernel_host": kernel_scalars,
-        "temps": (
-            Temp("direction", "elem"),
-            Temp("row_sum_for_row_sq", "row", reduction="row_sum", source="elem"),
-            Temp("one_over_sqrt_row_sq_2_plus_eps", "row"),
-            Temp("row_sum_for_size", "row", reduction="row_sum", source="elem"),
-            Temp("tensor_sum_for_size", "tensor", reduction="tensor_sum", source="row"),
-            Temp("by_0p2_times_sqrt_rows_times_columns", "tensor"),
-            Temp("lr_times_size", "tensor"),
-            Temp("row_mul_2", "row"),
-        ),
-        "stages": (
-            Stage("normuon_bfloat16_1", "elem", level=0, scalars=(0, 1), temps=("direction",), block=64),
-            Stage(
-                "newton_schulz",
-                "call",
-                level=1,
-                scalars=(2,),
-                temps=("direction",),
-                given=("ns_steps", 3.4445, -4.775, 2.0315, 1e-07),
-            ),
-            Stage("normuon_bfloat16_3", "elem", level=2, scalars=(), temps=("row_sum_for_row_sq",), matrices=True),
-            Stage(
-                "normuon_bfloat16_4",
-                "row",
-                level=3,
-                scalars=(3, 4, 5),
-                temps=("one_over_sqrt_row_sq_2_plus_eps",),
-                matrices=True,
-            ),
-            Stage("normuon_bfloat16_5", "elem", level=4, scalars=(), temps=("row_sum_for_size",), matrices=True),
-            Stage("normuon_bfloat16_6", "row", level=5, scalars=(), temps=("tensor_sum_for_size",), matrices=True),
-            Stage("normuon_bfloat16_7", "tensor", level=5, scalars=(), temps=("by_0p2_times_sqrt_rows_times_columns",)),
-            Stage("normuon_bfloat16_8", "tensor", level=5, scalars=(6, 4), temps=("lr_times_size",)),
-            Stage("normuon_bfloat16_9", "row", level=5, scalars=(), temps=("row_mul_2",), matrices=True),
-            Stage("normuon_bfloat16_10", "elem", level=6, scalars=(7,), matrices=True),
-        ),
-    },
-    "normuon_bfloat16_small": {
-        "kernel": "normuon_bfloat16_small",
-        "kernel_scalars": (
-            "beta1", "one_minus_beta1_times_grad_scale", "ns_steps", "beta2", "eps", "one_minus_beta2", "lr",
-            "one_minus_lr_times_weight_decay",
-        ),
-        "kernel_host": kernel_scalars,
-        "temps": (
-            Temp("direction", "elem"),
-            Temp("row_sum_for_row_sq", "row", reduction="row_sum", source="elem"),
-            Temp("one_over_sqrt_row_sq_2_plus_eps", "row"),
-            Temp("row_sum_for_size", "row", reduction="row_sum", source="elem"),
-            Temp("tensor_sum_for_size", "tensor", reduction="tensor_sum", source="row"),
-            Temp("by_0p2_times_sqrt_rows_times_columns", "tensor"),
-            Temp("lr_times_size", "tensor"),
-            Temp("row_mul_2", "row"),
-        ),
-        "stages": (
-            Stage("normuon_bfloat16_small_1", "elem", level=0, scalars=(0, 1), temps=("direction",)),
-            Stage(
-                "newton_schulz",
-                "call",
-                level=1,
-                scalars=(2,),
-                temps=("direction",),
-                given=("ns_steps", 3.4445, -4.775, 2.0315, 1e-07),
-            ),
-            Stage("normuon_float32_3", "elem", level=2, scalars=(), temps=("row_sum_for_row_sq",), matrices=True),
-            Stage(
-                "normuon_float32_4",
-                "row",
-                level=3,
-                scalars=(3, 4, 5),
-                temps=("one_over_sqrt_row_sq_2_plus_eps",),
-                matrices=True,
-            ),
-            Stage("normuon_float32_5", "elem", level=4, scalars=(), temps=("row_sum_for_size",), matrices=True),
-            Stage("normuon_float32_6", "row", level=5, scalars=(), temps=("tensor_sum_for_size",), matrices=True),
-            Stage(
-                "normuon_bfloat16_small_7",
-                "tensor",
-                level=5,
-                scalars=(),
-                temps=("by_0p2_times_sqrt_rows_times_columns",),
-            ),
-            Stage("normuon_bfloat16_small_8", "tensor", level=5, scalars=(6, 4), temps=("lr_times_size",)),
-            Stage("normuon_bfloat16_small_9", "row", level=5, scalars=(), temps=("row_mul_2",), matrices=True),
-            Stage("normuon_bfloat16_small_10", "elem", level=6, scalars=(7,), matrices=True),
-        ),
-    },
-    "normuon_float16": {
-        "kernel": "normuon_float16",
-        "kernel_scalars": (
-            "beta1", "one_minus_beta1_times_grad_scale", "ns_steps", "beta2", "eps", "one_minus_beta2", "lr",
-            "one_minus_lr_times_weight_decay",
-        ),
-        "kernel_host": kernel_scalars,
-        "temps": (
-            Temp("direction", "elem"),
-            Temp("row_sum_for_row_sq", "row", reduction="row_sum", source="elem"),
-            Temp("one_over_sqrt_row_sq_2_plus_eps", "row"),
-            Temp("row_sum_for_size", "row", reduction="row_sum", source="elem"),
-            Temp("tensor_sum_for_size", "tensor", reduction="tensor_sum", source="row"),
-            Temp("by_0p2_times_sqrt_rows_times_columns", "tensor"),
-            Temp("lr_times_size", "tensor"),
-            Temp("row_mul_2", "row"),
-        ),
-        "stages": (
-            Stage("normuon_float16_1", "elem", level=0, scalars=(0, 1), temps=("direction",), block=64),
-            Stage(
-                "newton_schulz",
-                "call",
-                level=1,
-                scalars=(2,),
-                temps=("direction",),
-                given=("ns_steps", 3.4445, -4.775, 2.0315, 1e-07),
-            ),
-            Stage("normuon_bfloat16_3", "elem", level=2, scalars=(), temps=("row_sum_for_row_sq",), matrices=True),
-            Stage(
-                "normuon_bfloat16_4",
-                "row",
-                level=3,
-                scalars=(3, 4, 5),
-                temps=("one_over_sqrt_row_sq_2_plus_eps",),
-                matrices=True,
-            ),
-            Stage("normuon_bfloat16_5", "elem", level=4, scalars=(), temps=("row_sum_for_size",), matrices=True),
-            Stage("normuon_bfloat16_6", "row", level=5, scalars=(), temps=("tensor_sum_for_size",), matrices=True),
-            Stage("normuon_float16_7", "tensor", level=5, scalars=(), temps=("by_0p2_times_sqrt_rows_times_columns",)),
-            Stage("normuon_float16_8", "tensor", level=5, scalars=(6, 4), temps=("lr_times_size",)),
-            Stage("normuon_float16_9", "row", level=5, scalars=(), temps=("row_mul_2",), matrices=True),
-            Stage("normuon_float16_10", "elem", level=6, scalars=(7,), matrices=True),
-        ),
-    },
-    "normuon_float16_small": {
-        "kernel": "normuon_float16_small",
-        "kernel_scalars": (
-            "beta1", "one_minus_beta1_times_grad_scale", "ns_steps", "beta2", "eps", "one_minus_beta2", "lr",
-            "one_minus_lr_times_weight_decay",
-        ),
-        "kernel_host": kernel_scalars,
-        "temps": (
-            Temp("direction", "elem"),
-            Temp("row_sum_for_row_sq", "row", reduction="row_sum", source="elem"),
-            Temp("one_over_sqrt_row_sq_2_plus_eps", "row"),
-            Temp("row_sum_for_size", "row", reduction="row_sum", source="elem"),
-            Temp("tensor_sum_for_size", "tensor", reduction="tensor_sum", source="row"),
-            Temp("by_0p2_times_sqrt_rows_times_columns", "tensor"),
-            Temp("lr_times_size", "tensor"),
-            Temp("row_mul_2", "row"),
-        ),
-        "stages": (
-            Stage("normuon_float16_small_1", "elem", level=0, scalars=(0, 1), temps=("direction",)),
-            Stage(
-                "newton_schulz",
-                "call",
-                level=1,
-                scalars=(2,),
-                temps=("direction",),
-                given=("ns_steps", 3.4445, -4.775, 2.0315, 1e-07),
-            ),
-            Stage("normuon_float32_3", "elem", level=2, scalars=(), temps=("row_sum_for_row_sq",), matrices=True),
-            Stage(
-                "normuon_float32_4",
-                "row",
-                level=3,
-                scalars=(3, 4, 5),
-                temps=("one_over_sqrt_row_sq_2_plus_eps",),
-                matrices=True,
-            ),
-            Stage("normuon_float32_5", "elem", level=4, scalars=(), temps=("row_sum_for_size",), matrices=True),
-            Stage("normuon_float32_6", "row", level=5, scalars=(), temps=("tensor_sum_for_size",), matrices=True),
-            Stage(
-                "normuon_float16_small_7",
-                "tensor",
-                level=5,
-                scalars=(),
-                temps=("by_0p2_times_sqrt_rows_times_columns",),
-            ),
-            Stage("normuon_float16_small_8", "tensor", level=5, scalars=(6, 4), temps=("lr_times_size",)),
-            Stage("normuon_float16_small_9", "row", level=5, scalars=(), temps=("row_mul_2",), matrices=True),
-            Stage("normuon_float16_small_10", "elem", level=6, scalars=(7,), matrices=True),
-        ),
-    },
+    "normuon_float32": {"kernel": "normuon_float32"},
+    "normuon_float32_small": {"kernel": "normuon_float32_small"},
+    "normuon_bfloat16": {"kernel": "normuon_bfloat16"},
+    "normuon_bfloat16_small": {"kernel": "normuon_bfloat16_small"},
+    "normuon_float16": {"kernel": "normuon_float16"},
+    "normuon_float16_small": {"kernel": "normuon_float16_small"},
     "normuon_float32_no_matrix": {
         "kernel": "normuon_float32_no_matrix",
         "kernel_scalars": (
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "normuon_float32_no_matrix_small": {
         "kernel": "normuon_float32_no_matrix_small",
@@ -344,7 +55,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "normuon_bfloat16_no_matrix": {
         "kernel": "normuon_bfloat16_no_matrix",
@@ -352,7 +63,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "normuon_bfloat16_no_matrix_small": {
         "kernel": "normuon_bfloat16_no_matrix_small",
@@ -360,7 +71,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "normuon_float16_no_matrix": {
         "kernel": "normuon_float16_no_matrix",
@@ -368,7 +79,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "normuon_float16_no_matrix_small": {
         "kernel": "normuon_float16_no_matrix_small",
@@ -376,7 +87,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "normuon_float32_adamw": {
         "kernel": "normuon_float32_no_matrix",
@@ -384,7 +95,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "normuon_float32_adamw_small": {
         "kernel": "normuon_float32_no_matrix_small",
@@ -392,7 +103,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "normuon_bfloat16_adamw": {
         "kernel": "normuon_bfloat16_no_matrix",
@@ -400,7 +111,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "normuon_bfloat16_adamw_small": {
         "kernel": "normuon_bfloat16_no_matrix_small",
@@ -408,7 +119,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "normuon_float16_adamw": {
         "kernel": "normuon_float16_no_matrix",
@@ -416,7 +127,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "normuon_float16_adamw_small": {
         "kernel": "normuon_float16_no_matrix_small",
@@ -424,7 +135,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "normuon_float32_adamw_no_matrix": {
         "kernel": "normuon_float32_no_matrix",
@@ -432,7 +143,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "normuon_float32_adamw_no_matrix_small": {
         "kernel": "normuon_float32_no_matrix_small",
@@ -440,7 +151,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "normuon_bfloat16_adamw_no_matrix": {
         "kernel": "normuon_bfloat16_no_matrix",
@@ -448,7 +159,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "normuon_bfloat16_adamw_no_matrix_small": {
         "kernel": "normuon_bfloat16_no_matrix_small",
@@ -456,7 +167,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "normuon_float16_adamw_no_matrix": {
         "kernel": "normuon_float16_no_matrix",
@@ -464,7 +175,7 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "normuon_float16_adamw_no_matrix_small": {
         "kernel": "normuon_float16_no_matrix_small",
@@ -472,6 +183,6 @@ KERNELS = {
             "adamw_betas_0", "adamw_betas_1", "one_minus_adamw_betas_0_times_grad_scale", "scalar_1", "scalar_2",
             "scalar_3", "one_minus_adamw_lr_times_weight_decay",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
 }

@@ -12,24 +12,10 @@
 #   traffic   20 B per bfloat16 parameter and step: 2 sweeps
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Stage, Temp
 from optgen.runtime.records.scalars import divide
 
 
 def kernel_scalars(step, grad_scale, *, lr, momentum, dampening, eps, weight_decay, delta, wd_ratio):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    one_minus_dampening_times_grad_scale = (1 - dampening) * grad_scale
-    grad_scale_times_grad_scale = grad_scale * grad_scale
-    minus_one_minus_wd_ratio = -(1 - wd_ratio)
-    weight_decay_2 = divide(weight_decay, 1 - momentum)  # 25  weight_decay = weight_decay / (1 - momentum)
-    minus_lr = -lr
-    return (
-        momentum, one_minus_dampening_times_grad_scale, eps, grad_scale, grad_scale_times_grad_scale, delta,
-        minus_one_minus_wd_ratio, weight_decay_2, minus_lr,
-    )
-
-
-def kernel_scalars_2(step, grad_scale, *, lr, momentum, dampening, eps, weight_decay, delta, wd_ratio):
     """The kernel's scalars at this step, and the new host states; fp64."""
     weight_decay_2 = divide(weight_decay, 1 - momentum)  # 25  weight_decay = weight_decay / (1 - momentum)
     one_minus_dampening_times_grad_scale = (1 - dampening) * grad_scale
@@ -38,22 +24,7 @@ def kernel_scalars_2(step, grad_scale, *, lr, momentum, dampening, eps, weight_d
     return (momentum, one_minus_dampening_times_grad_scale, scalar_1, minus_lr)
 
 
-def kernel_scalars_3(step, grad_scale, *, lr, momentum, dampening, eps, weight_decay, delta, wd_ratio):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    momentum_times_momentum = momentum * momentum
-    scalar_1 = momentum * ((1 - dampening) * grad_scale)
-    grad_scale_times_grad_scale = grad_scale * grad_scale
-    minus_one_minus_wd_ratio = -(1 - wd_ratio)
-    weight_decay_2 = divide(weight_decay, 1 - momentum)  # 25  weight_decay = weight_decay / (1 - momentum)
-    minus_lr = -lr
-    one_minus_dampening_times_grad_scale = (1 - dampening) * grad_scale
-    return (
-        grad_scale, momentum_times_momentum, scalar_1, eps, grad_scale_times_grad_scale, delta,
-        minus_one_minus_wd_ratio, weight_decay_2, minus_lr, momentum, one_minus_dampening_times_grad_scale,
-    )
-
-
-def kernel_scalars_4(step, grad_scale, *, lr, momentum, dampening, eps, weight_decay, delta, wd_ratio):
+def kernel_scalars_2(step, grad_scale, *, lr, momentum, dampening, eps, weight_decay, delta, wd_ratio):
     """The kernel's scalars at this step, and the new host states; fp64."""
     weight_decay_2 = divide(weight_decay, 1 - momentum)  # 25  weight_decay = weight_decay / (1 - momentum)
     one_minus_dampening_times_grad_scale = (1 - dampening) * grad_scale
@@ -64,521 +35,46 @@ def kernel_scalars_4(step, grad_scale, *, lr, momentum, dampening, eps, weight_d
 
 
 KERNELS = {
-    "sgdp_float32": {
-        "kernel": "sgdp_float32",
-        "kernel_scalars": (
-            "momentum", "one_minus_dampening_times_grad_scale", "eps", "grad_scale", "grad_scale_times_grad_scale",
-            "delta", "minus_one_minus_wd_ratio", "weight_decay_2", "minus_lr",
-        ),
-        "kernel_host": kernel_scalars,
-        "temps": (
-            Temp("row_sum_for_invariant", "row", reduction="row_sum", source="elem"),
-            Temp("row_sum_for_invariant_2", "row", reduction="row_sum", source="elem"),
-            Temp("row_sum_for_invariant_3", "row", reduction="row_sum", source="elem"),
-            Temp("row_sum_of_p", "row", reduction="row_sum", source="elem"),
-            Temp("tensor_max_for_invariant", "tensor", reduction="tensor_max", source="row"),
-            Temp("row_sum_of_p_over_row_mul_3", "row"),
-            Temp("tensor_sum_for_invariant", "tensor", reduction="tensor_sum", source="row"),
-            Temp("tensor_sum_for_invariant_2", "tensor", reduction="tensor_sum", source="row"),
-            Temp("tensor_sum_for_invariant_3", "tensor", reduction="tensor_sum", source="row"),
-            Temp("tensor_sum_of_p", "tensor", reduction="tensor_sum", source="row"),
-            Temp("delta_over_sqrt_columns", "tensor"),
-            Temp("delta_over_sqrt_elements", "tensor"),
-            Temp("lt_tensor_div_delta_over_sqrt_elements", "tensor"),
-            Temp("tensor_sum_of_p_over_tensor_mul_3_2", "tensor"),
-            Temp("tensor_lt", "tensor"),
-            Temp("one_minus_lr_times_weight_decay_2", "tensor"),
-            Temp("row_sum_of_p_over_row_mul_3_2", "row"),
-        ),
-        "stages": (
-            Stage(
-                "sgdp_float32_1",
-                "elem",
-                level=0,
-                scalars=(0, 1),
-                temps=("row_sum_for_invariant", "row_sum_for_invariant_2", "row_sum_for_invariant_3", "row_sum_of_p"),
-                matrices=True,
-            ),
-            Stage(
-                "sgdp_float32_2",
-                "row",
-                level=1,
-                scalars=(2, 3, 4),
-                temps=(
-                    "tensor_max_for_invariant", "row_sum_of_p_over_row_mul_3", "tensor_sum_for_invariant",
-                    "tensor_sum_for_invariant_2", "tensor_sum_for_invariant_3", "tensor_sum_of_p",
-                ),
-                matrices=True,
-            ),
-            Stage(
-                "sgdp_float32_3",
-                "tensor",
-                level=1,
-                scalars=(5,),
-                temps=("delta_over_sqrt_columns", "delta_over_sqrt_elements"),
-            ),
-            Stage(
-                "sgdp_float32_4",
-                "tensor",
-                level=1,
-                scalars=(2, 3, 4),
-                temps=("lt_tensor_div_delta_over_sqrt_elements", "tensor_sum_of_p_over_tensor_mul_3_2"),
-            ),
-            Stage(
-                "sgdp_float32_5",
-                "tensor",
-                level=1,
-                scalars=(6, 7, 8),
-                temps=("tensor_lt", "one_minus_lr_times_weight_decay_2"),
-            ),
-            Stage(
-                "sgdp_float32_6",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("row_sum_of_p_over_row_mul_3_2",),
-                matrices=True,
-            ),
-            Stage("sgdp_float32_7", "elem", level=2, scalars=(8,), matrices=True),
-        ),
-    },
-    "sgdp_bfloat16": {
-        "kernel": "sgdp_bfloat16",
-        "kernel_scalars": (
-            "momentum", "one_minus_dampening_times_grad_scale", "eps", "grad_scale", "grad_scale_times_grad_scale",
-            "delta", "minus_one_minus_wd_ratio", "weight_decay_2", "minus_lr",
-        ),
-        "kernel_host": kernel_scalars,
-        "temps": (
-            Temp("row_sum_for_invariant", "row", reduction="row_sum", source="elem"),
-            Temp("row_sum_for_invariant_2", "row", reduction="row_sum", source="elem"),
-            Temp("row_sum_for_invariant_3", "row", reduction="row_sum", source="elem"),
-            Temp("row_sum_of_momentum_buffer", "row", reduction="row_sum", source="elem"),
-            Temp("tensor_max_for_invariant", "tensor", reduction="tensor_max", source="row"),
-            Temp("row_sum_of_momentum_buffer_over_row_mul_3", "row"),
-            Temp("tensor_sum_for_invariant", "tensor", reduction="tensor_sum", source="row"),
-            Temp("tensor_sum_for_invariant_2", "tensor", reduction="tensor_sum", source="row"),
-            Temp("tensor_sum_for_invariant_3", "tensor", reduction="tensor_sum", source="row"),
-            Temp("tensor_sum_of_momentum_buffer", "tensor", reduction="tensor_sum", source="row"),
-            Temp("delta_over_sqrt_columns", "tensor"),
-            Temp("delta_over_sqrt_elements", "tensor"),
-            Temp("lt_tensor_div_delta_over_sqrt_elements", "tensor"),
-            Temp("tensor_sum_of_momentum_buffer_over_tensor_mul_3_2", "tensor"),
-            Temp("tensor_lt", "tensor"),
-            Temp("one_minus_lr_times_weight_decay_2", "tensor"),
-            Temp("row_sum_of_momentum_buffer_over_row_mul_3_2", "row"),
-        ),
-        "stages": (
-            Stage(
-                "sgdp_bfloat16_1",
-                "elem",
-                level=0,
-                scalars=(0, 1),
-                temps=(
-                    "row_sum_for_invariant", "row_sum_for_invariant_2", "row_sum_for_invariant_3",
-                    "row_sum_of_momentum_buffer",
-                ),
-                matrices=True,
-            ),
-            Stage(
-                "sgdp_bfloat16_2",
-                "row",
-                level=1,
-                scalars=(2, 3, 4),
-                temps=(
-                    "tensor_max_for_invariant", "row_sum_of_momentum_buffer_over_row_mul_3", "tensor_sum_for_invariant",
-                    "tensor_sum_for_invariant_2", "tensor_sum_for_invariant_3", "tensor_sum_of_momentum_buffer",
-                ),
-                matrices=True,
-            ),
-            Stage(
-                "sgdp_bfloat16_3",
-                "tensor",
-                level=1,
-                scalars=(5,),
-                temps=("delta_over_sqrt_columns", "delta_over_sqrt_elements"),
-            ),
-            Stage(
-                "sgdp_bfloat16_4",
-                "tensor",
-                level=1,
-                scalars=(2, 3, 4),
-                temps=("lt_tensor_div_delta_over_sqrt_elements", "tensor_sum_of_momentum_buffer_over_tensor_mul_3_2"),
-            ),
-            Stage(
-                "sgdp_bfloat16_5",
-                "tensor",
-                level=1,
-                scalars=(6, 7, 8),
-                temps=("tensor_lt", "one_minus_lr_times_weight_decay_2"),
-            ),
-            Stage(
-                "sgdp_bfloat16_6",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("row_sum_of_momentum_buffer_over_row_mul_3_2",),
-                matrices=True,
-            ),
-            Stage("sgdp_bfloat16_7", "elem", level=2, scalars=(8,), matrices=True),
-        ),
-    },
-    "sgdp_float16": {
-        "kernel": "sgdp_float16",
-        "kernel_scalars": (
-            "momentum", "one_minus_dampening_times_grad_scale", "eps", "grad_scale", "grad_scale_times_grad_scale",
-            "delta", "minus_one_minus_wd_ratio", "weight_decay_2", "minus_lr",
-        ),
-        "kernel_host": kernel_scalars,
-        "temps": (
-            Temp("row_sum_for_invariant", "row", reduction="row_sum", source="elem"),
-            Temp("row_sum_for_invariant_2", "row", reduction="row_sum", source="elem"),
-            Temp("row_sum_for_invariant_3", "row", reduction="row_sum", source="elem"),
-            Temp("row_sum_of_momentum_buffer", "row", reduction="row_sum", source="elem"),
-            Temp("tensor_max_for_invariant", "tensor", reduction="tensor_max", source="row"),
-            Temp("row_sum_of_momentum_buffer_over_row_mul_3", "row"),
-            Temp("tensor_sum_for_invariant", "tensor", reduction="tensor_sum", source="row"),
-            Temp("tensor_sum_for_invariant_2", "tensor", reduction="tensor_sum", source="row"),
-            Temp("tensor_sum_for_invariant_3", "tensor", reduction="tensor_sum", source="row"),
-            Temp("tensor_sum_of_momentum_buffer", "tensor", reduction="tensor_sum", source="row"),
-            Temp("delta_over_sqrt_columns", "tensor"),
-            Temp("delta_over_sqrt_elements", "tensor"),
-            Temp("lt_tensor_div_delta_over_sqrt_elements", "tensor"),
-            Temp("tensor_sum_of_momentum_buffer_over_tensor_mul_3_2", "tensor"),
-            Temp("tensor_lt", "tensor"),
-            Temp("one_minus_lr_times_weight_decay_2", "tensor"),
-            Temp("row_sum_of_momentum_buffer_over_row_mul_3_2", "row"),
-        ),
-        "stages": (
-            Stage(
-                "sgdp_float16_1",
-                "elem",
-                level=0,
-                scalars=(0, 1),
-                temps=(
-                    "row_sum_for_invariant", "row_sum_for_invariant_2", "row_sum_for_invariant_3",
-                    "row_sum_of_momentum_buffer",
-                ),
-                matrices=True,
-            ),
-            Stage(
-                "sgdp_bfloat16_2",
-                "row",
-                level=1,
-                scalars=(2, 3, 4),
-                temps=(
-                    "tensor_max_for_invariant", "row_sum_of_momentum_buffer_over_row_mul_3", "tensor_sum_for_invariant",
-                    "tensor_sum_for_invariant_2", "tensor_sum_for_invariant_3", "tensor_sum_of_momentum_buffer",
-                ),
-                matrices=True,
-            ),
-            Stage(
-                "sgdp_float16_3",
-                "tensor",
-                level=1,
-                scalars=(5,),
-                temps=("delta_over_sqrt_columns", "delta_over_sqrt_elements"),
-            ),
-            Stage(
-                "sgdp_float16_4",
-                "tensor",
-                level=1,
-                scalars=(2, 3, 4),
-                temps=("lt_tensor_div_delta_over_sqrt_elements", "tensor_sum_of_momentum_buffer_over_tensor_mul_3_2"),
-            ),
-            Stage(
-                "sgdp_float16_5",
-                "tensor",
-                level=1,
-                scalars=(6, 7, 8),
-                temps=("tensor_lt", "one_minus_lr_times_weight_decay_2"),
-            ),
-            Stage(
-                "sgdp_float16_6",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("row_sum_of_momentum_buffer_over_row_mul_3_2",),
-                matrices=True,
-            ),
-            Stage("sgdp_float16_7", "elem", level=2, scalars=(8,), matrices=True),
-        ),
-    },
+    "sgdp_float32": {"kernel": "sgdp_float32"},
+    "sgdp_bfloat16": {"kernel": "sgdp_bfloat16"},
+    "sgdp_float16": {"kernel": "sgdp_float16"},
     "sgdp_float32_no_projected": {
         "kernel": "sgdp_float32_no_projected",
         "kernel_scalars": ("momentum", "one_minus_dampening_times_grad_scale", "scalar_1", "minus_lr"),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "sgdp_bfloat16_no_projected": {
         "kernel": "sgdp_bfloat16_no_projected",
         "kernel_scalars": ("momentum", "one_minus_dampening_times_grad_scale", "scalar_1", "minus_lr"),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "sgdp_float16_no_projected": {
         "kernel": "sgdp_float16_no_projected",
         "kernel_scalars": ("momentum", "one_minus_dampening_times_grad_scale", "scalar_1", "minus_lr"),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
-    "sgdp_float32_nesterov": {
-        "kernel": "sgdp_float32_nesterov",
-        "kernel_scalars": (
-            "grad_scale", "momentum_times_momentum", "scalar_1", "eps", "grad_scale_times_grad_scale", "delta",
-            "minus_one_minus_wd_ratio", "weight_decay_2", "minus_lr", "momentum",
-            "one_minus_dampening_times_grad_scale",
-        ),
-        "kernel_host": kernel_scalars_3,
-        "temps": (
-            Temp("row_sum_for_invariant", "row", reduction="row_sum", source="elem"),
-            Temp("row_sum_for_invariant_2", "row", reduction="row_sum", source="elem"),
-            Temp("row_sum_for_invariant_3", "row", reduction="row_sum", source="elem"),
-            Temp("row_sum_of_p", "row", reduction="row_sum", source="elem"),
-            Temp("tensor_max_for_invariant", "tensor", reduction="tensor_max", source="row"),
-            Temp("row_sum_of_p_over_row_mul_3", "row"),
-            Temp("tensor_sum_for_invariant", "tensor", reduction="tensor_sum", source="row"),
-            Temp("tensor_sum_for_invariant_2", "tensor", reduction="tensor_sum", source="row"),
-            Temp("tensor_sum_for_invariant_3", "tensor", reduction="tensor_sum", source="row"),
-            Temp("tensor_sum_of_p", "tensor", reduction="tensor_sum", source="row"),
-            Temp("delta_over_sqrt_columns", "tensor"),
-            Temp("delta_over_sqrt_elements", "tensor"),
-            Temp("lt_tensor_div_delta_over_sqrt_elements", "tensor"),
-            Temp("tensor_sum_of_p_over_tensor_mul_3_2", "tensor"),
-            Temp("tensor_lt", "tensor"),
-            Temp("one_minus_lr_times_weight_decay_2", "tensor"),
-            Temp("row_sum_of_p_over_row_mul_3_2", "row"),
-        ),
-        "stages": (
-            Stage(
-                "sgdp_float32_nesterov_1",
-                "elem",
-                level=0,
-                scalars=(0, 1, 2),
-                temps=("row_sum_for_invariant", "row_sum_for_invariant_2", "row_sum_for_invariant_3", "row_sum_of_p"),
-                matrices=True,
-            ),
-            Stage(
-                "sgdp_float32_2",
-                "row",
-                level=1,
-                scalars=(3, 0, 4),
-                temps=(
-                    "tensor_max_for_invariant", "row_sum_of_p_over_row_mul_3", "tensor_sum_for_invariant",
-                    "tensor_sum_for_invariant_2", "tensor_sum_for_invariant_3", "tensor_sum_of_p",
-                ),
-                matrices=True,
-            ),
-            Stage(
-                "sgdp_float32_nesterov_3",
-                "tensor",
-                level=1,
-                scalars=(5,),
-                temps=("delta_over_sqrt_columns", "delta_over_sqrt_elements"),
-            ),
-            Stage(
-                "sgdp_float32_nesterov_4",
-                "tensor",
-                level=1,
-                scalars=(3, 0, 4),
-                temps=("lt_tensor_div_delta_over_sqrt_elements", "tensor_sum_of_p_over_tensor_mul_3_2"),
-            ),
-            Stage(
-                "sgdp_float32_nesterov_5",
-                "tensor",
-                level=1,
-                scalars=(6, 7, 8),
-                temps=("tensor_lt", "one_minus_lr_times_weight_decay_2"),
-            ),
-            Stage(
-                "sgdp_float32_nesterov_6",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("row_sum_of_p_over_row_mul_3_2",),
-                matrices=True,
-            ),
-            Stage("sgdp_float32_nesterov_7", "elem", level=2, scalars=(9, 0, 10, 8), matrices=True),
-        ),
-    },
-    "sgdp_bfloat16_nesterov": {
-        "kernel": "sgdp_bfloat16_nesterov",
-        "kernel_scalars": (
-            "grad_scale", "momentum_times_momentum", "scalar_1", "eps", "grad_scale_times_grad_scale", "delta",
-            "minus_one_minus_wd_ratio", "weight_decay_2", "minus_lr", "momentum",
-            "one_minus_dampening_times_grad_scale",
-        ),
-        "kernel_host": kernel_scalars_3,
-        "temps": (
-            Temp("row_sum_for_invariant", "row", reduction="row_sum", source="elem"),
-            Temp("row_sum_for_invariant_2", "row", reduction="row_sum", source="elem"),
-            Temp("row_sum_for_invariant_3", "row", reduction="row_sum", source="elem"),
-            Temp("row_sum_of_update", "row", reduction="row_sum", source="elem"),
-            Temp("tensor_max_for_invariant", "tensor", reduction="tensor_max", source="row"),
-            Temp("row_sum_of_update_over_row_mul_3", "row"),
-            Temp("tensor_sum_for_invariant", "tensor", reduction="tensor_sum", source="row"),
-            Temp("tensor_sum_for_invariant_2", "tensor", reduction="tensor_sum", source="row"),
-            Temp("tensor_sum_for_invariant_3", "tensor", reduction="tensor_sum", source="row"),
-            Temp("tensor_sum_of_update", "tensor", reduction="tensor_sum", source="row"),
-            Temp("delta_over_sqrt_columns", "tensor"),
-            Temp("delta_over_sqrt_elements", "tensor"),
-            Temp("lt_tensor_div_delta_over_sqrt_elements", "tensor"),
-            Temp("tensor_sum_of_update_over_tensor_mul_3_2", "tensor"),
-            Temp("tensor_lt", "tensor"),
-            Temp("one_minus_lr_times_weight_decay_2", "tensor"),
-            Temp("row_sum_of_update_over_row_mul_3_2", "row"),
-        ),
-        "stages": (
-            Stage(
-                "sgdp_bfloat16_nesterov_1",
-                "elem",
-                level=0,
-                scalars=(0, 1, 2),
-                temps=(
-                    "row_sum_for_invariant", "row_sum_for_invariant_2", "row_sum_for_invariant_3", "row_sum_of_update",
-                ),
-                matrices=True,
-            ),
-            Stage(
-                "sgdp_bfloat16_nesterov_2",
-                "row",
-                level=1,
-                scalars=(3, 0, 4),
-                temps=(
-                    "tensor_max_for_invariant", "row_sum_of_update_over_row_mul_3", "tensor_sum_for_invariant",
-                    "tensor_sum_for_invariant_2", "tensor_sum_for_invariant_3", "tensor_sum_of_update",
-                ),
-                matrices=True,
-            ),
-            Stage(
-                "sgdp_bfloat16_nesterov_3",
-                "tensor",
-                level=1,
-                scalars=(5,),
-                temps=("delta_over_sqrt_columns", "delta_over_sqrt_elements"),
-            ),
-            Stage(
-                "sgdp_bfloat16_nesterov_4",
-                "tensor",
-                level=1,
-                scalars=(3, 0, 4),
-                temps=("lt_tensor_div_delta_over_sqrt_elements", "tensor_sum_of_update_over_tensor_mul_3_2"),
-            ),
-            Stage(
-                "sgdp_bfloat16_nesterov_5",
-                "tensor",
-                level=1,
-                scalars=(6, 7, 8),
-                temps=("tensor_lt", "one_minus_lr_times_weight_decay_2"),
-            ),
-            Stage(
-                "sgdp_bfloat16_nesterov_6",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("row_sum_of_update_over_row_mul_3_2",),
-                matrices=True,
-            ),
-            Stage("sgdp_bfloat16_nesterov_7", "elem", level=2, scalars=(9, 0, 10, 8), matrices=True),
-        ),
-    },
-    "sgdp_float16_nesterov": {
-        "kernel": "sgdp_float16_nesterov",
-        "kernel_scalars": (
-            "grad_scale", "momentum_times_momentum", "scalar_1", "eps", "grad_scale_times_grad_scale", "delta",
-            "minus_one_minus_wd_ratio", "weight_decay_2", "minus_lr", "momentum",
-            "one_minus_dampening_times_grad_scale",
-        ),
-        "kernel_host": kernel_scalars_3,
-        "temps": (
-            Temp("row_sum_for_invariant", "row", reduction="row_sum", source="elem"),
-            Temp("row_sum_for_invariant_2", "row", reduction="row_sum", source="elem"),
-            Temp("row_sum_for_invariant_3", "row", reduction="row_sum", source="elem"),
-            Temp("row_sum_of_update", "row", reduction="row_sum", source="elem"),
-            Temp("tensor_max_for_invariant", "tensor", reduction="tensor_max", source="row"),
-            Temp("row_sum_of_update_over_row_mul_3", "row"),
-            Temp("tensor_sum_for_invariant", "tensor", reduction="tensor_sum", source="row"),
-            Temp("tensor_sum_for_invariant_2", "tensor", reduction="tensor_sum", source="row"),
-            Temp("tensor_sum_for_invariant_3", "tensor", reduction="tensor_sum", source="row"),
-            Temp("tensor_sum_of_update", "tensor", reduction="tensor_sum", source="row"),
-            Temp("delta_over_sqrt_columns", "tensor"),
-            Temp("delta_over_sqrt_elements", "tensor"),
-            Temp("lt_tensor_div_delta_over_sqrt_elements", "tensor"),
-            Temp("tensor_sum_of_update_over_tensor_mul_3_2", "tensor"),
-            Temp("tensor_lt", "tensor"),
-            Temp("one_minus_lr_times_weight_decay_2", "tensor"),
-            Temp("row_sum_of_update_over_row_mul_3_2", "row"),
-        ),
-        "stages": (
-            Stage(
-                "sgdp_float16_nesterov_1",
-                "elem",
-                level=0,
-                scalars=(0, 1, 2),
-                temps=(
-                    "row_sum_for_invariant", "row_sum_for_invariant_2", "row_sum_for_invariant_3", "row_sum_of_update",
-                ),
-                matrices=True,
-            ),
-            Stage(
-                "sgdp_bfloat16_nesterov_2",
-                "row",
-                level=1,
-                scalars=(3, 0, 4),
-                temps=(
-                    "tensor_max_for_invariant", "row_sum_of_update_over_row_mul_3", "tensor_sum_for_invariant",
-                    "tensor_sum_for_invariant_2", "tensor_sum_for_invariant_3", "tensor_sum_of_update",
-                ),
-                matrices=True,
-            ),
-            Stage(
-                "sgdp_float16_nesterov_3",
-                "tensor",
-                level=1,
-                scalars=(5,),
-                temps=("delta_over_sqrt_columns", "delta_over_sqrt_elements"),
-            ),
-            Stage(
-                "sgdp_float16_nesterov_4",
-                "tensor",
-                level=1,
-                scalars=(3, 0, 4),
-                temps=("lt_tensor_div_delta_over_sqrt_elements", "tensor_sum_of_update_over_tensor_mul_3_2"),
-            ),
-            Stage(
-                "sgdp_float16_nesterov_5",
-                "tensor",
-                level=1,
-                scalars=(6, 7, 8),
-                temps=("tensor_lt", "one_minus_lr_times_weight_decay_2"),
-            ),
-            Stage(
-                "sgdp_float16_nesterov_6",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("row_sum_of_update_over_row_mul_3_2",),
-                matrices=True,
-            ),
-            Stage("sgdp_float16_nesterov_7", "elem", level=2, scalars=(9, 0, 10, 8), matrices=True),
-        ),
-    },
+    "sgdp_float32_nesterov": {"kernel": "sgdp_float32_nesterov"},
+    "sgdp_bfloat16_nesterov": {"kernel": "sgdp_bfloat16_nesterov"},
+    "sgdp_float16_nesterov": {"kernel": "sgdp_float16_nesterov"},
     "sgdp_float32_nesterov_no_projected": {
         "kernel": "sgdp_float32_nesterov_no_projected",
         "kernel_scalars": (
             "momentum", "one_minus_dampening_times_grad_scale", "lr_times_grad_scale", "lr_times_momentum", "scalar_3",
         ),
-        "kernel_host": kernel_scalars_4,
+        "kernel_host": kernel_scalars_2,
     },
     "sgdp_bfloat16_nesterov_no_projected": {
         "kernel": "sgdp_bfloat16_nesterov_no_projected",
         "kernel_scalars": (
             "momentum", "one_minus_dampening_times_grad_scale", "lr_times_grad_scale", "lr_times_momentum", "scalar_3",
         ),
-        "kernel_host": kernel_scalars_4,
+        "kernel_host": kernel_scalars_2,
     },
     "sgdp_float16_nesterov_no_projected": {
         "kernel": "sgdp_float16_nesterov_no_projected",
         "kernel_scalars": (
             "momentum", "one_minus_dampening_times_grad_scale", "lr_times_grad_scale", "lr_times_momentum", "scalar_3",
         ),
-        "kernel_host": kernel_scalars_4,
+        "kernel_host": kernel_scalars_2,
     },
 }

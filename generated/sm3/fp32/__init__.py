@@ -14,7 +14,6 @@
 #   traffic   6 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Stage, Temp
 
 
 def kernel_scalars(step, grad_scale, *, lr, momentum, eps):
@@ -33,69 +32,9 @@ def kernel_scalars_2(step, grad_scale, *, lr, momentum, eps):
 
 
 KERNELS = {
-    "sm3_float32": {
-        "kernel": "sm3_float32",
-        "kernel_scalars": ("eps", "grad_scale_times_grad_scale", "minus_lr_times_grad_scale"),
-        "kernel_host": kernel_scalars,
-        "temps": (
-            Temp("accumulator_row_2", "row", reduction="row_max", source="elem"),
-            Temp("accumulator_col_2", "col", reduction="col_max", source="elem"),
-        ),
-        "stages": (
-            Stage(
-                "sm3_float32_1",
-                "elem",
-                level=0,
-                scalars=(0, 1, 2),
-                temps=("accumulator_row_2", "accumulator_col_2"),
-                matrices=True,
-            ),
-            Stage("sm3_float32_2", "row", level=1, scalars=(), matrices=True),
-            Stage("sm3_float32_3", "col", level=1, scalars=(), matrices=True),
-        ),
-    },
-    "sm3_bfloat16": {
-        "kernel": "sm3_bfloat16",
-        "kernel_scalars": ("eps", "grad_scale_times_grad_scale", "minus_lr_times_grad_scale"),
-        "kernel_host": kernel_scalars,
-        "temps": (
-            Temp("accumulator_row_2", "row", reduction="row_max", source="elem"),
-            Temp("accumulator_col_2", "col", reduction="col_max", source="elem"),
-        ),
-        "stages": (
-            Stage(
-                "sm3_bfloat16_1",
-                "elem",
-                level=0,
-                scalars=(0, 1, 2),
-                temps=("accumulator_row_2", "accumulator_col_2"),
-                matrices=True,
-            ),
-            Stage("sm3_float32_2", "row", level=1, scalars=(), matrices=True),
-            Stage("sm3_bfloat16_3", "col", level=1, scalars=(), matrices=True),
-        ),
-    },
-    "sm3_float16": {
-        "kernel": "sm3_float16",
-        "kernel_scalars": ("eps", "grad_scale_times_grad_scale", "minus_lr_times_grad_scale"),
-        "kernel_host": kernel_scalars,
-        "temps": (
-            Temp("accumulator_row_2", "row", reduction="row_max", source="elem"),
-            Temp("accumulator_col_2", "col", reduction="col_max", source="elem"),
-        ),
-        "stages": (
-            Stage(
-                "sm3_float16_1",
-                "elem",
-                level=0,
-                scalars=(0, 1, 2),
-                temps=("accumulator_row_2", "accumulator_col_2"),
-                matrices=True,
-            ),
-            Stage("sm3_float32_2", "row", level=1, scalars=(), matrices=True),
-            Stage("sm3_float16_3", "col", level=1, scalars=(), matrices=True),
-        ),
-    },
+    "sm3_float32": {"kernel": "sm3_float32"},
+    "sm3_bfloat16": {"kernel": "sm3_bfloat16"},
+    "sm3_float16": {"kernel": "sm3_float16"},
     "sm3_float32_no_factored": {
         "kernel": "sm3_float32_no_factored",
         "kernel_scalars": ("eps", "grad_scale_times_grad_scale", "minus_lr_times_grad_scale"),
@@ -111,75 +50,9 @@ KERNELS = {
         "kernel_scalars": ("eps", "grad_scale_times_grad_scale", "minus_lr_times_grad_scale"),
         "kernel_host": kernel_scalars,
     },
-    "sm3_float32_has_momentum": {
-        "kernel": "sm3_float32_has_momentum",
-        "kernel_scalars": (
-            "momentum", "eps", "grad_scale_times_grad_scale", "one_minus_momentum_times_grad_scale", "minus_lr",
-        ),
-        "kernel_host": kernel_scalars_2,
-        "temps": (
-            Temp("accumulator_row_2", "row", reduction="row_max", source="elem"),
-            Temp("accumulator_col_2", "col", reduction="col_max", source="elem"),
-        ),
-        "stages": (
-            Stage(
-                "sm3_float32_has_momentum_1",
-                "elem",
-                level=0,
-                scalars=(0, 1, 2, 3, 4),
-                temps=("accumulator_row_2", "accumulator_col_2"),
-                matrices=True,
-            ),
-            Stage("sm3_float32_has_momentum_2", "row", level=1, scalars=(), matrices=True),
-            Stage("sm3_float32_has_momentum_3", "col", level=1, scalars=(), matrices=True),
-        ),
-    },
-    "sm3_bfloat16_has_momentum": {
-        "kernel": "sm3_bfloat16_has_momentum",
-        "kernel_scalars": (
-            "momentum", "eps", "grad_scale_times_grad_scale", "one_minus_momentum_times_grad_scale", "minus_lr",
-        ),
-        "kernel_host": kernel_scalars_2,
-        "temps": (
-            Temp("accumulator_row_2", "row", reduction="row_max", source="elem"),
-            Temp("accumulator_col_2", "col", reduction="col_max", source="elem"),
-        ),
-        "stages": (
-            Stage(
-                "sm3_bfloat16_has_momentum_1",
-                "elem",
-                level=0,
-                scalars=(0, 1, 2, 3, 4),
-                temps=("accumulator_row_2", "accumulator_col_2"),
-                matrices=True,
-            ),
-            Stage("sm3_float32_has_momentum_2", "row", level=1, scalars=(), matrices=True),
-            Stage("sm3_bfloat16_has_momentum_3", "col", level=1, scalars=(), matrices=True),
-        ),
-    },
-    "sm3_float16_has_momentum": {
-        "kernel": "sm3_float16_has_momentum",
-        "kernel_scalars": (
-            "momentum", "eps", "grad_scale_times_grad_scale", "one_minus_momentum_times_grad_scale", "minus_lr",
-        ),
-        "kernel_host": kernel_scalars_2,
-        "temps": (
-            Temp("accumulator_row_2", "row", reduction="row_max", source="elem"),
-            Temp("accumulator_col_2", "col", reduction="col_max", source="elem"),
-        ),
-        "stages": (
-            Stage(
-                "sm3_float16_has_momentum_1",
-                "elem",
-                level=0,
-                scalars=(0, 1, 2, 3, 4),
-                temps=("accumulator_row_2", "accumulator_col_2"),
-                matrices=True,
-            ),
-            Stage("sm3_float32_has_momentum_2", "row", level=1, scalars=(), matrices=True),
-            Stage("sm3_float16_has_momentum_3", "col", level=1, scalars=(), matrices=True),
-        ),
-    },
+    "sm3_float32_has_momentum": {"kernel": "sm3_float32_has_momentum"},
+    "sm3_bfloat16_has_momentum": {"kernel": "sm3_bfloat16_has_momentum"},
+    "sm3_float16_has_momentum": {"kernel": "sm3_float16_has_momentum"},
     "sm3_float32_has_momentum_no_factored": {
         "kernel": "sm3_float32_has_momentum_no_factored",
         "kernel_scalars": (

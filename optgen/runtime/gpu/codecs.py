@@ -67,6 +67,7 @@ class Kept:
     word, shift  its random bits; word -1: it is rounded to nearest
     plus      a zero must be made +0 before it is stored
     guarded   a NaN must be made one of arithmetic before it is stored
+    direct    the tile function takes it as float32
     """
 
     name: str
@@ -79,6 +80,7 @@ class Kept:
     shift: int = 0
     plus: bool = False
     guarded: bool = False
+    direct: bool = False
 
     @property
     def cache_key(self) -> str:
@@ -134,7 +136,7 @@ FULL = Codec(plain_decode, plain_nearest)
 @triton.jit
 def beside(x):
     """A value of each block, to be broadcast along its elements."""
-    return x[:, None]
+    return tl.expand_dims(x, len(x.shape))
 
 
 # -- what tile functions call
@@ -188,15 +190,13 @@ def kept(x, live, MASKED: tl.constexpr, VALUE: tl.constexpr):
 
 @triton.jit
 def loaded(buffer, where, live, SWEEP: tl.constexpr, I: tl.constexpr, MASKED: tl.constexpr):
-    """The entries of a buffer for a tile; those of blocks have a last dimension of size 1."""
-    if SWEEP.kind(I) == "block":
-        out = get(buffer, where[1], live[1], MASKED)
-    elif SWEEP.kind(I) == "eight":
+    """The entries of a buffer for a tile; those of blocks have one dimension less than those of elements."""
+    if SWEEP.kind(I) == "eight":
         out = unpacked(get(buffer, where[2], live[2], MASKED), SWEEP.bits(I))
     elif SWEEP.kind(I) == "one":
         out = tl.load(buffer)
     else:
-        out = get(buffer, where[0], live[0], MASKED)
+        out = get(buffer, where[SWEEP.slot(I)], live[SWEEP.slot(I)], MASKED)
     return out
 
 
@@ -236,7 +236,7 @@ def given(
 ):  # fmt: skip
     """A value as its tile function gets it."""
     fields = fields_of(buffers, where, live, tables, SWEEP, VALUE, MASKED)
-    if VALUE.name == "p" or VALUE.name == "g":
+    if VALUE.direct:
         out = read((0, fields), VALUE)
     elif VALUE.base >= 0:
         of = fields_of(buffers, where, live, tables, SWEEP, SWEEP.kept(VALUE.base), MASKED)

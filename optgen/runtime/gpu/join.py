@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import triton.language as tl
 
+from optgen.runtime.gpu.between import Level, Round
 from optgen.runtime.gpu.codecs import FULL, Codec, Kept
+from optgen.runtime.gpu.matrices import Panels
 from optgen.runtime.gpu.walk import Sweep
-from optgen.runtime.records import Field, Stage, Variant
+from optgen.runtime.records import Field, Rule, Stage, Temp, Variant
 from optgen.runtime.records.join import Pair
+from optgen.runtime.records.sums import panel_columns
 
 TILE = 256
 """Elements: 8 per thread of one warp; more per thread turns 128-bit accesses into strided ones."""
@@ -25,51 +31,115 @@ _SIZES = {"rows": 6, "columns": 7, "elements": 8}
 """Sizes of the logical tensor -> their places behind the number of elements in a row of the table."""
 
 
-def kernels(
-    pair: Pair, rule: ModuleType | None, codecs: ModuleType | None, generated: ModuleType | None
-) -> Any:
-    """Return the kernels of a pair as attributes, beside TILE, OPTIONS, CONSTANTS and NUMBERS of each.
+def kernels(pair: Pair, rule: ModuleType | None, codecs: ModuleType | None, generated: ModuleType | None) -> Any:
+    """Return the kernels of a pair as attributes, beside TILE, OPTIONS, CONSTANTS, WARPS and NUMBERS of each.
 
-    generated  the module of kernels that were generated for the pair: those of several stages
+    generated  the module of kernels that were generated for the pair: of steps that its plan divides otherwise
     """
     out = SimpleNamespace(**(vars(generated) if generated else {}))
-    for name in ("TILE", "OPTIONS", "CONSTANTS", "NUMBERS"):
+    for name in ("TILE", "OPTIONS", "CONSTANTS", "NUMBERS", "WARPS"):
         setattr(out, name, dict(getattr(out, name, {})))
     for variant in pair.variants:
-        if rule is None or codecs is None or variant.single is None:
-            continue
-        (stage,) = variant.single.stages
-        name = variant.function
-        record = sweep(variant, stage, codecs)
-        setattr(out, name, getattr(rule, f"{stage.kernel}_sweep"))
-        out.TILE[name] = max(TILE, variant.block)
-        out.CONSTANTS[name] = {"SWEEP": record}
-        out.NUMBERS[name] = tuple(x for codec in _distinct(record.values) for x in codec.tables)
-        if limit := registers(variant, record):
-            out.OPTIONS[name] = {"maxnreg": limit}
+        if rule is not None and codecs is not None and variant.rule is not None and not variant.divided:
+            _add(out, variant, variant.rule, rule, codecs)
     return out
 
 
-def _distinct(values: tuple[Kept, ...]) -> list[Codec]:
-    return list({id(x.codec): x.codec for x in values}.values())
+def _add(out: Any, variant: Variant, steps: Rule, rule: ModuleType, codecs: ModuleType) -> None:
+    """Add the kernels of a variant."""
+    frame = Frame.of(variant, codecs)
+    out.NUMBERS[variant.function] = frame.numbers
+    if not variant.stages:
+        _add_sweep(out, variant.function, variant, steps.stages[0], frame, rule)
+        return
+    names = {stage: own.kernel for own, stage in zip(variant.stages, steps.stages, strict=True)}
+    for stage in steps.stages:
+        if stage.space == "elem":
+            _add_sweep(out, names[stage], variant, stage, frame, rule)
+    small = [s for s in steps.stages if s.space not in ("elem", "call")]
+    for _, level in groupby(small, key=lambda s: s.level):
+        first, *more = level
+        setattr(out, names[first], getattr(rule, f"{first.kernel}_between"))
+        out.CONSTANTS[names[first]] = {"LEVEL": _level(variant, frame, [first, *more])}
 
 
-def sweep(variant: Variant, stage: Stage, codecs: ModuleType) -> Sweep:
-    """Return the record of a single sweep."""
-    eager = variant.eager
-    assert eager is not None
-    stores = [x for x in stage.stores if x not in eager.still]
-    owners = [*stage.reads, *(x for x in stores if x not in stage.reads)]
-    owners += [x for name, x in eager.relative.items() if name in owners and x not in owners]  # whose roots are read
-    columns = {name: i for i, name in enumerate(("p", "g", *variant.names))}
+def _add_sweep(out: Any, name: str, variant: Variant, stage: Stage, frame: Frame, rule: ModuleType) -> None:
+    record = sweep(variant, stage, frame)
+    setattr(out, name, getattr(rule, f"{stage.kernel}_sweep"))
+    out.CONSTANTS[name] = {"SWEEP": record}
+    if isinstance(record, Panels):
+        out.WARPS[name] = _warps(record.panel())
+        limit = _panel_registers(variant, record)
+    else:
+        out.TILE[name] = _tile(record)
+        limit = registers(variant, record, out.TILE[name])
+    if limit:
+        out.OPTIONS[name] = {"maxnreg": limit}
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The entries of a row of the table of a variant's step (optgen.runtime.step.launch.rows and stage_rows).
+
+    columns   value that lies in memory -> entry of its address
+    partials  temp that sweeps reduce -> entry of the address of partial results
+    tables    codec -> positions of its tables among `numbers`
+    numbers   the tables of numbers that codecs read from memory
+    first     the entry of their first address
+    matrices  the entry that is the number of matrices; -1: of one sweep there is none
+    numel     the entry that is the number of elements
+    """
+
+    columns: dict[str, int]
+    partials: dict[str, int]
+    codecs: dict[str, Codec]
+    tables: dict[int, tuple[int, ...]]
+    numbers: tuple[tuple[float, ...], ...]
+    first: int
+    matrices: int
+    numel: int
+    width: int
+
+    @classmethod
+    def of(cls, variant: Variant, codecs: ModuleType) -> Frame:
+        """Return the frame of a variant."""
+        assert variant.eager is not None
+        found = {owner: getattr(codecs, name) for owner, name in variant.eager.codecs.items() if name}
+        numbers: list[tuple[float, ...]] = []
+        tables: dict[int, tuple[int, ...]] = {}
+        for codec in dict.fromkeys(found.values()):
+            tables[id(codec)] = tuple(range(len(numbers), len(numbers) + len(codec.tables)))
+            numbers += codec.tables
+        names = ["p", "g", *variant.names, *(t.name for t in variant.temps)]
+        reduced = [t.name for t in variant.temps if t.source == "elem"]
+        first = len(names) + len(reduced)
+        numel = first + len(numbers)
+        matrices = -1
+        width = numel + 6
+        if variant.stages:
+            matrices = numel + variant.has_axes
+            numel = matrices + 3
+            of_panels = [len(s.sums) for s in variant.stages if s.space == "elem" and s.matrices]
+            width = numel + 9 + max(of_panels, default=0)
+        columns = {name: i for i, name in enumerate(names)}
+        partials = {name: len(names) + i for i, name in enumerate(reduced)}
+        return cls(columns, partials, found, tables, tuple(numbers), first, matrices, numel, width)
+
+    def extents(self, stage: Stage) -> tuple[int, ...]:
+        """Return the entries of the sizes that a stage computes with."""
+        return tuple(self.numel + _SIZES[x] for x in stage.extents)
+
+
+def sweep(variant: Variant, stage: Stage, frame: Frame) -> Sweep:
+    """Return the record of a sweep."""
+    eager, steps = variant.eager, variant.rule
+    assert eager is not None and steps is not None
     fields = {f.name: f for f in variant.fields}
-    touched = [x for x in columns if x in ("p", "g") or fields[x].owner in owners]
-    found = {x: _codec(variant, x, codecs) for x in owners}
-    tables: dict[int, tuple[int, ...]] = {}
-    count = 0
-    for codec in dict.fromkeys(found.values()):
-        tables[id(codec)] = tuple(range(count, count + len(codec.tables)))
-        count += len(codec.tables)
+    temps = {t.name: t for t in variant.temps}
+    stores = [x for x in stage.stores if x not in eager.still]
+    owners = variant.owners_in(stage)
+    touched = [x for x in frame.columns if (fields[x].owner if x in fields else x) in owners]
+    found = {x: frame.codecs.get(x, FULL) for x in owners}
     # The weight comes first, then what others are divided by: `Eager.relative` holds their roots to what is stored.
     bases = set(eager.relative.values())
     order = sorted(stores, key=lambda x: (x != "p", x not in bases))
@@ -80,68 +150,159 @@ def sweep(variant: Variant, stage: Stage, codecs: ModuleType) -> Sweep:
         own = [i for i, name in enumerate(touched) if name == x or (name in fields and fields[name].owner == x)]
         word, shift = eager.noise.get(x, (-1, 0))
         base = eager.relative.get(x)
+        of_element = x in variant.states and any(f.wide for f in variant.fields if f.owner == x)
         values.append(
             Kept(
                 x,
                 found[x],
                 tuple(own),
-                tables[id(found[x])],
+                frame.tables.get(id(found[x]), ()),
                 base=-1 if base is None else owners.index(base),
                 root=-1 if base is None or x not in stores else rooted.index(base),
-                word=word if found[x].encode is not None else -1,
+                word=word if found[x].encode is not None and x in stores else -1,
                 shift=shift,
                 plus=found[x].plus and not (x in stage.plus and clean),
                 guarded=found[x].guards and x in stage.picked,
+                direct=not of_element,
             )
         )
-    numel = len(columns) + count
-    return Sweep(
-        numel + 6,
-        numel,
-        tuple((columns[x], *_buffer(variant, fields.get(x), x)) for x in touched),
-        block=variant.block,
-        parts=max(TILE, variant.block) // LEAST,
-        counted=bool(eager.words),
-        keys=("step", "stream") if eager.words else (),
-        tables=tuple(range(len(columns), len(columns) + count)),
-        extents=tuple(numel + _SIZES[x] for x in stage.extents),
+    buffers = tuple((frame.columns[x], *_buffer(variant, fields.get(x), temps.get(x), x)) for x in touched)
+    counted = any(x.word >= 0 for x in values)
+    block = variant.block_of(owners)
+    numbers = range(frame.first, frame.first + len(frame.numbers))
+    given: dict[str, Any] = dict(
+        block=block,
+        counted=counted,
+        keys=("step", "stream") if counted else (),
+        tables=tuple(numbers),
+        extents=frame.extents(stage),
+        strict=steps.strict and bool(stage.sums),
         values=tuple(values),
         taken=len(stage.reads),
         stores=tuple((owners.index(x), stage.stores.index(x)) for x in order),
-        words=eager.words,
+        returned=len(stage.stores),
+        words=eager.words if counted else (),
+    )
+    if stage.matrices:
+        sums = tuple((kind, *_results(frame, temps, names, ("row",), ("col",))) for kind, names in stage.sums)
+        part = min(max(256 * _warps(panel_columns(block)), block), panel_columns(block))
+        read = [i for x in values[: len(stage.reads)] for i in x.fields]
+        halves = [i for i in read if buffers[i][0] == 1 or (not buffers[i][2] and _bits(buffers[i][1]) in (8, 16))]
+        anchor = next(iter(halves), -1) if counted else -1
+        return Panels(
+            frame.width, frame.numel, buffers, sums=sums, matrices=frame.matrices, part=part, anchor=anchor, **given
+        )
+    sums = tuple((kind, *_results(frame, temps, names, ("tensor", "model"))) for kind, names in stage.sums)
+    record = Sweep(frame.width, frame.numel, buffers, sums=sums, **given)
+    # Masked elements come one by one, in a register each: few at a time, lest registers spill, and then with sums of
+    # their own.  In strict maths sums need the lanes of a whole tile.
+    return replace(record, parts=1 if record.strict else _tile(record) // LEAST)
+
+
+def _results(
+    frame: Frame, temps: Mapping[str, Temp], names: Sequence[str], *spaces: tuple[str, ...]
+) -> list[tuple[int, ...]]:
+    """Return the entries of a term's partial results of these spaces."""
+    return [tuple(frame.partials[x] for x in names if temps[x].space in some) for some in spaces]
+
+
+def _level(variant: Variant, frame: Frame, stages: Sequence[Stage]) -> Level:
+    """Return the record of small work between two sweeps."""
+    assert variant.rule is not None
+    rounds = tuple(_round(variant, frame, stage) for stage in stages)
+    return Level(frame.width, frame.matrices, rounds, variant.rule.strict, frame.matrices - 1)
+
+
+_ONE = ("tensor", "model")
+_GATHERED = {("col", "axis"): "axis_min", ("axis", "col"): "axis_max"}
+"""Space of a round, space of a value that it reads -> how it gathers it."""
+
+
+def _round(variant: Variant, frame: Frame, stage: Stage) -> Round:
+    columns = frame.columns
+    spaces = {f.name: f.space for f in variant.fields} | {t.name: t.space for t in variant.temps}
+
+    def kind(name: str) -> str:
+        of = spaces[name]
+        if stage.space in _ONE or of == stage.space:
+            return ""
+        return "one" if of in _ONE else _GATHERED.get((stage.space, of), of)
+
+    sums: list[tuple[bool, tuple[int, ...], tuple[int, ...]]] = []
+    for reduction, names in stage.sums:
+        matrices, whole = ([columns[x] for x in names if (spaces[x] in _ONE) is one] for one in (False, True))
+        sums.append((reduction == "max", tuple(matrices), tuple(whole)))
+    return Round(
+        "one" if stage.space in _ONE else stage.space,
+        tuple((columns[x], kind(x)) for x in stage.reads),
+        tuple(columns[x] for x in stage.stores),
+        tuple(sums),
+        frame.extents(stage),
     )
 
 
-def _codec(variant: Variant, owner: str, codecs: ModuleType) -> Codec:
-    assert variant.eager is not None
-    name = variant.eager.codecs.get(owner, "")
-    found: Codec = getattr(codecs, name) if name else FULL
-    return found
-
-
-def _buffer(variant: Variant, field: Field | None, name: str) -> tuple[Any, str]:
+def _buffer(variant: Variant, field: Field | None, temp: Temp | None, name: str) -> tuple[Any, str]:
     """Return the dtype and the kind of a buffer; see Sweep."""
     if name == "g":
         return None, ""
-    if field is None:
+    if field is None and temp is None:
         return getattr(tl, variant.param), ""
-    if field.width > 1 or field.per == 8:
+    if field is not None and (field.width > 1 or field.per == 8):
         return _EIGHTS[field.width], "eight"
-    kind = "one" if field.space == "tensor" else "block" if field.per > 1 else ""
-    return getattr(tl, field.dtype), kind
+    space = field.space if field is not None else temp.space if temp is not None else ""
+    kind = "one" if space in _ONE else "" if space == "elem" else space
+    if field is None:
+        return tl.float32 if kind else tl.bfloat16, kind
+    return getattr(tl, field.dtype), "block" if field.per > 1 else kind
 
 
-def registers(variant: Variant, record: Sweep) -> int | None:
+def _bits(dtype: Any) -> int:
+    return int(dtype.primitive_bitwidth)
+
+
+def _tile(record: Sweep) -> int:
+    """Return the elements per tile of a sweep over segments.
+
+    Twice as many where only bytes are stored, beside sums: 16 codes of a thread are one 128-bit access, and what is
+    computed once per block, or crosses threads, is worth twice the elements.  Strict maths adds lanes in their order.
+    """
+    stored = [i for k, _ in record.stores for i in record.values[k].fields]
+    bits = {record.bits(i) if record.kind(i) == "eight" else _bits(record.buffers[i][1]) for i in stored
+            if record.kind(i) in ("", "eight")}  # fmt: skip
+    wide = not record.strict and bits == {8} and bool(record.sums) and record.block > 1
+    return max(2 * TILE if wide else TILE, record.block)
+
+
+def _warps(panel: int) -> int:
+    """Return the warps that share a row of a panel: what crosses threads once per row is worth 32 elements of each."""
+    return min(max(panel // 1024, 1), 32)  # no device runs more together
+
+
+def _panel_registers(variant: Variant, record: Panels) -> int | None:
+    """Return the registers per thread that a panel's kernel fits in, counted on sm_80 to sm_100.
+
+    Compilers left alone begin all parts of a row at a time where one term and one state's codes are all that is kept.
+    """
+    states = {record.values[k].name for k, _ in record.stores} & set(variant.states)
+    few = not record.strict and len(record.sums) == 1 and len(states) == 1
+    return 128 if few and record.block > 1 else None
+
+
+def registers(variant: Variant, record: Sweep, tile: int) -> int | None:
     """Return the registers per thread that a kernel is expected to fit in, counted on sm_80 to sm_100; None: no limit.
 
     Where it spills all the same, the first step compiles it with more (optgen.runtime.gpu.compiled.without_spills).
     """
-    states = [x for x in record.values if x.name not in ("p", "g")]
+    states = [x for x in record.values if x.name in variant.states]
     if len(states) > 2:
         return None
+    if tile > max(TILE, record.block):
+        # With two terms compilers spill at 128 (Triton 3.6), and 8 bytes again at 144 to 160 (Triton 3.9).
+        return 120 + 8 * len(record.sums)
     if any(x.codec.lines for x in states):
         return None  # lines of 8-bit maps: told a limit, compilers spill 8 bytes below and above the 104 that they take
-    # Rounding f16 stochastically by its bits holds two ways of it at a time, of normal and of subnormal numbers.
+    # Rounding f16 stochastically by its bits holds two ways of it at a time, of normal and of subnormal numbers; sums
+    # hold 8 lanes for each thread, and what is added to them, in an order of their own in strict maths.
     dtypes = [variant.param, *(f.dtype for f in variant.fields)]
     most = 96 if record.counted and "float16" in dtypes else 64
     # Tables: the lines of one, a small tree of its entries, or the places of a search, are in flight for eight
@@ -150,4 +311,5 @@ def registers(variant: Variant, record: Sweep) -> int | None:
         most = max(most, 96)
     # Codes of 5 to 7 bits come in pieces, each with an address and a word of its own.
     eights = [[i for i in x.fields if record.kind(i) == "eight"] for x in states]
-    return most + 16 * any(len(own) > 1 for own in eights)
+    most += 16 * any(len(own) > 1 for own in eights)
+    return most + (32 if record.strict else 16) * len(record.sums)

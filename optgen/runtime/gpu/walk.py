@@ -5,8 +5,9 @@ A program does the tiles of one work item (see optgen.runtime.step.launch for `t
 without masks, then what is left.  Where rows end within a block, tiles count blocks row by row and every access is
 masked; where rows are parts of longer ones, elements are numbered row by row.
 
-A tile function takes pointers, places and masks of the elements (of blocks, of packed eights), their numbers if it
-draws random bits, sizes of the logical tensor, scalars, keys and MASKED, and returns a tuple of what is summed.
+A tile function of a rule takes values, sizes of the logical tensor and scalars; it returns a tuple of new values, then
+of what is summed.  One that was generated for a plan takes pointers, places and masks of the elements (of blocks, of
+packed eights), their numbers if it draws random bits, sizes, scalars, keys and MASKED, and returns what is summed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import triton.language as tl
 
 from optgen.runtime.gpu import codecs
 from optgen.runtime.gpu.codecs import Kept, Plan
-from optgen.runtime.gpu.prelude import down, fold, larger, missing, numbered, opaque, pointer
+from optgen.runtime.gpu.prelude import down, fold, larger, missing, numbered, opaque, pointer, term, within
 from optgen.runtime.records.keys import PLACE, WINDOW, Word, salt, signed
 
 
@@ -46,6 +47,8 @@ class Sweep:
                 the tile function loads and stores by itself
     taken       how many these are
     stores      (position in `values`, in what the tile function returns) of what is stored, in order
+    returned    how many new values the tile function returns; terms follow
+    anchor      the buffer whose threads compute the numbers of elements (see `within` of the prelude); -1: any
     words       the recipes of words of random bits (optgen.runtime.keys.Word)
     """
 
@@ -63,6 +66,8 @@ class Sweep:
     values: tuple[Kept, ...] = ()
     taken: int = 0
     stores: tuple[tuple[int, int], ...] = ()
+    returned: int = 0
+    anchor: int = -1
     words: tuple[Word, ...] = ()
 
     @cached_property
@@ -131,6 +136,10 @@ class Sweep:
         """Return what a buffer has one value for."""
         return self.buffers[i][2] if len(self.buffers[i]) > 2 else ""
 
+    def slot(self, i: int) -> int:
+        """Return the position of a buffer's offsets among those of a tile."""
+        return ("", "block", "eight", "row", "col", "mat").index(self.kind(i))
+
     def of(self, i: int, elements: Any, blocks: Any, eights: Any) -> Any:
         """Return the one of these offsets that counts for a buffer."""
         return {"": elements, "block": blocks, "eight": eights, "one": 0}[self.kind(i)]
@@ -159,6 +168,14 @@ class Sweep:
         """Return the position of a term's factor in what the tile function returns."""
         before = sum(2 if kind == "product" else 1 for kind, *_ in self.sums[:i])
         return before + (k if self.sums[i][0] == "product" else 0)
+
+    def factor_of(self) -> tuple[int, ...]:
+        """Return the term of each factor that the tile function returns."""
+        return tuple(i for i, (kind, *_) in enumerate(self.sums) for _ in range(2 if kind == "product" else 1))
+
+    def summand(self, k: int) -> int:
+        """Return the term of a factor that the tile function returns."""
+        return self.factor_of()[k]
 
     def largest(self, i: int) -> bool:
         """Return True if a term is reduced to its maximum."""
@@ -201,6 +218,16 @@ def keys(row, SWEEP: tl.constexpr, step_key):
         out = out + (tl.load(row + (SWEEP.numel + 2)).to(tl.int32),)
     for i in tl.static_range(SWEEP.many("tables")):
         out = out + (pointer(row + SWEEP.place("tables", i), tl.float32, True),)
+    return out
+
+
+@triton.jit
+def arguments(row, SWEEP: tl.constexpr, scalars, step_key):
+    """The tile function's last arguments; of a rule, and apart from them the keys and addresses that codecs take."""
+    if SWEEP.many("values") == 0:
+        out = sizes(row, SWEEP) + scalars + keys(row, SWEEP, step_key)
+    else:
+        out = (sizes(row, SWEEP) + scalars, keys(row, SWEEP, step_key))
     return out
 
 
@@ -251,10 +278,7 @@ def walk(
     row = table + SWEEP.width * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     buffers = pointers(row, SWEEP, GRAD, ALIGNED)
-    if SWEEP.many("values") == 0:
-        given = sizes(row, SWEEP) + scalars + keys(row, SWEEP, step_key)
-    else:
-        given = (sizes(row, SWEEP) + scalars, keys(row, SWEEP, step_key))
+    given = arguments(row, SWEEP, scalars, step_key)
     if SWEEP.block == 1:
         sums = _elements(row, first, buffers, given, tile, SWEEP, TILES, RAGGED, TILE)
     else:
@@ -304,14 +328,14 @@ def _done(
     sums, buffers, where, live, index, given, tile: tl.constexpr, SWEEP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Do one tile; the sums with its terms."""
-    if SWEEP.many("values") > 0:
-        _coded(buffers, where, live, index, given, tile, SWEEP, MASKED)
-        out = sums
-    elif SWEEP.many("sums") == 0:
+    if SWEEP.many("values") == 0 and SWEEP.many("sums") == 0:
         tile(*buffers, *where, *live, *index, *given, MASKED)
         out = sums
     else:
-        terms = tile(*buffers, *where, *live, *index, *given, MASKED)
+        if SWEEP.many("values") > 0:
+            terms = coded(buffers, where, live, index, given, tile, SWEEP, MASKED)
+        else:
+            terms = tile(*buffers, *where, *live, *index, *given, MASKED)
         out = ()
         for i in tl.static_range(len(sums)):
             if SWEEP.strict:
@@ -325,10 +349,10 @@ def _done(
 
 
 @triton.jit
-def _coded(
+def coded(
     buffers, where, live, index, given, tile: tl.constexpr, SWEEP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Do one tile of a rule, whose values codecs load and store."""
+    """Do one tile of a rule, whose values codecs load and store; the factors of its terms."""
     further = given[1]
     tables = ()
     for i in tl.static_range(SWEEP.many("tables")):
@@ -340,13 +364,22 @@ def _coded(
     made = tile(SWEEP.plan(), *values, *scalars, live[0], MASKED)
     draws = ()
     if SWEEP.counted:
-        draws = codecs.words(index[0], further[0], further[1], SWEEP)
+        number = index[0]
+        if SWEEP.anchor >= 0:
+            beside = codecs.loaded(buffers[SWEEP.anchor], where, live, SWEEP, SWEEP.anchor, MASKED)
+            if beside.dtype.primitive_bitwidth <= 16:
+                number = within(number, beside)
+        draws = codecs.words(number, further[0], further[1], SWEEP)
     roots = ()
     for i in tl.static_range(SWEEP.many("stores")):
         x = made[SWEEP.store(i, 1)]
         roots = roots + codecs.put_value(
             buffers, where, live, tables, x, roots, draws, SWEEP, SWEEP.kept(SWEEP.store(i, 0)), MASKED
         )
+    terms = ()
+    for k in tl.static_range(len(SWEEP.factor_of())):
+        terms = terms + (term(made[SWEEP.returned + k], where[0], live[0], MASKED, SWEEP.largest(SWEEP.summand(k))),)
+    return terms
 
 
 @triton.jit

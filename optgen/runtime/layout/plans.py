@@ -131,7 +131,7 @@ def with_steps(rules: tuple[RuleRecord, ...], steps: tuple[Rule, ...], plan: Pla
     """Yield the variants of a rule under a plan, each with the step of its flags."""
     step_of = {tuple(sorted(flags.items())): step for step in steps for flags in step.settings}
     for v in join.variants(rules, plan):
-        yield replace(v, rule=step_of.get(tuple(sorted(v.flags.items()))))
+        yield replace(v, rule=step_of.get(tuple(sorted(v.flags.items())))).in_stages()
 
 
 def joined(

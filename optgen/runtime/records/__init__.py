@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -198,6 +198,9 @@ Matrix = str | int
 """Whose rows and columns a rule reduces: "last", those of the last two dimensions; "first", of dimension 0 against the
 rest; a number, likewise, where so many consecutive rows are one row."""
 
+PACK = 64
+"""Columns that packed codes are read in where nothing else is in blocks."""
+
 EIGHT = 8
 """Elements whose packed codes fill whole bytes; blocks are wider."""
 
@@ -311,6 +314,7 @@ class Rule:
     temps          values that the stages leave for one another
     stages         its kernels, in order
     early          states that later sweeps of the step read as they are stored
+    strict         sums are taken in the order that every backend has
     """
 
     settings: tuple[Mapping[str, bool], ...]
@@ -319,6 +323,7 @@ class Rule:
     temps: tuple[Temp, ...] = ()
     stages: tuple[Stage, ...] = ()
     early: tuple[str, ...] = ()
+    strict: bool = False
 
 
 @dataclass(frozen=True)
@@ -423,12 +428,44 @@ class Variant:
         return self.kernel or self.function
 
     @cached_property
+    def divided(self) -> bool:
+        """True if the plan divides the step into stages of its own, whose kernels were generated for the two."""
+        early = self.eager.early if self.eager is not None else ()
+        return self.of_whole or (self.rule is not None and set(self.rule.early) != set(early))
+
+    @cached_property
     def single(self) -> Rule | None:
-        """The rule of a step that is one sweep over elements, whose Triton kernel is free of any plan."""
-        if self.rule is None or self.of_whole or len(self.rule.stages) > 1:
+        """The rule of a step that is one sweep and knows elements and blocks only."""
+        if self.rule is None or self.divided or len(self.rule.stages) > 1:
             return None
         (stage,) = self.rule.stages
-        return self.rule if stage.space == "elem" and not stage.matrices else None
+        few = stage.matrices or bool(stage.extents) or any(f.space != "elem" for f in self.fields)
+        return None if few or stage.space != "elem" else self.rule
+
+    def in_stages(self) -> Variant:
+        """Return the variant with the stages of its rule, if that takes several, in the blocks of its plan."""
+        rule = self.rule
+        if rule is None or self.single is not None or self.divided:
+            return self
+        stages = []
+        for k, stage in enumerate(rule.stages):
+            own = replace(stage, kernel=f"{self.function}_{k + 1}", block=self.block_of(self.owners_in(stage)))
+            stages.append(stage if stage.space == "call" else own)
+        return replace(
+            self, temps=rule.temps, stages=tuple(stages), kernel_scalars=rule.scalars, kernel_host=rule.host
+        )
+
+    def owners_in(self, stage: Stage) -> list[str]:
+        """Return the values that a stage of the rule touches: those read, those stored, those whose roots are read."""
+        assert self.eager is not None
+        owners = dict.fromkeys([*stage.reads, *(x for x in stage.stores if x not in self.eager.still)])
+        return list(owners | {x: None for name, x in self.eager.relative.items() if name in owners})
+
+    def block_of(self, owners: Collection[str]) -> int:
+        """Return the elements of a storage block of these values; 1: none is in blocks."""
+        fields = [f for f in self.fields if f.owner in owners]
+        block = max((f.per for f in fields if f.width == 1), default=1)
+        return block if block > 1 or all(f.width == 1 for f in fields) else PACK
 
     def host_for(self, backend: str) -> tuple[HostFunction, int]:
         """(host function, number of scalars that it returns before the host states) of a backend."""

@@ -12,13 +12,10 @@ from functools import cached_property
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from optgen.runtime.records import Eager, Field, HostFunction, Matrix, Variant, keys
+from optgen.runtime.records import PACK, Eager, Field, HostFunction, Matrix, Variant, keys
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-PACK = 64
-"""Columns that packed codes are read in where nothing else is in blocks."""
 
 DTYPES = ("float32", "bfloat16", "float16")
 

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optgen.runtime.records import Eager, Variant, keys
-from optgen.runtime.records.join import PACK
+from optgen.runtime.records import PACK, Eager, Variant, keys
 from optgen.runtime.reference.eager import Blocks, rotl, scalars
 
 M1, M2, M3 = (keys.signed(m) for m in (keys.M1, keys.M2, keys.M3))
