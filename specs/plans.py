@@ -157,7 +157,7 @@ torchao_fp8 = Plan(
 lpmm4 = Plan(
     "The 4-bit paper's states, number by number: 3.03125 bytes per parameter.",
     signed=Codebook(codebooks.dynamic(bits=4), 4, 128, ties="down", rounding="nearest"),
-    nonneg=Rank1(4, linear, vectors=128, rounding="nearest"),
+    nonneg=Rank1(4, vectors=128, rounding="nearest"),
     read_back=False,
     discouraged="its results can be compared only by its own numbers",
 )
@@ -165,7 +165,7 @@ lpmm4 = Plan(
 lpmm4_factor = Plan(
     "The 4-bit paper's first moment and a factored second one, number by number: 2.53125 bytes per parameter.",
     signed=Codebook(codebooks.dynamic(bits=4), 4, 128, ties="down", rounding="nearest"),
-    nonneg=Factored("kept", vectors=Rank1(4, linear, vectors=128, rounding="nearest").of_vectors()),
+    nonneg=Factored("kept", vectors=Rank1(4, vectors=128, rounding="nearest").of_vectors()),
     read_back=False,
     discouraged="its results can be compared only by its own numbers",
 )

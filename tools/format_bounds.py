@@ -181,15 +181,14 @@ def rows() -> tuple[list[Row], list[Row]]:
 
 
 def families() -> Iterator[tuple[str, str, list[Row]]]:
-    """Yield (compander, rounding, its widths), signed but for the root; then the logarithms."""
+    """Yield (compander, rounding, its widths); then the logarithms."""
     from optgen.formats import Blocked, LogMax, LogMinMax, companders, scales
 
     softsigns = [companders.softsign(x) for x in (0.5, 1, 2)]
     for rounding in ("nearest", "stochastic"):
-        for curve in (companders.linear, *softsigns, companders.root):
-            signed = curve is not companders.root
+        for curve in (companders.linear, *softsigns):
             made: list[Any] = [
-                Blocked(b, 64, curve, scales.ue8m8, signed=signed, rounding=rounding)  # type: ignore[arg-type]
+                Blocked(b, 64, curve, scales.ue8m8, rounding=rounding)  # type: ignore[arg-type]
                 for b in WIDTHS
             ]
             yield str(curve), rounding, [of_format(fmt) for fmt in made]

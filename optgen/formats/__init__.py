@@ -3,7 +3,7 @@
 from optgen.formats import codebooks, companders, floats, masters, scales
 from optgen.formats.blocked import Blocked
 from optgen.formats.codebook import Codebook
-from optgen.formats.companders import Compander, compander, linear, log, power, root, softsign
+from optgen.formats.companders import Compander, compander, linear, softsign
 from optgen.formats.factored import Factored
 from optgen.formats.floats import Float, bf16, f16, f32
 from optgen.formats.format import Field, Format, Master, Noise
@@ -13,11 +13,11 @@ from optgen.formats.logminmax import LogMinMax
 from optgen.formats.masters import Copy, Ecc8, Kahan, Native, Split
 from optgen.formats.plan import Plan, Storage
 from optgen.formats.rank1 import Rank1
-from optgen.formats.scales import Scale, bf16_up, e8m0, fp16, fp32, ue7m9, ue8m8
+from optgen.formats.scales import Scale, fp16, fp32, ue7m9, ue8m8
 
 __all__ = [
     "Blocked", "Codebook", "Compander", "Copy", "Ecc8", "Factored", "Field", "Float", "Format", "Fp8", "Kahan",
     "LogMax", "LogMinMax", "Master", "Native", "Noise", "Plan", "Rank1", "Scale", "Split", "Storage", "bf16",
-    "bf16_up", "codebooks", "compander", "companders", "e8m0", "f16", "f32", "floats", "fp16", "fp32", "linear",
-    "log", "masters", "power", "root", "scales", "softsign", "ue7m9", "ue8m8",
+    "codebooks", "compander", "companders", "f16", "f32", "floats", "fp16", "fp32", "linear", "masters", "scales",
+    "softsign", "ue7m9", "ue8m8",
 ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -9,18 +10,18 @@ from typing import Literal
 from optgen.base import loc as locs
 from optgen.base.loc import Loc
 from optgen.formats import narrow
-from optgen.formats.bound import Bound
+from optgen.formats.bound import ROUNDOFF
 from optgen.formats.check import A_COMPANDER, A_SCALE, check_block, check_part, check_words, refusal
-from optgen.formats.coded import Curved, of_scales
-from optgen.formats.companders import HALF, Compander, softsign
-from optgen.formats.format import Field, FormatFinding, Noise, Rounding
+from optgen.formats.coded import InBlocks
+from optgen.formats.companders import BELOW, HALF, Compander, largest_error, softsign, steepest
+from optgen.formats.format import Noise, Rounding
 from optgen.formats.scales import LARGEST, Scale, ue8m8
-from optgen.lang.values import Num, bits, block_max, cast, clip, floor, maximum, rint
+from optgen.lang.values import Num, bits, cast, clip, floor, maximum, rint
 from optgen.ops import dtypes
 
 
 @dataclass(frozen=True)
-class Blocked(Curved):
+class Blocked(InBlocks):
     """One code of b bits per element, one scale per block: x = scale * inverse(code / N).
 
     bits        b, 2 to 8; codes of fewer than 8 bits are packed (narrow.py)
@@ -52,7 +53,7 @@ class Blocked(Curved):
         check_words(self, of=("value", "sqrt"), zero=("half", "keep"))
         check_part(self, "compander", Compander, A_COMPANDER)
         check_part(self, "scale", Scale, A_SCALE)
-        if self.of != "sqrt" and self.scale.high < LARGEST and not self.scale.literal and self.scale.covers:
+        if self.of != "sqrt" and self.scale.high < LARGEST and not self.scale.literal:
             raise refusal(self.loc, f"a {self.scale} scale over values", 'it with of="sqrt"')
 
     def __str__(self) -> str:
@@ -66,43 +67,26 @@ class Blocked(Curved):
         return (1 << (self.bits - 1)) - 1 if self.signed else (1 << self.bits) - 1
 
     @property
-    def bias(self) -> int:
+    def fresh(self) -> int:
         """The number that is added to a code where it is stored."""
         return 1 << (self.bits - 1) if self.signed else 0
 
     @property
     def positive(self) -> bool:
-        if self.signed or self.zero == "keep":
+        if self.keeps_zero():
             return False
         least = self.scale.low * float(self.compander.inverse(HALF / self.codes))
         return (least * least if self.of == "sqrt" else least) >= 2.0**-126
 
-    @property
-    def still(self) -> bool:
-        # Powers of two change seldom, and by more than a code could follow.
-        return self.scale.name == "e8m0"
-
-    def fields(self) -> dict[str, Field]:
-        return narrow.fields(self.bits, self.bias) | {"scale": Field(self.scale.dtype, self.block, nonneg=True)}
-
-    def encode(self, x: Num, *, noise: Noise | None = None, root: Num | None = None) -> dict[str, Num]:
-        value = self.counted(x, root)
-        top = block_max(bits(abs(value)), self.block)  # also of what is not negative: machines set the sign of a NaN
-        stored_scale, scale = self.scale.encode(top)
-        return narrow.cut(self._code(value, scale, noise), self.bits) | {"scale": stored_scale}
-
-    def _code(self, value: Num, scale: Num, noise: Noise | None) -> Num:
-        """The rounded code as it is stored, i32."""
-        bias = self.bias
+    def code_of(self, value: Num, scale: Num, noise: Noise | None) -> Num:
+        bias, most = self.fresh, float(self.codes)
         if self.scale.literal:
             # The library's own order of operations and its ties, so that its numbers come out bit for bit.
-            return cast(floor(self.compander.curve(value / scale) * float(self.codes) + 0.5), dtypes.i32) + bias
+            return cast(floor(self.compander.curve(value / scale) * most + 0.5), dtypes.i32) + bias
         exact = self.compander.encode(value, scale, self.codes, signed=self.signed)
-        if not self.scale.covers:
-            exact = clip(exact, -float(self.codes), float(self.codes))
-        elif not self.compander.within:
+        if self.compander.short_encode is None:
             # A hair above the last code, noise would carry into the next one: the first, or the sign.
-            exact = clip(exact, -float(self.codes) if self.signed else 0.0, float(self.codes))
+            exact = clip(exact, -most if self.signed else 0.0, most)
         if noise is None:
             return cast(rint(exact), dtypes.i32) + bias
         # 1.5 * 2^(23 - n) leaves n bits of fraction at the end of the pattern, the code right above them: the noise
@@ -114,7 +98,7 @@ class Blocked(Curved):
         scale = self.scale.decode(parts["scale"])
         code = cast(narrow.joined(parts, self.bits), dtypes.f32)
         if self.signed:
-            code = code - float(self.bias)
+            code = code - float(self.fresh)
         elif self.zero == "half":
             code = maximum(code, HALF)
         if self.scale.literal:
@@ -123,25 +107,22 @@ class Blocked(Curved):
 
     # -- what is known of the error
 
-    def bound(self) -> Bound:
-        value, slack = self.error_of_codes()
-        scale = self.scale
-        valid = f"scale <= max(largest |{self.what}| of the block, {scale.low:.3g}) * (1 + {scale.excess:.3g})"
-        if scale.literal:
-            slack += scale.excess  # the decoder multiplies with another scale than the encoder divided by
-            valid = (
-                f"scale = largest |{self.what}| of the block, in [{scale.low:.3g}, {scale.high:.6g}]; beyond it: "
-                "no bound"
-            )
-        elif not scale.covers:
-            valid += f", largest <= {scale.high:.3g}"
-        ends = {"low": scale.low, "high": scale.high, "excess": scale.excess, "strict": scale.literal}
-        return self.of_scale(value, "scale", valid, slack, **ends)
+    def errors(self) -> tuple[float, float]:
+        value = largest_error(self.compander, self.codes, self.noise_bits > 0, not self.keeps_zero())
+        # Three roundings on the way to the code, as a fraction of the code; three on the way back, and what keeps the
+        # last code below the scale.  Companders without a short form may go through exp2 and log2: 2 ulp each of
+        # exponents up to 2^7.
+        roundings = 2**9 if self.compander.short_decode is None else 4 + BELOW / ROUNDOFF
+        return value, (roundings * steepest(self.compander) + roundings) * ROUNDOFF
 
-    def findings(self, nonneg: bool) -> list[FormatFinding]:
-        out = of_scales(self.scale, self.scale.low)
-        if self.scale.name == "e8m0" and self.noise_bits == 0 and self.bits <= 5:
-            out.insert(
-                0, ("L4", "error", f"{self.bits}-bit codes under power-of-two scales, to nearest, gain on every step")
-            )
-        return out
+    def stuck(self, decay: float) -> tuple[int, float, str]:
+        n, f, g = self.codes, self.compander.curve, self.compander.inverse
+        kept = [c for c in range(1, n + 1) if n * float(f(decay * float(g(c / n)))) >= c - 0.5]
+        return len(kept), float(g(max(kept) / n)) if kept else 0.0, "scale"
+
+    def cell(self) -> float:
+        g, n = self.compander.inverse, self.codes
+        return self.ratio(float(g(2 / n)) / float(g(1 / n))) if n > 1 else math.inf
+
+    def keeps_zero(self) -> bool:
+        return self.signed or self.zero == "keep"

@@ -12,20 +12,19 @@ from optgen.base import loc as locs
 from optgen.base.errors import UserError
 from optgen.base.loc import Loc
 from optgen.formats import narrow
-from optgen.formats.bound import Bound
-from optgen.formats.check import A_SCALE, as_pythons, check_block, check_part, check_words, is_number, refusal
-from optgen.formats.coded import Coded, error_of_table, of_scales, of_zeros, widest
-from optgen.formats.format import Field, FormatFinding, Noise, Rounding
+from optgen.formats.check import as_pythons, check_block, check_words, is_number, refusal
+from optgen.formats.coded import InBlocks, error_of_table, of_zeros, widest
+from optgen.formats.format import FormatFinding, Noise, Rounding
 from optgen.formats.scales import LARGEST_ROOT, Scale, fp32, least_scale
-from optgen.lang.values import Num, bits, block_max, lookup, maximum, minimum, place, search
-from optgen.ops.dtypes import in_f32, pattern_of
+from optgen.lang.values import Num, bits, lookup, minimum, place, search
+from optgen.ops.dtypes import in_f32
 from optgen.ops.tables import Book, book, cell_ends
 
 Ties = Literal["down", "up"]
 
 
 @dataclass(frozen=True)
-class Codebook(Coded):
+class Codebook(InBlocks):
     """One code per element, one scale per block: x = scale * table[code], scale being the block's largest |x|.
 
     table       rising numbers in [-1, 1], at most 2^bits of them; unsigned where none is below 0; one of
@@ -59,7 +58,7 @@ class Codebook(Coded):
     def __post_init__(self) -> None:
         check_block("Codebook", self.bits, self.block, self.loc, 2)
         check_words(self, of=("value", "sqrt"), ties=("down", "up"))
-        check_part(self, "scale", Scale, A_SCALE)
+        self.refuse_scales("a Codebook")
         if not isinstance(self.name, str) or not f"x{self.name}".isidentifier() or not self.name.isascii():
             self._refuse(f"with the name {self.name!r}", "ASCII letters, digits and underscores: generated code has it")
         name = self.name or getattr(self.table, "name", "") or "codebook"
@@ -67,8 +66,6 @@ class Codebook(Coded):
         object.__setattr__(self, "name", name)
         if self.signed and self.of == "sqrt":
             self._refuse('of negative numbers with of="sqrt"', "a table without them, or of='value'")
-        if self.scale.literal or not self.scale.covers:
-            self._refuse(f"under a {self.scale} scale", "one that no element exceeds, such as scales.fp32 or ue8m8")
 
     def _refuse(self, what: str, want: str) -> None:
         raise refusal(self.loc, f"a Codebook {what}", want)
@@ -85,8 +82,7 @@ class Codebook(Coded):
         return self.table[0] < 0
 
     @property
-    def zero(self) -> int:
-        """The code of 0, or of the smallest magnitude: what a fresh state has, under a scale of 0."""
+    def fresh(self) -> int:
         return min(range(len(self.table)), key=lambda i: abs(self.table[i]))
 
     @property
@@ -100,18 +96,10 @@ class Codebook(Coded):
 
     @property
     def low(self) -> float:
-        """The largest magnitude that smaller ones count as: in a table without 0 nothing becomes a subnormal number."""
+        # In a table without 0 nothing becomes a subnormal number.
         return least_scale(self.scale, self.table[0] if self.positive else 0.0, self.of == "sqrt")
 
-    def fields(self) -> dict[str, Field]:
-        return narrow.fields(self.bits, self.zero) | {"scale": Field(self.scale.dtype, self.block, nonneg=True)}
-
-    def encode(self, x: Num, *, noise: Noise | None = None, root: Num | None = None) -> dict[str, Num]:
-        value = self.counted(x, root)
-        top = block_max(bits(abs(value)), self.block)
-        if self.low > self.scale.low:
-            top = maximum(top, pattern_of(self.low))
-        stored_scale, scale = self.scale.encode(top)
+    def code_of(self, value: Num, scale: Num, noise: Noise | None) -> Num:
         number = value / scale
         if noise is None:
             code = search(number, self._book.ends)
@@ -119,7 +107,7 @@ class Codebook(Coded):
             # As in Blocked: 2^(23 - n) leaves n bits of fraction at the end of the pattern, where the noise is added.
             pattern = bits(place(number, self._book.entries) + 1.5 * 2.0 ** (23 - noise.bits))
             code = ((pattern + noise.integer()) >> noise.bits) & ((1 << self.bits) - 1)
-        return narrow.cut(code, self.bits) | {"scale": stored_scale}
+        return code
 
     def times_scale(self, parts: Mapping[str, Num]) -> Num:
         code = narrow.joined(parts, self.bits)
@@ -134,12 +122,8 @@ class Codebook(Coded):
 
     # -- what is known of the error
 
-    def bound(self) -> Bound:
-        scale = self.scale
-        value, slack = error_of_table(self.table, self.signed, self.noise_bits > 0)
-        valid = f"scale <= max(largest |{self.what}| of the block, {self.low:.3g}) * (1 + {scale.excess:.3g})"
-        ends = {"low": self.low, "high": scale.high, "excess": scale.excess}
-        return self.of_scale(value, "scale", valid, slack, **ends)
+    def errors(self) -> tuple[float, float]:
+        return error_of_table(self.table, self.signed, self.noise_bits > 0)
 
     def stuck(self, decay: float) -> tuple[int, float, str]:
         ends = (-1.0, *cell_ends(self.table, self.ties), math.inf)
@@ -161,7 +145,7 @@ class Codebook(Coded):
                 f"each store, {kept**10:.2g} after ten"
             )
             out.append(("L12", "warning", reason))
-        return out + of_zeros(self, nonneg) + of_scales(self.scale, self.low)
+        return out + of_zeros(self, nonneg) + super().findings(nonneg)
 
 
 _RANGE = "numbers from -1 to 1: they are multiples of the block's largest"

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import statistics
 from collections.abc import Iterable
 from functools import lru_cache
 
 from optgen.base import loc as locs
 from optgen.base.errors import UserError
 from optgen.base.loc import Loc
-from optgen.formats.check import is_number, is_whole
+from optgen.formats.check import is_whole
 from optgen.ops.dtypes import in_f32
 
 
@@ -68,41 +67,8 @@ def _dynamic(signed: bool, bits: int, zero: bool, one: bool) -> Numbers:
     return Numbers(name, (*negative, *([0.0] if zero else []), *positive, *([1.0] if one else [])))
 
 
-def powers(p: float = 1, bits: int = 4) -> Numbers:
-    """(k / 2^bits)^p, k from 1 on: unsigned, without 0 (Li et al., arXiv:2309.01507).  0 < p <= 16."""
-    place = locs.here()
-    _check_bits(bits, place)
-    if not is_number(p) or not 0 < p <= 16:
-        raise UserError("E311", loc=place, what=f"the power {p!r}", want="0 < p <= 16")
-    return _powers(p, bits)
-
-
 def linear_nozero(bits: int = 4) -> Numbers:
-    """k / 2^bits, k from 1 on: unsigned, without 0."""
+    """k / 2^bits, k from 1 on: unsigned, without 0 (Li et al., arXiv:2309.01507)."""
     _check_bits(bits, locs.here())
-    return _powers(1, bits)
-
-
-@lru_cache
-def _powers(p: float, bits: int) -> Numbers:
     n = 1 << bits
-    # Another p is another name, and every name is part of one of Python's: 1e-05 has a sign.
-    text = str(int(p) if p == int(p) else float(p)).replace(".", "_").replace("-", "m")
-    name = f"power{text}_{bits}" if p != 1 else f"linear{bits}_nozero"
-    return Numbers(name, (in_f32((k / n) ** p) for k in range(1, n + 1)))
-
-
-@lru_cache
-def nf4() -> Numbers:
-    """NormalFloat of 4 bits (Dettmers et al., arXiv:2305.14314): quantiles of the normal distribution, and 0, -1, 1.
-
-    Positive entries are the quantiles of 8 probabilities from 1/2 to the outermost one, negative ones of 7, evenly
-    spaced; the outermost is the mean of 1 - 1/32 and 1 - 1/30; all are divided by its quantile.  bitsandbytes and
-    QLoRA use the numbers that SciPy gave in f32: entries agree within 3e-7.
-    """
-    normal = statistics.NormalDist()
-    most = ((1 - 1 / 32) + (1 - 1 / 30)) / 2
-    top = normal.inv_cdf(most)
-    up = [normal.inv_cdf(0.5 + (most - 0.5) * k / 8) / top for k in range(1, 9)]
-    down = [-normal.inv_cdf(0.5 + (most - 0.5) * k / 7) / top for k in range(7, 0, -1)]
-    return Numbers("nf4", (in_f32(x) for x in (*down, 0.0, *up)))
+    return Numbers(f"linear{bits}_nozero", (in_f32(k / n) for k in range(1, n + 1)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -11,10 +10,11 @@ from typing import Any
 
 from optgen.formats import narrow
 from optgen.formats.bound import ROUNDOFF, Bound
-from optgen.formats.companders import BELOW, largest_error, steepest
-from optgen.formats.format import HIGH, LOW, Format, FormatFinding, Rounding
-from optgen.formats.scales import Scale
-from optgen.lang.values import Num
+from optgen.formats.check import A_SCALE, check_part, refusal
+from optgen.formats.format import HIGH, LOW, Field, Format, FormatFinding, Noise, Rounding
+from optgen.formats.scales import LARGEST, Scale
+from optgen.lang.values import Num, bits, block_max, maximum
+from optgen.ops.dtypes import pattern_of
 from optgen.ops.tables import CELL, EXACT
 
 NOISE_BITS = 12
@@ -86,53 +86,85 @@ class Coded(Packed):
         """Return the name in messages of the value that the scale divides."""
         return "x / root" if self.relative else "root" if self.of == "sqrt" else "x"
 
-    def of_scale(self, value: float, of: str, valid: str, slack: float, **more: Any) -> Bound:
-        """Return the bound of a multiple of the scale."""
-        return Bound(value, f"{of} * root" if self.relative else of, valid, slack, **more)
-
 
 @dataclass(frozen=True)
-class Curved(Coded):
-    """Codes 0 to N, or -N to N, that lie along a compander; subclasses have it as a field, and `zero`."""
+class InBlocks(Coded):
+    """Codes under one scale per block; subclasses have the fields `block` and `scale`, and below what else differs."""
+
+    unit = "scale"  # `of` of the bound
 
     @property
     @abstractmethod
-    def codes(self) -> int:
-        """N, the largest code."""
+    def scale(self) -> Scale:
+        """The format of the scale."""
 
     @property
-    def zero(self) -> str:
-        """Return how code 0 of an unsigned format is read: "half" a code, "keep" (0), or "free" (codes begin at 1)."""
-        return "keep"
+    def largest(self) -> float:
+        """The number that the largest magnitude of a block becomes, divided by its scale."""
+        return 1.0
 
-    def error_of_codes(self) -> tuple[float, float]:
+    @property
+    def fresh(self) -> int:
+        """The code of 0, or of the smallest magnitude: what a fresh state has, under a scale of 0."""
+        return 0
+
+    @property
+    def low(self) -> float:
+        """The scale that smaller ones count as."""
+        return self.scale.low
+
+    def top_of(self, top: Num) -> Num:
+        """The bits of what the scale is for, given those of the largest magnitude."""
+        return maximum(top, pattern_of(self.low)) if self.low > self.scale.low else top
+
+    @abstractmethod
+    def code_of(self, value: Num, scale: Num, noise: Noise | None) -> Num:
+        """The rounded code as it is stored, i32."""
+
+    @abstractmethod
+    def errors(self) -> tuple[float, float]:
         """Return what a bound states of the codes: the largest error, and what arithmetic adds."""
-        random, unsigned = self.noise_bits > 0, not self.signed
-        half, free = self.zero == "half" and unsigned, self.zero == "free" and unsigned
-        value = largest_error(self.compander, self.codes, random, half, free)
-        short = self.compander.short_decode is not None
-        # Three roundings on the way to the code, as a fraction of the code; three on the way back, and what keeps the
-        # last code below the scale.  Companders without a short form go through exp2 and log2: 2 ulp each of exponents
-        # up to 2^7.
-        roundings = (4 + self.below / ROUNDOFF) if short else 2**9
-        return value, (roundings * steepest(self.compander) + roundings) * ROUNDOFF
 
-    @property
-    def below(self) -> float:
-        """Return the relative distance from the scale down to its last code."""
-        return BELOW
+    def refuse_scales(self, what: str) -> None:
+        """Raise UserError for a scale that is none, or that another number is divided by than is multiplied with."""
+        check_part(self, "scale", Scale, A_SCALE)
+        if self.scale.literal:
+            want = "one that no element exceeds, such as scales.fp32 or ue8m8"
+            raise refusal(vars(self)["loc"], f"{what} under a {self.scale} scale", want)
 
-    def stuck(self, decay: float) -> tuple[int, float, str]:
-        n, f, g = self.codes, self.compander.curve, self.compander.inverse
-        kept = [c for c in range(1, n + 1) if n * float(f(decay * float(g(c / n)))) >= c - 0.5]
-        return len(kept), float(g(max(kept) / n)) if kept else 0.0, "scale"
+    def fields(self) -> dict[str, Field]:
+        return narrow.fields(self.bits, self.fresh) | {"scale": Field(self.scale.dtype, self.block, nonneg=True)}
 
-    def cell(self) -> float:
-        g, n = self.compander.inverse, self.codes
-        return self.ratio(float(g(2 / n)) / float(g(1 / n))) if n > 1 else math.inf
+    def encode(self, x: Num, *, noise: Noise | None = None, root: Num | None = None) -> dict[str, Num]:
+        value = self.counted(x, root)
+        top = block_max(bits(abs(value)), self.block)  # also of what is not negative: machines set the sign of a NaN
+        stored_scale, scale = self.scale.encode(self.top_of(top))
+        return narrow.cut(self.code_of(value, scale, noise), self.bits) | {"scale": stored_scale}
 
-    def keeps_zero(self) -> bool:
-        return self.signed or self.zero == "keep"
+    # -- what is known of the error
+
+    def bound(self) -> Bound:
+        scale, low = self.scale, self.low * self.largest
+        value, slack = self.errors()
+        valid = f"{self.unit} <= max(largest |{self.what}| of the block, {low:.3g}) * (1 + {scale.excess:.3g})"
+        if scale.literal:
+            slack += scale.excess  # the decoder multiplies with another scale than the encoder divided by
+            span = f"[{low:.3g}, {scale.high:.6g}]"
+            valid = f"scale = largest |{self.what}| of the block, in {span}; beyond it: no bound"
+        of = f"{self.unit} * root" if self.relative else self.unit
+        high = min(scale.high * self.largest, LARGEST)
+        return Bound(value, of, valid, slack, low=low, high=high, excess=scale.excess, strict=scale.literal)
+
+    def findings(self, nonneg: bool) -> list[FormatFinding]:
+        out: list[FormatFinding] = []
+        low, high = self.low * self.largest, self.scale.high
+        if high < HIGH or low > LOW:
+            reason = f"its scales cover {low:.2g} to {high:.3g} only: blocks beyond overflow or freeze"
+            out.append(("L5", "error", reason))
+        if self.scale.literal:
+            why = "its scales are rounded to nearest, and the encoder divides by other ones: they stick like codes do"
+            out.append(("L6", "error", why))
+        return out
 
 
 def error_of_table(readings: tuple[float, ...], signed: bool, random: bool) -> tuple[float, float]:
@@ -151,18 +183,6 @@ def widest(readings: tuple[float, ...], least: float = 0.0) -> float:
     """Return the largest ratio of two neighbours among the positive numbers from `least` on."""
     positive = [x for x in readings if x > 0]
     return max(b / a for a, b in itertools.pairwise(positive) if a >= least)
-
-
-def of_scales(scale: Scale, low: float) -> list[FormatFinding]:
-    """Return what speaks against scales: the smallest largest magnitude that they follow is `low`."""
-    out: list[FormatFinding] = []
-    if scale.high < HIGH or low > LOW:
-        reason = f"its scales cover {low:.2g} to {scale.high:.3g} only: blocks beyond overflow or freeze"
-        out.append(("L5", "error", reason))
-    if scale.literal:
-        reason = "its scales are rounded to nearest, and the encoder divides by other ones: they stick like codes do"
-        out.append(("L6", "error", reason))
-    return out
 
 
 def of_zeros(fmt: Coded, nonneg: bool) -> list[FormatFinding]:

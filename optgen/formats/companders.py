@@ -19,8 +19,7 @@ from optgen.base import loc as locs
 from optgen.base.errors import UserError
 from optgen.base.loc import Loc
 from optgen.formats.check import check_line, check_number, refusal
-from optgen.lang import values
-from optgen.lang.values import Num, Value, sqrt, where
+from optgen.lang.values import Num, Value, where
 
 Curve = Callable[[Num], Num]
 
@@ -28,7 +27,7 @@ Curve = Callable[[Num], Num]
 # the scale, which would then be rounded up to the next one.  Four roundings for a root that was squared.
 BELOW = 2.0**-22
 
-# How much denser than those of `linear` codes may lie at 0: as under log(16), the steepest.
+# How much denser than those of `linear` codes may lie at 0.
 STEEPEST = 2.0**16
 
 
@@ -68,19 +67,15 @@ class _Asked:
 class Compander:
     """curve: [0, 1] -> [0, 1], increasing, curve(0) = 0, curve(1) = 1; `inverse` undoes it.
 
-    odd           whether curve and inverse take negative numbers as they are: curve(-n) = -curve(n)
     short_encode  (x, scale, N) -> N * curve(x / scale), the sign with it, for |x| <= scale; None: by the curve
     short_decode  (code, scale, N) -> scale * inverse(code / N)
-    within        whether f32 arithmetic keeps the curve in [0, 1], so that no code needs to be limited
     """
 
     name: str
     curve: Curve = field(repr=False)
     inverse: Curve = field(repr=False)
-    odd: bool = False
     short_encode: Callable[[Num, Num, int], Num] | None = field(default=None, compare=False, repr=False)
     short_decode: Callable[[Num, Num, int], Num] | None = field(default=None, compare=False, repr=False)
-    within: bool = field(default=False, compare=False, repr=False)
     loc: Loc | None = field(default_factory=lambda: locs.here(2), compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -111,7 +106,7 @@ class Compander:
         return self._both_signs(self.inverse, code * (1.0 / codes), signed) * (scale * (1 - 4 * BELOW))
 
     def _both_signs(self, curve: Curve, x: Num, signed: bool) -> Num:
-        if self.odd or not signed:
+        if not signed:
             return curve(x)
         magnitude = curve(abs(x))
         return where(x < 0, -magnitude, magnitude)
@@ -122,17 +117,17 @@ HALF = 0.5 - 2.0**-10
 
 
 @lru_cache(maxsize=256)
-def largest_error(compander: Compander, codes: int, random: bool, half: bool = False, free: bool = False) -> float:
+def largest_error(compander: Compander, codes: int, random: bool, half: bool = False) -> float:
     """Return the largest distance between a number in [0, 1] and what its code reads as.
 
     To nearest a code's cell reaches half a code to both sides, `random` a whole one.  `half`: code 0 reads as half
-    a code; `free`: code 1 is the first, down to 0.  The first cell begins at 0, the last one ends at 1.
+    a code.  The first cell begins at 0, the last one ends at 1.
     """
     reach, worst = (1.0 if random else 0.5), 0.0
-    for code in range(1 if free else 0, codes + 1):
+    for code in range(codes + 1):
         kept = float(compander.inverse((HALF if half and code == 0 else code) / codes))
-        least = 0.0 if free and code == 1 else max(code - reach, 0.0)
-        low, high = (float(compander.inverse(end / codes)) for end in (least, min(code + reach, codes)))
+        ends = max(code - reach, 0.0), min(code + reach, codes)
+        low, high = (float(compander.inverse(end / codes)) for end in ends)
         worst = max(worst, kept - low, high - kept)
     return worst
 
@@ -148,10 +143,8 @@ linear = Compander(
     "linear",
     lambda n: n,
     lambda y: y,
-    odd=True,
     short_encode=lambda x, scale, codes: x * (float(codes) / scale),
     short_decode=lambda code, scale, codes: code * (scale * ((1 - BELOW) / codes)),
-    within=True,
 )
 
 
@@ -178,52 +171,8 @@ def _softsign(k: float) -> Compander:
         f"softsign({k:g})" if k != 1 else "softsign",
         lambda n: (1 + k) * n / (1 + k * abs(n)),
         lambda y: y / ((1 + k) - k * abs(y)),
-        odd=True,
         short_encode=short_encode,
         short_decode=short_decode,
-        within=True,
-    )
-
-
-root = Compander("root", lambda n: sqrt(n), lambda y: y * y, within=True)
-
-
-def power(p: float) -> Compander:
-    """n -> n ** p, 1/16 <= p <= 1."""
-    check_number(f"power({p!r})", p, 1 / 16, 1, "1/16 <= p <= 1", locs.here())
-    return _power(p)
-
-
-@lru_cache
-def _power(p: float) -> Compander:
-    if p == 1:
-        return linear
-    if p == 0.5:
-        return root
-    whole = round(1 / p)
-    if abs(whole * p - 1) < 1e-12:
-        # The inverse is a product: exact to rounding, and the curve is the same number's root.
-        return Compander(f"power(1/{whole})", lambda n: values.power(n, p), lambda y: y**whole, within=True)
-    return Compander(f"power({p:g})", lambda n: values.power(n, p), lambda y: values.power(y, 1 / p), within=True)
-
-
-def log(octaves: int = 8) -> Compander:
-    """n -> log2(1 + (2^octaves - 1) n) / octaves: telephony's mu-law, with an exact 0."""
-    want = "a whole number of octaves, 1 to 16"
-    check_number(f"log({octaves!r})", octaves, 1, 16, want, locs.here())
-    if octaves != int(octaves):
-        raise refusal(locs.here(), f"log({octaves!r})", want)
-    return _log(int(octaves))
-
-
-@lru_cache
-def _log(octaves: int) -> Compander:
-    mu = 2**octaves - 1
-    return Compander(
-        f"log({octaves})",
-        lambda n: values.log2(1 + mu * n) * (1 / octaves),
-        lambda y: (values.exp2(octaves * y) - 1) * (1 / mu),
-        within=True,
     )
 
 

@@ -127,7 +127,7 @@ class Format(ABC):
 
     def __init_subclass__(cls) -> None:
         """Forget what a base states of its error where a subclass of a whole format encodes or decodes otherwise."""
-        whole = any(issubclass(b, Format) and "encode" not in b.__abstractmethods__ for b in cls.__bases__)
+        whole = any(issubclass(b, Format) and not b.__abstractmethods__ for b in cls.__bases__)
         if whole and {"encode", "decode", "times_scale"} & vars(cls).keys():
             for name in {"bound", "enclose", "stuck", "cell", "keeps_zero"} - vars(cls).keys():
                 setattr(cls, name, getattr(Format, name))
@@ -334,7 +334,7 @@ def wide_reductions(fmt: Format) -> tuple[str, ...]:
 class Master(ABC):
     """A way to keep a weight: the parameter itself (`""`, in the parameter's dtype) plus what else it needs.
 
-    fp32 parameters are their own master: every Master is `Native` for them.
+    fp32 parameters are their own master: `param` is bf16 or f16, but for `Native`.
     """
 
     def noise_bits(self, param: DType) -> int:
@@ -353,7 +353,7 @@ class Master(ABC):
         """The f32 weight."""
 
     def describe(self, param: DType) -> str:
-        return str(self)
+        return f"{param.name} {self}"
 
     def bound(self, param: DType) -> Bound | None:
         """Return the worst error of keeping a weight once; None where no bound is known."""

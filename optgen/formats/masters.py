@@ -1,12 +1,11 @@
 """Weights: the parameter in its own dtype, and what else it takes to lose no update.
 
-fp32 parameters are their own master under every plan.  For bf16 and f16 parameters the visible weight is
-always a rounding of the kept one, so that the model computes with the nearest value it can.
+fp32 parameters are their own master under every plan (`Plan.storage`).  For bf16 and f16 parameters the visible weight
+is always a rounding of the kept one, so that the model computes with the nearest value it can.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -65,75 +64,27 @@ class Native(Master):
 
 
 @dataclass(frozen=True)
-class Narrow(Master):
-    """A master for parameters narrower than fp32: what it does for fp32 is Native."""
-
-    def noise_bits(self, param: DType) -> int:
-        return 0
-
-    def fields(self, param: DType) -> dict[str, Field]:
-        return {"": Field(param)} if param is f32 else {"": Field(param), **self._extra(param)}
-
-    def encode(self, x: Num, param: DType, *, noise: Noise | None = None) -> dict[str, Num]:
-        return {"": x} if param is f32 else self._encode(x, param, noise)
-
-    def decode(self, parts: Mapping[str, Num], param: DType) -> Num:
-        return parts[""] if param is f32 else self._decode(parts, param)
-
-    def describe(self, param: DType) -> str:
-        return "f32" if param is f32 else f"{param.name} {self}"
-
-    def bound(self, param: DType) -> Bound:
-        return rounding_to(f32, False) if param is f32 else self._bound(param)
-
-    def findings(self, param: DType) -> list[FormatFinding]:
-        """Return the note about the smallest steps that a weight of 8 further bits makes."""
-        least = f"2^-{param.mantissa + 9}"
-        reason = f"steps smaller than about {least} of a weight do not move it; fp32 itself stops at 2^-24"
-        return [("L11", "note", reason)]
-
-    @abstractmethod
-    def _bound(self, param: DType) -> Bound:
-        """`bound` for a 16-bit parameter."""
-
-    @abstractmethod
-    def _extra(self, param: DType) -> dict[str, Field]:
-        """Return what is stored beside a 16-bit parameter: suffix -> Field."""
-
-    @abstractmethod
-    def _encode(self, x: Num, param: DType, noise: Noise | None) -> dict[str, Num]:
-        """`encode` for a 16-bit parameter."""
-
-    @abstractmethod
-    def _decode(self, parts: Mapping[str, Num], param: DType) -> Num:
-        """`decode` for a 16-bit parameter."""
-
-
-@dataclass(frozen=True)
-class Copy(Narrow):
+class Copy(Master):
     """A full copy in fp32: exact."""
 
     def __str__(self) -> str:
         return "and an fp32 copy"
 
-    def _extra(self, param: DType) -> dict[str, Field]:
-        return {"master": Field(f32)}
+    def fields(self, param: DType) -> dict[str, Field]:
+        return {"": Field(param), "master": Field(f32)}
 
-    def _encode(self, x: Num, param: DType, noise: Noise | None) -> dict[str, Num]:
+    def encode(self, x: Num, param: DType, *, noise: Noise | None = None) -> dict[str, Num]:
         return {"": words.narrow(x, param), "master": x}
 
-    def _decode(self, parts: Mapping[str, Num], param: DType) -> Num:
+    def decode(self, parts: Mapping[str, Num], param: DType) -> Num:
         return parts["master"]
 
-    def _bound(self, param: DType) -> Bound:
+    def bound(self, param: DType) -> Bound:
         return rounding_to(f32, False)
-
-    def findings(self, param: DType) -> list[FormatFinding]:
-        return []
 
 
 @dataclass(frozen=True)
-class Kahan(Narrow):
+class Kahan(Master):
     """The error of rounding, in the parameter's dtype again: Kahan's compensation.
 
     Loses updates under about 2^-9 of what is compensated: far fewer than the parameter alone, but not none.
@@ -143,33 +94,34 @@ class Kahan(Narrow):
     def __str__(self) -> str:
         return "and its rounding error (Kahan)"
 
-    def _extra(self, param: DType) -> dict[str, Field]:
-        return {"compensation": Field(param)}
+    def fields(self, param: DType) -> dict[str, Field]:
+        return {"": Field(param), "compensation": Field(param)}
 
-    def _encode(self, x: Num, param: DType, noise: Noise | None) -> dict[str, Num]:
+    def encode(self, x: Num, param: DType, *, noise: Noise | None = None) -> dict[str, Num]:
         weight = words.narrow(x, param)
         lost = x - words.widen(weight, param)
         # Inf - Inf is NaN, finite - Inf is Inf: neither is an error worth keeping.
         lost = where(abs(lost) <= f32.largest, lost, 0.0)
         return {"": weight, "compensation": words.narrow(lost, param)}
 
-    def _decode(self, parts: Mapping[str, Num], param: DType) -> Num:
+    def decode(self, parts: Mapping[str, Num], param: DType) -> Num:
         return words.widen(parts[""], param) + words.widen(parts["compensation"], param)
 
-    def _bound(self, param: DType) -> Bound:
+    def bound(self, param: DType) -> Bound:
         value = 2.0 ** -(2 * param.mantissa + 3)  # half a place of what is under half a place
         valid, least = "well above the smallest normal number", param.normal * 2.0 ** -(param.mantissa + 1)
         return Bound(value, "value", valid, absolute=least, largest=param.largest)
 
     def enclose(self, x: Any, param: DType) -> Any:
-        if param is f32:
-            return x
         bound = self.bound(param)
         return bound.around(x, bound.total + F32_UNIT)  # weight and compensation are added again
 
+    def findings(self, param: DType) -> list[FormatFinding]:
+        return _smallest_steps(param)
+
 
 @dataclass(frozen=True)
-class Split(Narrow):
+class Split(Master):
     """The pattern of the weight cut in two: the parameter holds the high bits, rounded, a second field the rest.
 
     bf16: f32's own pattern.  16 low bits are exact for every f32 that is not NaN; 8 keep 24 bits of it (relative
@@ -197,12 +149,12 @@ class Split(Narrow):
         return f"and {self.bits} more bits{how}"
 
     def noise_bits(self, param: DType) -> int:
-        return 8 if self.bits == 8 and self.rounding != "nearest" and param is not f32 else 0
+        return 8 if self.bits == 8 and self.rounding != "nearest" else 0
 
-    def _extra(self, param: DType) -> dict[str, Field]:
-        return {"low": Field(u8, zero=128) if self.bits == 8 else Field(i16)}
+    def fields(self, param: DType) -> dict[str, Field]:
+        return {"": Field(param), "low": Field(u8, zero=128) if self.bits == 8 else Field(i16)}
 
-    def _encode(self, x: Num, param: DType, noise: Noise | None) -> dict[str, Num]:
+    def encode(self, x: Num, param: DType, *, noise: Noise | None = None) -> dict[str, Num]:
         return self._encode_bf16(x, noise) if param is bf16 else self._encode_f16(x, noise)
 
     def _encode_bf16(self, x: Num, noise: Noise | None) -> dict[str, Num]:
@@ -225,7 +177,7 @@ class Split(Narrow):
         kept = cast(low - half, i16) if self.bits == 16 else cast(low, u8)
         return {"": words.stored(sign | (word >> self.bits), f16), "low": kept}
 
-    def _decode(self, parts: Mapping[str, Num], param: DType) -> Num:
+    def decode(self, parts: Mapping[str, Num], param: DType) -> Num:
         low = cast(parts["low"], i32)
         if param is bf16:
             high = bits(cast(parts[""], f32))
@@ -235,7 +187,7 @@ class Split(Narrow):
         wide = ((high & 0x7FFF) << self.bits) + offset
         return from_bits(bits(words.narrow_f16(wide, self.bits)) | ((high & 0x8000) << 16))
 
-    def _bound(self, param: DType) -> Bound:
+    def bound(self, param: DType) -> Bound:
         if param is bf16 and self.bits == 16:
             valid = "every f32 but NaN, whose payload is lost"
             return Bound(0.0, "value", valid, largest=param.largest)
@@ -247,11 +199,17 @@ class Split(Narrow):
         return Bound(value, "value", valid, absolute=2.0**step, largest=param.largest)
 
     def findings(self, param: DType) -> list[FormatFinding]:
-        return [] if self.bits == 16 or self.noise_bits(param) else super().findings(param)
+        return [] if self.bits == 16 or self.noise_bits(param) else _smallest_steps(param)
+
+
+def _smallest_steps(param: DType) -> list[FormatFinding]:
+    """Return the note about the smallest steps that a weight of 8 further bits makes."""
+    least = f"2^-{param.mantissa + 9}"
+    return [("L11", "note", f"steps smaller than about {least} of a weight do not move it; fp32 itself stops at 2^-24")]
 
 
 @dataclass(frozen=True)
-class Ecc8(Narrow):
+class Ecc8(Master):
     """FlashOptim's 24-bit weight: round-to-nearest and the error in 1/127 of half an ulp, as code + 128.
 
     For its checkpoints and results only: not idempotent, and updates under 2^-9 ulp are lost.
@@ -260,8 +218,8 @@ class Ecc8(Narrow):
     def __str__(self) -> str:
         return "and its rounding error in 1/254 ulp (FlashOptim)"
 
-    def _extra(self, param: DType) -> dict[str, Field]:
-        return {"low": Field(u8, zero=128)}
+    def fields(self, param: DType) -> dict[str, Field]:
+        return {"": Field(param), "low": Field(u8, zero=128)}
 
     @staticmethod
     def _exponent(weight: Num, param: DType) -> Num:
@@ -276,7 +234,7 @@ class Ecc8(Narrow):
         part = exponent >> 1
         return x * from_bits((part + 127) << 23) * from_bits((exponent - part + 127) << 23)
 
-    def _encode(self, x: Num, param: DType, noise: Noise | None) -> dict[str, Num]:
+    def encode(self, x: Num, param: DType, *, noise: Noise | None = None) -> dict[str, Num]:
         kept = words.narrow(x, param)
         weight = words.widen(kept, param)
         error = x - weight
@@ -286,14 +244,17 @@ class Ecc8(Narrow):
         code = cast(where(units < 0, -size, size), i32)
         return {"": kept, "low": cast(code + 128, u8)}
 
-    def _decode(self, parts: Mapping[str, Num], param: DType) -> Num:
+    def decode(self, parts: Mapping[str, Num], param: DType) -> Num:
         weight = words.widen(parts[""], param)
         code = cast(cast(parts["low"], i32), f32) - 128.0
         return weight + self._scaled(code / 127.0, self._exponent(weight, param))
 
-    def _bound(self, param: DType) -> Bound:
+    def bound(self, param: DType) -> Bound:
         # Half an ulp in 254 parts, rounded; just below a power of two the ulp is that of the binade above.
         value = 2.0 ** -(param.mantissa + 1) / 254
         slack = value * 2.0**-param.mantissa + 2 * ROUNDOFF
         least = (value + slack) * param.normal + 2.0**-148
         return Bound(value, "value", "normal values", slack, absolute=least, largest=param.largest)
+
+    def findings(self, param: DType) -> list[FormatFinding]:
+        return _smallest_steps(param)

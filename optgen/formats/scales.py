@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from optgen.base import loc as locs
 from optgen.formats import words
-from optgen.formats.check import check_line, check_number, refusal
+from optgen.formats.check import check_number
 from optgen.lang.values import Num, cast, equal, from_bits, maximum, minimum, where
 from optgen.ops import dtypes
 from optgen.ops.dtypes import DType, pattern_of
@@ -46,33 +46,19 @@ class Scale(ABC):
     name      as in plans
     dtype     of the stored field
     excess    the decoded scale is at most (1 + excess) * max(largest magnitude, SMALLEST)
-    covers    whether no element exceeds the decoded scale
     literal   whether the encoder divides by another number than the decoder multiplies with (compatibility)
     low, high the largest magnitudes that it can follow
     """
 
     name: str
     dtype: DType
-
-    @property
-    def excess(self) -> float:
-        return 0.0
-
-    @property
-    def covers(self) -> bool:
-        return True
-
-    @property
-    def literal(self) -> bool:
-        return False
+    excess: float = 0.0
+    literal: bool = False
+    high: float = LARGEST
 
     @property
     def low(self) -> float:
         return SMALLEST
-
-    @property
-    def high(self) -> float:
-        return LARGEST
 
     @abstractmethod
     def encode(self, top: Num) -> tuple[Num, Num]:
@@ -88,42 +74,25 @@ class Scale(ABC):
 
 @dataclass(frozen=True)
 class PatternScale(Scale):
-    """The high bits of the f32 pattern, rounded up: `shift` low bits are dropped."""
+    """The f32 pattern without its sign and its last 15 bits, rounded up."""
 
-    name: str
-    dtype: DType
-    shift: int
-
-    @property
-    def excess(self) -> float:
-        return 2.0 ** (self.shift - 23)
-
-    @property
-    def covers(self) -> bool:
-        return self.shift < 23
-
-    @property
-    def high(self) -> float:
-        return LARGEST if self.covers else 2.0**127
+    name = "ue8m8"
+    dtype = dtypes.i16
+    excess = 2.0**-8
 
     def encode(self, top: Num) -> tuple[Num, Num]:
-        dropped = (1 << self.shift) - 1
-        up = maximum(top, _SMALLEST_BITS) + dropped
-        if not self.covers:
-            # No pattern is left between the last power of two and NaN: the top binade saturates.
-            up = minimum(up, words.INF - 1)
+        up = maximum(top, _SMALLEST_BITS) + 0x7FFF
         # A NaN of few bits: where machines keep payload and sign, its negative is far from the end of the integers.
         up = where(top < words.INF, up, words.NAN)
         # Codes under a NaN scale are unspecified, so what they are divided by may be any number.
-        divisor = minimum(up & (0x7FFFFFFF - dropped), words.LARGEST)
-        return cast(up >> self.shift, self.dtype), from_bits(divisor)
+        divisor = minimum(up & 0x7FFF8000, words.LARGEST)
+        return cast(up >> 15, dtypes.i16), from_bits(divisor)
 
     def decode(self, stored: Num) -> Num:
-        scale_bits = cast(stored, dtypes.i32) << self.shift
-        if self.dtype is dtypes.i16 and self.shift < 16:
-            scale_bits = scale_bits & 0x7FFFFFFF  # the load extended the pattern's top bit as a sign
-        # The pattern of Inf is free: it stands for the largest f32, rounded up, or else for NaN.
-        return from_bits(where(equal(scale_bits, words.INF), words.LARGEST if self.covers else words.NAN, scale_bits))
+        scale_bits = cast(stored, dtypes.i32) << 15
+        scale_bits = scale_bits & 0x7FFFFFFF  # the load extended the pattern's top bit as a sign
+        # The pattern of Inf is free: it stands for the largest f32, rounded up.
+        return from_bits(where(equal(scale_bits, words.INF), words.LARGEST, scale_bits))
 
 
 @dataclass(frozen=True)
@@ -134,9 +103,8 @@ class RootScale(Scale):
     Follows roots in [2^-54, 2^64): its smallest keeps half a code, squared, a normal f32.
     """
 
-    name: str = "ue7m9"
-    dtype: DType = dtypes.i16
-
+    name = "ue7m9"
+    dtype = dtypes.i16
     excess = 2.0**-9
     low = 2.0**-54
     high = LARGEST_ROOT
@@ -160,17 +128,14 @@ class RootScale(Scale):
 class FloatScale(Scale):
     """The largest magnitude itself, in f32; smaller ones than `least`, a positive f32, count as that."""
 
-    name: str = "fp32"
-    dtype: DType = dtypes.f32
     least: float = SMALLEST
 
+    name = "fp32"
+    dtype = dtypes.f32
+
     def __post_init__(self) -> None:
-        check_line(f"FloatScale(name={self.name!r})", self.name, locs.here(2))
         want = "2^-118 <= least < 2^128"
         check_number(f"FloatScale(least={self.least!r})", self.least, SMALLEST, LARGEST, want, locs.here(2))
-        if self.dtype is not dtypes.f32:
-            want = "ue8m8 or bf16_up, which are scales of 16 bits"
-            raise refusal(locs.here(2), f"FloatScale(dtype={self.dtype})", want)
 
     def __str__(self) -> str:
         return self.name if self.least == SMALLEST else f"{self.name} (from {self.least:.3g})"
@@ -194,9 +159,8 @@ class HalfScale(Scale):
     A block whose largest magnitude is under 2^-25 decodes to 0, one above 65520 to Inf and NaN.
     """
 
-    name: str = "fp16"
-    dtype: DType = dtypes.f16
-
+    name = "fp16"
+    dtype = dtypes.f16
     excess = 2.0**-11
     literal = True
     low = dtypes.f16.normal
@@ -210,11 +174,7 @@ class HalfScale(Scale):
         return cast(stored, dtypes.f32)
 
 
-ue8m8 = PatternScale("ue8m8", dtypes.i16, 15)  # f32 without its sign and its last 15 bits
-bf16_up = PatternScale("bf16", dtypes.i16, 16)
-e8m0 = PatternScale("e8m0", dtypes.u8, 23)
+ue8m8 = PatternScale()
 ue7m9 = RootScale()
 fp32 = FloatScale()
 fp16 = HalfScale()
-
-SCALES: dict[str, Scale] = {s.name: s for s in (ue8m8, ue7m9, bf16_up, e8m0, fp32, fp16)}

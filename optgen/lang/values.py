@@ -345,8 +345,9 @@ def reader_of(*args: Num) -> Any:
     return _MATH
 
 
-def _function(name: str, takes: int) -> Callable[..., Any]:
-    """Return the function of a primitive, of so many operands; what it is given beyond them is its attribute."""
+def _function(name: str) -> Callable[..., Any]:
+    """Return the function of a primitive; what it is given beyond its operands is its attribute."""
+    takes = len(PRIMS[name].takes)
 
     def function(*given: Num) -> Num:
         attributes = {"attr": given[takes]} if len(given) > takes else {}
@@ -367,7 +368,7 @@ def primitive(row: Prim, means: Callable[..., Any] | None = None) -> Callable[..
     if means is not None and not row.core:
         row = replace(row, means=lambda *nodes: lift(means(*map(Value, nodes))))
     PRIMS[row.name] = row
-    read = _function(row.name, len(row.takes))
+    read = _function(row.name)
 
     def function(*operands: Num) -> Num:
         reader = reader_of(*operands)
@@ -382,36 +383,17 @@ def primitive(row: Prim, means: Callable[..., Any] | None = None) -> Callable[..
 # -- the functions
 
 
-exp2, log2 = _function("exp2", 1), _function("log2", 1)
-lshr, rotl, bitcast = _function("lshr", 2), _function("rotl", 2), _function("bitcast", 1)
-lookup, search = _function("lookup", 1), _function("search", 1)
-block_max, block_min = _function("block_max", 1), _function("block_min", 1)
-
-
-def sqrt(x: Num) -> Num:
-    """The square root."""
-    return reader_of(x).sqrt(x)
+sqrt, cbrt, exp, log, exp2, log2 = map(_function, ("sqrt", "cbrt", "exp", "log", "exp2", "log2"))
+sign, floor, rint = map(_function, ("sign", "floor", "rint"))
+maximum, minimum, where, equal = map(_function, ("max", "min", "where", "eq"))
+lshr, rotl, bitcast, lookup, search = map(_function, ("lshr", "rotl", "bitcast", "lookup", "search"))
+block_max, block_min = map(_function, ("block_max", "block_min"))
 
 
 def rsqrt(x: Num) -> Num:
     """1 / sqrt(x)."""
     r = reader_of(x)
     return 1 / _op("sqrt", x) if r is _TRACE else r.rsqrt(x)
-
-
-def cbrt(x: Num) -> Num:
-    """The cube root, which has the sign of x."""
-    return reader_of(x).cbrt(x)
-
-
-def exp(x: Num) -> Num:
-    """e ** x, host space only."""
-    return reader_of(x).exp(x)
-
-
-def log(x: Num) -> Num:
-    """The natural logarithm, host space only."""
-    return reader_of(x).log(x)
 
 
 def power(x: Num, e: Num) -> Num:
@@ -450,21 +432,6 @@ def _product(x: Num, n: int) -> Num:
         x = x * x
 
 
-def sign(x: Num) -> Num:
-    """-1, 0 or 1."""
-    return reader_of(x).sign(x)
-
-
-def maximum(a: Num, b: Num) -> Num:
-    """The larger, elementwise; NaN if either is."""
-    return reader_of(a, b).max(a, b)
-
-
-def minimum(a: Num, b: Num) -> Num:
-    """The smaller, elementwise; NaN if either is."""
-    return reader_of(a, b).min(a, b)
-
-
 def clip(x: Num, low: Num, high: Num) -> Num:
     """x limited to [low, high]; NaN stays NaN."""
     return minimum(maximum(x, low), high)
@@ -473,26 +440,6 @@ def clip(x: Num, low: Num, high: Num) -> Num:
 def square(x: Num) -> Num:
     """x * x."""
     return x * x
-
-
-def where(c: Num, a: Num, b: Num) -> Num:
-    """a where c holds, else b; both are computed."""
-    return reader_of(c, a, b).where(c, a, b)
-
-
-def equal(a: Num, b: Num) -> Num:
-    """a == b, as a value."""
-    return reader_of(a, b).eq(a, b)
-
-
-def floor(x: Num) -> Num:
-    """The integer at or below x."""
-    return reader_of(x).floor(x)
-
-
-def rint(x: Num) -> Num:
-    """The nearest integer, half to even."""
-    return reader_of(x).rint(x)
 
 
 # integers, bits, conversions

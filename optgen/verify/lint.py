@@ -8,7 +8,6 @@ L1  a signed average, to nearest: no code may be stuck, that is, keep itself und
 L2  a nonnegative average (or decaying maximum), to nearest: a cell is at most half of what a step can change,
     (1 - decay) / 2
 L3  a signed state must have an exact 0
-L4  power-of-two scales, to nearest, 5 bits or fewer: the average becomes an integrator
 L5  a scale (or a float) must follow the whole range of fp32, or saturate
 L6  a scale that is itself rounded to nearest, and not what the encoder divides by, is a second average that sticks
 L7  statistics of a whole tensor cost a second pass over memory
