@@ -2,7 +2,7 @@
 //     cpp
 //
 //   spec      specs/schedule_free_adamw.py:12  sha256 891352fa1e89
-//   plan      specs/plans.py:71  sha256 011208c0c0f8
+//   plan      specs/plans.py:71  sha256 4a4e5a90a61e
 //   rebuild   optgen build schedule_free_adamw --plan int8_split24
 //   explain   optgen explain schedule_free_adamw --plan int8_split24
 //
