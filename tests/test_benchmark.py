@@ -216,12 +216,12 @@ def test_tuning_holds_inside_its_block_only() -> None:
 
     def fail() -> None:
         with launch.tuned(launch.Tuning(warps=4)):
-            seen.append(launch._tuning.warps)
+            seen.append(launch.tuning.warps)
             raise KeyError
 
     with pytest.raises(KeyError):
         fail()
-    assert seen == [4] and launch._tuning == launch.Tuning()
+    assert seen == [4] and launch.tuning == launch.Tuning()
 
 
 # Reports --------------------------------------------------------------------------------------------------------------

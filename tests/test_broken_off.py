@@ -25,8 +25,8 @@ from optgen.runtime.checkpoint import weights
 from optgen.runtime.cpu import cpu
 from optgen.runtime.gpu import compiled
 from optgen.runtime.modes import offload
-from optgen.runtime.step import launch, stepper
-from optgen.runtime.work import counting
+from optgen.runtime.step import launch
+from optgen.runtime.work import counting, staged
 from tests.test_offload import moved
 from tests.training import everything, params_of
 
@@ -53,7 +53,7 @@ class Broken(Exception):
 
 
 LAUNCHES: Mapping[str, tuple[Any, str]] = {
-    "reference": (stepper, "run_reference"), "cpp": (cpu, "call"), "triton": (compiled, "start"),
+    "reference": (staged, "run"), "cpp": (cpu, "call"), "triton": (compiled, "start"),
 }  # fmt: skip
 
 

@@ -234,7 +234,8 @@ def stages_of(opt: Any) -> tuple[Any, tuple[Any, ...]]:
     assert isinstance(library, ctypes.CDLL)
     function = library.optgen_stages
     function.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, *[ctypes.c_int32] * 4)
-    return function, (part.table.address, part.table.tensors, part.scalars, 17, 2)
+    scalars = part.count(opt._stepper.fast_path.last.groups[part.group], None).scalars
+    return function, (part.kernels.table.address, part.kernels.table.tensors, scalars, 17, 2)
 
 
 def plan_module(opt: Any, part: Any) -> Any:

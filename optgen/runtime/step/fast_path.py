@@ -10,62 +10,34 @@ States and gradients are held by weak references and addresses only, so that use
 
 from __future__ import annotations
 
-import ctypes
 import weakref
-from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
 from itertools import repeat
 from operator import call, is_
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from optgen.runtime.cpu import cpu
 from optgen.runtime.layout import sharding
 from optgen.runtime.options import options
-from optgen.runtime.records import keys
+from optgen.runtime.step import launch
+from optgen.runtime.step.launch import Kernels
 from optgen.runtime.step.partial_step import StepError
 from optgen.runtime.work import counting
 from optgen.runtime.work.bucket import Bucket
-
-tunings = 0
-"""The number of times that the settings of launches have changed."""
 
 PATIENCE = 64
 """The most steps before the next attempt, where consecutive steps keep differing."""
 
 State = dict[str, Any]
 
+Prepared = Sequence[tuple[Bucket, Kernels]]
+"""The buckets of a step and their kernels."""
+
 _address: Callable[[Tensor], int] = Tensor.data_ptr
 _contiguous: Callable[[Tensor], bool] = Tensor.is_contiguous
-
-
-class Start(Protocol):
-    """The kernels of a bucket that keep tables on a device."""
-
-    def __call__(self, scalars: Any, step_key: int) -> None:
-        """Launch the step."""
-
-    def follow(self, table: cpu.Table) -> None:
-        """Take over the addresses of gradients that `table` has now; their alignment is unchanged."""
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedBucket:
-    """A bucket and the launches of its step.
-
-    table           rows of addresses of p, g and the fields
-    start           its kernels, where they have tables of their own; None: the bucket's kernel is called with `table`
-    device_scalars  the scalars of a step that is counted on the device, else None
-    """
-
-    bucket: Bucket
-    table: cpu.Table
-    start: Start | None = None
-    device_scalars: counting.Control | None = None
 
 
 class CachedGroup:
@@ -111,12 +83,9 @@ class CachedGroup:
 class CachedBucket:
     """A bucket's launches, and what its tensors were.  Parameters are held, other tensors are not."""
 
-    def __init__(self, prepared: PreparedBucket, state: Mapping[Any, State]) -> None:
-        bucket = prepared.bucket
-        self.group, self.variant, self.kernel = bucket.group, bucket.variant, bucket.kernel
-        self.start, self.device_scalars = prepared.start, prepared.device_scalars
-        # The launcher identifies its own table by the addresses in it.
-        self.table = replace(prepared.table, rows=prepared.table.rows[:])
+    def __init__(self, bucket: Bucket, kernels: Kernels, state: Mapping[Any, State]) -> None:
+        self.group, self.variant, self.kernels = bucket.group, bucket.variant, kernels
+        self.control = kernels.control if bucket.counted else None
         self.device = bucket.device
         # torch moves the version of a DTensor, not that of its local part.
         pairs = list(zip(bucket.params, bucket.shards, strict=True))
@@ -128,7 +97,6 @@ class CachedBucket:
         self.shapes = [p.shape for p in bucket.params]
         self.addresses = list(map(_address, bucket.params))
         self.grads = list(map(_address, bucket.grads))
-        self.filled = [i for i, shape in enumerate(self.shapes) if 0 not in shape]  # these have a row in the table
         self.single = [i for i, shape in enumerate(self.shapes) if shape.numel() == 1]
         self.names = ("step", *bucket.variant.host_names)
         self.numbers = [bucket.states[0][name] for name in self.names]
@@ -136,7 +104,6 @@ class CachedBucket:
         self.fields = [weakref.ref(x) for x in users]
         self.field_addresses = [_address(s[name]) for s in bucket.states for name in bucket.variant.names]
         self.host, self.width = bucket.variant.host_for(bucket.backend)
-        self.scalars = (ctypes.c_float * self.width)()
 
     def matches(self, state: Mapping[Any, State]) -> bool:
         """Return True if the same kernels can run on what is there now; notes the states and the gradients' addresses.
@@ -180,7 +147,7 @@ class CachedBucket:
             # The address of freed memory is the offset alone.
             if g.device != self.device or (g.numel() and new == g.storage_offset() * g.itemsize):
                 return False
-            if self.start is not None and (old ^ new) % 16:  # launches depend on alignment
+            if (old ^ new) % self.kernels.ALIGNMENT:
                 return False
         return True
 
@@ -188,39 +155,30 @@ class CachedBucket:
         """Write the addresses of gradients into the tables, where they have changed."""
         if self.grads_now != self.grads:
             self.grads = self.grads_now
-            self.table.rows[1 :: self.table.width] = array("q", [self.grads[i] for i in self.filled])
-            if self.start is not None:
-                self.start.follow(self.table)
+            self.kernels.follow(self.grads)
 
-    def count(self, group: CachedGroup, scaler: counting.Scaler | None) -> tuple[int, list[Any]] | counting.Step:
-        """Compute the scalars; return the step key and the numbers that the states take, or the step on the device."""
-        if self.device_scalars is not None:
+    def count(self, group: CachedGroup, scaler: counting.Scaler | None) -> counting.Counted:
+        """Compute the scalars."""
+        names = self.names[1:]
+        if self.control is not None:
             step = counting.Step(self.numbers[0], self.numbers[1:], scaler.found if scaler else None)
             step.fill(
-                self.device_scalars, self.host, self.width, group.sign, scaler.scale if scaler else None,
-                group.hypers_on(self.device), self.names[1:], group.seed if self.variant.stochastic else None,
+                self.control, self.host, self.width, group.sign, scaler.scale if scaler else None,
+                group.hypers_on(self.device), names, group.seed if self.variant.stochastic else None,
             )  # fmt: skip
-            return step
+            return counting.Counted(self.control, 0, step)
         sign = group.sign if scaler is None else scaler.factor(group.sign)
-        number = self.numbers[0] + 1
-        values = self.host(number, sign, **group.hypers, **dict(zip(self.names[1:], self.numbers[1:], strict=True)))
-        self.scalars[:] = list(values[: self.width])
-        return keys.step_key(group.seed, number), [number, *values[self.width :]]
+        number, *host = self.numbers
+        return counting.on_host(self.host, self.width, number + 1, sign, group.hypers, names, host, group.seed)
 
-    def run(self, counted: tuple[int, list[Any]] | counting.Step) -> None:
+    def run(self, counted: counting.Counted) -> None:
         """Launch the step, then count it in the states."""
-        on_device = isinstance(counted, counting.Step)
-        key = 0 if isinstance(counted, counting.Step) else counted[0]
-        if self.start is not None:
-            self.start(self.device_scalars if on_device else self.scalars, key)
-        else:
-            assert self.kernel is not None
-            cpu.call(self.kernel, self.table, self.scalars, key)
+        self.kernels.run(counted.scalars, counted.key)
         torch.autograd.graph.increment_version(self.params)
-        if isinstance(counted, counting.Step):
-            counted.finish()
+        if isinstance(counted.after, counting.Step):
+            counted.after.finish()
             return
-        self.numbers = counted[1]
+        self.numbers = counted.after
         for name, value in zip(self.names, self.numbers, strict=True):
             for entry in self.entries:
                 entry[name] = value
@@ -246,13 +204,13 @@ class CachedStep:
         cls: Any,
         groups: Sequence[Mapping[str, Any]],
         state: Mapping[Any, State],
-        prepared: Sequence[PreparedBucket],
+        prepared: Prepared,
         scaled: bool,
     ) -> None:
-        self.buckets = [CachedBucket(one, state) for one in prepared]
-        counted = {bucket.group for bucket in self.buckets if bucket.device_scalars is not None}
+        self.buckets = [CachedBucket(*one, state) for one in prepared]
+        counted = {bucket.group for bucket in self.buckets if bucket.control is not None}
         self.groups = [CachedGroup(cls, group, number in counted) for number, group in enumerate(groups)]
-        self.scaled, self.on_host = scaled, any(bucket.device_scalars is None for bucket in self.buckets)
+        self.scaled, self.on_host = scaled, any(bucket.control is None for bucket in self.buckets)
         stepped = {id(p) for bucket in self.buckets for p in bucket.params}
         self.idle = [[i for i, known in enumerate(group.ids) if known not in stepped] for group in self.groups]
         # Ranks may wait for one another once these are trained.
@@ -264,10 +222,10 @@ class CachedStep:
             torch._C.DisableTorchFunctionSubclass if sharded else nullcontext
         )
 
-    def _launch_settings(self) -> list[int]:
+    def _launch_settings(self) -> list[Any]:
         """Return the tuning and the streams of launches."""
         devices = [bucket.device for bucket in self.buckets if bucket.device.type == "cuda"]
-        return [tunings, *(torch.cuda.current_stream(device).cuda_stream for device in devices)]
+        return [launch.tuning, *(torch.cuda.current_stream(device).cuda_stream for device in devices)]
 
     def matches(self, groups: Sequence[State], state: Mapping[Any, State], scaled: bool) -> bool:
         """Return True if the kept launches make this step.  Raises ValueError for a hyper-parameter out of range."""
@@ -344,7 +302,7 @@ class FastPath:
         cls: Any,
         groups: Sequence[State],
         state: Mapping[Any, State],
-        prepared: Sequence[PreparedBucket],
+        prepared: Prepared,
         scaled: bool,
     ) -> None:
         """Cache an ordinary step of these buckets; `scaled`: it had a GradScaler."""
@@ -354,6 +312,6 @@ class FastPath:
         if not prepared or counting.capturing():
             return
         # The kernels of a parameter that is not contiguous ran on a copy.
-        copied = any(one.bucket.written for one in prepared)
+        copied = any(bucket.written for bucket, _ in prepared)
         self.last = None if copied else CachedStep(cls, groups, state, prepared, scaled)
         self._left, self._wait = self._wait, min(2 * self._wait + 1, PATIENCE)

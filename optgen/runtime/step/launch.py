@@ -1,25 +1,24 @@
-"""The tables of addresses that kernels read, and the launches of Triton kernels.
+"""The kernels of buckets, and the tables of addresses that they read.
 
-Triton: one launch over all tensors of a bucket.
-
-A kernel gets two small tables on the device instead of tensors: a row of addresses and sizes per tensor
-(int64), and a list of work items (tensor row, first tile) (int32).  They are kept between steps and sent
-again only when an address or a size changes.  Tensors whose addresses are not multiples of 16 bytes, and
-those whose rows end within a block, go to kernels of their own, so that the common kernel may use wide
-accesses without masks.
+A C++ function gets one table.  A Triton kernel gets two on the device: a row of addresses and sizes per tensor (int64),
+and a list of work items (tensor row, first tile) (int32).  They are kept between steps and sent again only when an
+address or a size changes.  Tensors whose addresses are not multiples of 16 bytes, and those whose rows end within a
+block, go to kernels of their own, so that the common kernel may use wide accesses without masks.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from abc import ABC, abstractmethod
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,13 +27,12 @@ from optgen.runtime.cpu import cpu, cpu_stages
 from optgen.runtime.gpu import compiled, stages
 from optgen.runtime.layout import layout, workspace
 from optgen.runtime.layout.workspace import Workspace, matrices
-from optgen.runtime.records import Variant
 from optgen.runtime.records.join import Pair
 from optgen.runtime.records.warn import tell
 from optgen.runtime.states import state
-from optgen.runtime.step import fast_path
 from optgen.runtime.work import counting, staged
 from optgen.runtime.work.bucket import Bucket
+from optgen.runtime.work.counting import Scalars
 
 TILES = 4
 """Full tiles per work item, where a plan does not say otherwise: amortizes the table look-ups."""
@@ -93,21 +91,22 @@ def limits(kernels: ModuleType, function: str, major: int) -> dict[str, int]:
     return {name: min(value + (8 if major >= 10 and value > 64 else 0), most) for name, value in found.items()}
 
 
-_tuning = Tuning()
+tuning = Tuning()
 
 
 @contextmanager
-def tuned(tuning: Tuning) -> Iterator[None]:
+def tuned(setting: Tuning) -> Iterator[None]:
     """Steps made inside launch kernels that way, in every optimizer of the process: for measuring defaults."""
-    global _tuning
-    before, _tuning = _tuning, tuning
-    fast_path.tunings += 1
+    global tuning
+    before, tuning = tuning, setting
     try:
         yield
     finally:
-        _tuning = before
-        fast_path.tunings += 1
+        tuning = before
 
+
+Places = Sequence[layout.Place] | None
+"""The place of each tensor; None: each is all of its logical tensor."""
 
 SIZES = 6
 """Entries of a table row behind its addresses."""
@@ -186,342 +185,235 @@ def work_items(counts: Sequence[int], per_item: int) -> Tensor:
     return torch.stack((tensor, first), dim=1).to(torch.int32)
 
 
-@dataclass(slots=True)
+class Signature(NamedTuple):
+    """The shapes, stream keys, addresses (p, g, the fields) and places of a bucket's tensors, and the dimensions that
+    their columns are made of: while it is equal, the tables hold."""
+
+    shapes: list[torch.Size]
+    streams: list[int]
+    columns: list[list[int]]
+    places: Places
+    dims: workspace.Dims
+
+    @classmethod
+    def of(cls, bucket: Bucket) -> Signature:
+        params, states = bucket.params, bucket.states
+        columns = [[p.data_ptr() for p in params], [g.data_ptr() for g in bucket.grads]]
+        columns += [[s[name].data_ptr() for s in states] for name in bucket.variant.names]
+        shapes = [p.shape for p in params]
+        matrix, dims = bucket.variant.matrix, None
+        if bucket.variant.has_axes:
+            dims = [layout.column_dims(matrix, shape) for shape in shapes]
+        if matrix != "last":
+            shapes = [layout.matrix_shape(matrix, shape) for shape in shapes]
+        return cls(shapes, bucket.streams, columns, bucket.places, dims)
+
+    def with_gradients(self, addresses: list[int]) -> Signature:
+        """Return the signature for gradients that lie elsewhere."""
+        return self._replace(columns=[self.columns[0], addresses, *self.columns[2:]])
+
+
+class Kernels(ABC):
+    """The kernels of a bucket's step and the tables that they read.  It holds none of the bucket's own tensors.
+
+    known    the signature for which the tables hold
+    stream   the stream of a GPU on which they were made
+    control  the scalars of a step that is counted on the device, else None
+    """
+
+    ALIGNMENT: ClassVar[int] = ALIGNMENT
+    """Bytes modulo which addresses decide how kernels are launched."""
+
+    def __init__(self, bucket: Bucket, now: Signature, stream: int, old: Any) -> None:
+        self.known, self.stream = now, stream
+        self.device, self.variant = bucket.device, bucket.variant
+        self.control: counting.Control | None = old.control if old else None
+
+    @abstractmethod
+    def run(self, scalars: Scalars, step_key: int) -> None:
+        """Start the kernels of a step that is one stretch of them."""
+
+    @abstractmethod
+    def runner(self, bucket: Bucket, scalars: Scalars, step_key: int) -> staged.Runner:
+        """Return the step in parts, between which the host has something to do (see staged.py)."""
+
+    @abstractmethod
+    def follow(self, gradients: list[int]) -> None:
+        """Take over other addresses of gradients, equal to the ones before modulo ALIGNMENT."""
+
+    def load(self, scalars: Scalars, step_key: int) -> None:
+        """Compile what `run` starts: what a compiler or a device refuses is refused before anything changes."""
+        return
+
+
+class Native(Kernels):
+    """One C++ function over one table."""
+
+    ALIGNMENT = 1
+
+    def __init__(self, bucket: Bucket, now: Signature, stream: int, old: Any) -> None:
+        super().__init__(bucket, now, stream, old)
+        self.kernel = bucket.kernel
+        if bucket.variant.stages:
+            alike = old is not None and (old.known.shapes, old.known.dims) == (now.shapes, now.dims)
+            self.table = cpu_stages.table(bucket.variant, *now, old.table if old is not None and alike else None)
+        else:
+            lines = rows(now.columns, now.shapes, now.streams, now.places)
+            self.table = cpu.table(lines, len(bucket.variant.names))
+
+    def run(self, scalars: Scalars, step_key: int) -> None:
+        assert self.kernel is not None
+        cpu.call(self.kernel, self.table, scalars, step_key)
+
+    def runner(self, bucket: Bucket, scalars: Scalars, step_key: int) -> staged.Runner:
+        return cpu.runner(bucket, self.table, scalars, step_key)
+
+    def follow(self, gradients: list[int]) -> None:
+        self.known = self.known.with_gradients(gradients)
+        live = [g for g, shape in zip(gradients, self.known.shapes, strict=True) if 0 not in shape]
+        self.table.rows[1 :: self.table.width] = array("q", live)
+
+
+class Addresses:
+    """A table of addresses on the host.
+
+    lines    its rows: addresses of p, g, the fields ...
+    tensors  which of the bucket's tensors these are of, by number
+    """
+
+    def __init__(self, lines: Sequence[Sequence[int]], tensors: Sequence[int]) -> None:
+        self.host = torch.tensor(lines, dtype=torch.int64, device="cpu")
+        self.tensors = torch.tensor(tensors, dtype=torch.int64, device="cpu")
+
+    def sent(self, device: torch.device) -> Tensor:
+        """Return the table on the device, in new memory: launches that are under way may still read the old one."""
+        return torch.empty_like(self.host, device=device).copy_(self.host, non_blocking=True)  # pageable: nobody waits
+
+
+class Triton(Kernels):
+    """Triton kernels, whose tables are on the device.
+
+    spare  pinned memory from which a CUDA graph may fill a table, one for each; made before there is a graph
+    """
+
+    def __init__(self, bucket: Bucket, now: Signature, stream: int, old: Any) -> None:
+        super().__init__(bucket, now, stream, old)
+        self.plan, self.module = bucket.plan, compiled.kernels(bucket.plan)
+        self.grad = _triton_dtype(bucket.grad_dtype)
+        self.spare: list[Tensor] = []
+
+    def load(self, scalars: Scalars, step_key: int) -> None:
+        _tell_compiling(self.plan)
+        self._each(compiled.load, scalars, step_key)
+
+    def run(self, scalars: Scalars, step_key: int) -> None:
+        self._each(compiled.start, scalars, step_key)
+
+    @abstractmethod
+    def _each(self, does: Callable[..., None], scalars: Scalars, step_key: int) -> None:
+        """Do `compiled.start` or `compiled.load` for each launch."""
+
+    @abstractmethod
+    def addresses(self) -> list[Addresses]:
+        """Return the tables of addresses."""
+
+    @abstractmethod
+    def take(self, tables: Sequence[Tensor]) -> None:
+        """Launch with these tables on the device from now on; a shallow copy of these kernels keeps its own."""
+
+    @abstractmethod
+    def tensors(self) -> list[object]:
+        """Return what kernels read or write beside the optimizer's own tensors."""
+
+    def _point(self, gradients: list[int]) -> list[Addresses]:
+        """Return the tables, with these gradients written into them on the host."""
+        found, tables = torch.frombuffer(array("q", gradients), dtype=torch.int64), self.addresses()
+        for table in tables:
+            table.host[:, 1] = found if len(found) == len(table.host) else found[table.tensors]
+        return tables
+
+    def follow(self, gradients: list[int]) -> None:
+        with guard(self.device):
+            self.take([table.sent(self.device) for table in self._point(gradients)])
+        self.known = self.known.with_gradients(gradients)
+        self.stock()
+
+    def stock(self) -> None:
+        """Make the spare memory, if the step is counted on the device."""
+        if self.control is not None and not self.spare:
+            pin = self.device.type == "cuda"
+            self.spare = [torch.empty_like(table.host, pin_memory=pin) for table in self.addresses()]
+
+    def for_graph(self, bucket: Bucket, now: Signature) -> tuple[Triton, list[Tensor]]:
+        """Return kernels for a CUDA graph: these where nothing has moved, else a copy for gradients that lie elsewhere,
+        and the memory on the host from which the graph fills its tables, at each run."""
+        if now == self.known:
+            return self, []
+        gradients, spare = now.columns[1], self.spare
+        aligned = all((a ^ b) % ALIGNMENT == 0 for a, b in zip(gradients, self.known.columns[1], strict=True))
+        if self.known.with_gradients(gradients) != now or not aligned or not spare:
+            raise counting.not_ready(f"{state.label(*bucket.first)}, whose gradient lies elsewhere,")
+        made, self.spare = copy.copy(self), []
+        made.known, made.spare = now, []
+        for room, table in zip(spare, self._point(gradients), strict=True):
+            room.copy_(table.host)
+        made.take([torch.empty_like(room, device=self.device).copy_(room, non_blocking=True) for room in spare])
+        return made, spare
+
+
+@dataclass(frozen=True, slots=True)
 class Launch:
-    """The tensors of a bucket that one kernel takes, and their tables on the device."""
+    """The tensors of a bucket that one kernel takes, their table on the host, and its table and work on the device."""
 
     aligned: bool
     ragged: bool
     sizes: list[tuple[int, int]]
+    addresses: Addresses
     table: Tensor
     work: Tensor
 
 
-Places = Sequence[layout.Place] | None
-"""The place of each tensor; None: each is all of its logical tensor."""
+class OneKernel(Triton):
+    """The launches of a step of one kernel: one for each kind of tensors, aligned or not, ragged or not."""
 
-Signature = tuple[list[torch.Size], list[int], list[list[int]], Places, workspace.Dims]
-"""(shapes, stream keys, columns of addresses, places, what columns are made of) of a bucket's tensors: while equal, the
-tables hold."""
+    def __init__(self, bucket: Bucket, now: Signature, stream: int, old: Any) -> None:
+        super().__init__(bucket, now, stream, old)
+        variant = bucket.variant
+        name = variant.function if variant.single else variant.kernel_name
+        self.kernel: Any = getattr(self.module, name)
+        self.numbers = workspace.numbers(self.module, variant, bucket.device)
+        tile, tiles = tuning.sizes(self.module, name)
+        self.options = {"num_warps": tuning.warps, **tuning.options(self.module, name, self.device)}
+        self.options.pop("TILE", None)
+        self.constants = {"GRAD": self.grad, "TILES": tiles, "TILE": tile, **self.module.CONSTANTS.get(name, {})}
+        self.which = variant.single.stages[0].scalars if variant.single else range(variant.host_for("triton")[1])
+        self.launches = self._build(now, tile, tiles, old)
 
-
-def signature(bucket: Bucket) -> Signature:
-    """Read at every step, so kept to the calls that cannot be saved."""
-    params, states = bucket.params, bucket.states
-    columns = [[p.data_ptr() for p in params], [g.data_ptr() for g in bucket.grads]]
-    columns += [[s[name].data_ptr() for s in states] for name in bucket.variant.names]
-    shapes = [p.shape for p in params]
-    matrix, dims = bucket.variant.matrix, None
-    if bucket.variant.has_axes:
-        dims = [layout.column_dims(matrix, shape) for shape in shapes]
-    if matrix != "last":
-        shapes = [layout.matrix_shape(matrix, shape) for shape in shapes]
-    return shapes, bucket.streams, columns, bucket.places, dims
-
-
-@dataclass(slots=True)
-class Tables:
-    """The tables that a bucket's kernels read: one for C++, several launches for Triton; `staged`: of a step that takes
-    more than one kernel.
-
-    known    the signature, but for what has moved since
-    scalars  of a step that is counted on the device
-    numbers  tables of numbers that a step of one kernel reads
-    spare    pinned memory on the host, a tensor per table of addresses (see `stock`)
-    moved    the gradients' addresses now, of those of these numbers
-    """
-
-    known: Signature
-    launches: list[Launch]
-    table: cpu.Table | None = None
-    staged: stages.Plan | None = None
-    scalars: counting.Control | None = None
-    numbers: tuple[Tensor, ...] = ()
-    spare: list[Tensor] = field(default_factory=list)
-    moved: tuple[Sequence[int], Tensor] | None = None
-
-    @property
-    def signature(self) -> Signature:
-        """Return the addresses that the tables hold.  Where gradients lie elsewhere at every step, nobody asks."""
-        if self.moved is not None:
-            shapes, streams, columns, places, dims = self.known
-            now = list(columns[1])
-            for i, address in zip(self.moved[0], self.moved[1].tolist(), strict=True):
-                now[i] = address
-            self.known = shapes, streams, [columns[0], now, *columns[2:]], places, dims
-            self.moved = None
-        return self.known
-
-    def sent(self) -> list[Tensor]:
-        """The tables of addresses on the device."""
-        if self.staged is not None:
-            return [self.staged.table]
-        return [launch.table for launch in self.launches]
-
-    def tensors(self) -> list[object]:
-        """All that kernels read or write beside the optimizer's own tensors, to be kept alive."""
-        if self.staged is not None:
-            return [self.staged.room, *self.staged.kept, *(x for call in self.staged.calls for x in call.tables)]
-        return [*self.numbers, *(x for launch in self.launches for x in (launch.table, launch.work))]
-
-    def stock(self) -> None:
-        """Room on the host from which a graph may fill a table, made before there is one."""
-        if not self.spare:
-            self.spare = [
-                torch.empty(table.shape, dtype=table.dtype, device="cpu", pin_memory=table.device.type == "cuda")
-                for table in self.sent()
-            ]
-
-    def scalars_on(self, bucket: Bucket) -> counting.Control:
-        """The bucket's scalars on its device."""
-        if self.scalars is None:
-            self.scalars = counting.Control(bucket.variant.host_for(bucket.backend)[1], bucket.device)
-        return self.scalars
-
-
-def _sorted(lines: Sequence[list[int]], block: int, counted: bool) -> dict[tuple[bool, bool], list[list[int]]]:
-    """Rows of tensors that have elements, by (aligned, ragged)."""
-    parts: dict[tuple[bool, bool], list[list[int]]] = {}
-    for line in lines:
-        if sizes(line)[0]:
-            parts.setdefault((is_aligned(line), is_ragged(line, block, counted)), []).append(line)
-    return parts
-
-
-def guard(device: torch.device) -> AbstractContextManager[Any]:
-    """Kernels start on the current device: make that the tensors' own."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-class Launcher:
-    """Keeps the tables of an optimizer's buckets from step to step."""
-
-    def __init__(self) -> None:
-        self._kept: dict[tuple[object, ...], Tables] = {}
-        self._used: dict[tuple[object, ...], Tables] = {}
-        self._alike: Counter[tuple[object, ...]] = Counter()
-        self._captured: list[object] = []
-        self._capturing = False
-
-    def begin(self) -> None:
-        """A step starts: what the step before did not use is dropped; not so where a CUDA graph takes the step up."""
-        self._capturing = counting.capturing()
-        if not self._capturing:
-            self._kept, self._used = self._used, {}
-        self._alike.clear()
-
-    def prepare(self, bucket: Bucket) -> Tables:
-        """The bucket's tables; checks the states whenever an address or size is new."""
-        try:
-            now = signature(bucket)
-        except (KeyError, AttributeError):
-            bucket.check()  # says what is missing
-            raise
-        with guard(bucket.device):
-            stream = None  # a graph has a stream of its own
-            if not self._capturing:
-                stream = torch.cuda.current_stream().cuda_stream if bucket.device.type == "cuda" else 0
-            place: tuple[object, ...]
-            place = (bucket.group, bucket.backend, bucket.variant, bucket.grad_dtype, bucket.device, stream, _tuning)
-            place = (*place, bucket.cut)
-            self._alike[place] += 1  # several buckets where parameters have made unequally many steps
-            key = (*place, self._alike[place])
-            if self._capturing:
-                return self._for_graph(bucket, now, key)
-            old = self._kept.get(key)
-            if old is None or old.signature != now:
-                bucket.check()
-                if bucket.backend == "cpp" and bucket.variant.stages:
-                    alike = old is not None and (old.signature[0], old.signature[4]) == (now[0], now[4])
-                    same = old.table if old is not None and alike else None
-                    old = Tables(now, [], cpu_stages.table(bucket.variant, *now, same))
-                elif bucket.backend == "cpp":
-                    columns, names = now[2], bucket.variant.names
-                    old = Tables(now, [], cpu.table(rows(columns, now[0], now[1], now[3]), len(names)))
-                elif bucket.variant.stages:
-                    kernels = compiled.kernels(bucket.plan)
-                    kept = old.staged if old else None
-                    made = stages.build(bucket, kernels, now, kept, stage_rows, _tuning.rows)
-                    old = Tables(now, [], staged=made, scalars=old.scalars if old else None)
-                else:
-                    kernels = compiled.kernels(bucket.plan)
-                    numbers = old.numbers if old else workspace.numbers(kernels, bucket.variant, bucket.device)
-                    launches = self._build(bucket, now, old, numbers)
-                    old = Tables(now, launches, scalars=old.scalars if old else None, numbers=numbers)
-            if bucket.counted:
-                old.scalars_on(bucket)
-                old.stock()
-            self._used[key] = old
-        return old
-
-    def _for_graph(self, bucket: Bucket, now: Signature, key: tuple[object, ...]) -> Tables:
-        """Tables for a graph, and kept for as long as the optimizer is: those of the last step where nothing has moved,
-        else such that the graph fills itself."""
-        bucket.check()
-        last = next((tables for kept, tables in self._used.items() if (*kept[:5], None, *kept[6:]) == key), None)
-        if last is None or last.scalars is None or (*last.signature[:2], last.signature[4]) != (*now[:2], now[4]):
-            raise counting.not_ready(state.label(bucket.params[0], bucket.names[0]))
-        if last.signature != now:
-            last = self._moved(bucket, now, last)
-        self._captured.append((last, last.tensors(), last.scalars_on(bucket).tensors()))
-        return last
-
-    def _moved(self, bucket: Bucket, now: Signature, last: Tables) -> Tables:
-        """The same tables for other addresses: nothing is allocated on the host or read."""
-        shapes, streams, columns, places, _ = now
-        spare, last.spare = last.spare, []
-        if last.staged is not None:
-            moved = stages.lines(last.staged, now, stage_rows)
-            parts = [moved] if moved is not None else []
-        else:
-            block = bucket.variant.block
-            lines = rows([*columns, *_of_numbers(last.numbers, len(shapes))], shapes, streams, places)
-            sorted_lines = _sorted(lines, block, bucket.variant.stochastic)
-            alike = [(x.aligned, x.ragged, x.sizes) for x in last.launches]
-            found = [(aligned, ragged, [sizes(x) for x in part]) for (aligned, ragged), part in sorted_lines.items()]
-            parts = list(sorted_lines.values()) if found == alike else []
-        if len(parts) != len(last.sent()) or len(spare) != len(parts):
-            label = state.label(bucket.params[0], bucket.names[0])
-            raise counting.not_ready(f"{label}, whose gradient lies elsewhere,")
-        tables = []
-        for room, part, old in zip(spare, parts, last.sent(), strict=True):
-            room.copy_(torch.tensor(part, dtype=torch.int64, device="cpu"))
-            tables.append(torch.empty_like(old).copy_(room, non_blocking=True))
-        self._captured.append(spare)  # every run of the graph reads it
-        if last.staged is not None:
-            return Tables(now, [], None, stages.moved(last.staged, tables[0]), last.scalars)
-        made = [replace(x, table=table) for x, table in zip(last.launches, tables, strict=True)]
-        return Tables(now, made, None, None, last.scalars, last.numbers)
-
-    def _build(self, bucket: Bucket, now: Signature, old: Tables | None, numbers: Sequence[Tensor]) -> list[Launch]:
-        block, function = bucket.variant.block, _function(bucket.variant)
-        kernels = compiled.kernels(bucket.plan)
-        tile, per_item = _tuning.sizes(kernels, function)
-        shapes, streams, columns, places, _ = now
-        columns = [*columns, *_of_numbers(numbers, len(shapes))]
-        parts = _sorted(rows(columns, shapes, streams, places), block, bucket.variant.stochastic)
+    def _build(self, now: Signature, tile: int, per_item: int, old: OneKernel | None) -> list[Launch]:
+        block, counted = self.variant.block, self.variant.stochastic
+        columns = [*now.columns, *_of_numbers(self.numbers, len(now.shapes))]
+        lines = rows(columns, now.shapes, now.streams, now.places)
+        kinds: dict[tuple[bool, bool], list[int]] = {}
+        for i, line in enumerate(lines):
+            if sizes(line)[0]:
+                kinds.setdefault((is_aligned(line), is_ragged(line, block, counted)), []).append(i)
         known = {(launch.aligned, launch.ragged): launch for launch in old.launches} if old else {}
         launches = []
-        for (aligned, ragged), lines in parts.items():
-            shape = [sizes(line) for line in lines]
+        for (aligned, ragged), tensors in kinds.items():
+            part = [lines[i] for i in tensors]
+            shape = [sizes(line) for line in part]
             before = known.get((aligned, ragged))
             if before is not None and before.sizes == shape:
                 work = before.work  # only addresses are new
             else:
-                counts = [tiles(line, block, tile, ragged) for line in lines]
-                work = work_items(counts, per_item).to(bucket.device)
-            table = torch.tensor(lines, dtype=torch.int64, device="cpu").to(bucket.device)
-            launches.append(Launch(aligned, ragged, shape, table, work))
+                work = work_items([tiles(line, block, tile, ragged) for line in part], per_item).to(self.device)
+            addresses = Addresses(part, tensors)
+            launches.append(Launch(aligned, ragged, shape, addresses, addresses.sent(self.device), work))
         return launches
 
-
-def prepared(bucket: Bucket, tables: Tables) -> fast_path.PreparedBucket:
-    """Return a bucket's launches as the fast path makes them again."""
-    if tables.table is not None:
-        return fast_path.PreparedBucket(bucket, tables.table)
-    shapes, streams, columns, places, _ = tables.signature
-    table = cpu.table(rows(columns, shapes, streams, places), len(bucket.variant.names))
-    scalars = tables.scalars if bucket.counted else None
-    return fast_path.PreparedBucket(bucket, table, starter(bucket, tables), scalars)
-
-
-def run(bucket: Bucket, tables: Tables, scalars: Sequence[float] | counting.Control, step_key: int) -> None:
-    """Launch; the tensors are changed behind autograd's back, so their version counters are moved by hand."""
-    starter(bucket, tables)(scalars, step_key)
-    torch.autograd.graph.increment_version(bucket.params)
-
-
-class _Following:
-    """A table of addresses on the device that follows the gradients of its tensors.
-
-    lines  its rows: addresses of p, g, the fields ...
-    of     which of the gradients these have; None: all, in order
-    """
-
-    def __init__(self, lines: Sequence[Sequence[int]], of: Sequence[int] | None) -> None:
-        self.host = torch.tensor(lines, dtype=torch.int64, device="cpu")
-        self.column = self.host[:, 1]
-        self.of = None if of is None else torch.tensor(of, device="cpu")
-
-    def follow(self, gradients: Tensor, sent: Tensor) -> Tensor:
-        """The table in the place of the one that was sent: launches that are under way may still read that."""
-        self.column.copy_(gradients if self.of is None else gradients[self.of])
-        return torch.empty_like(sent).copy_(self.host, non_blocking=True)  # nobody waits: this memory is not pinned
-
-
-class _Kernels(ABC):
-    """The launches of a bucket's step, which is one stretch of kernels; keeps none of its tensors.
-
-    The tables are the launcher's own, and go on being what their signature says: a long step, or a graph, finds them.
-    """
-
-    def __init__(self, bucket: Bucket, tables: Tables) -> None:
-        self.tables, self.device, self.grad = tables, bucket.device, _grad(bucket)
-        self.module = compiled.kernels(bucket.plan)
-        self.variant = bucket.variant
-        self._following: list[_Following] | None = None
-
-    def follow(self, table: cpu.Table) -> None:
-        """See fast_path.Start."""
-        if not table.tensors:
-            return
-        tables = self.tables
-        if self._following is None:
-            self._following = self._parts()
-            self._gradients = torch.frombuffer(table.rows, dtype=torch.int64).view(-1, table.width)[:, 1]
-            self._live = [i for i, shape in enumerate(tables.signature[0]) if math.prod(shape)]
+    def _each(self, does: Callable[..., None], scalars: Scalars, step_key: int) -> None:
         with guard(self.device):
-            made = [one.follow(self._gradients, sent) for one, sent in zip(self._following, tables.sent(), strict=True)]
-        tables.moved = self._live, self._gradients.clone()
-        if tables.staged is not None:
-            stages.take(tables.staged, made[0])
-        else:
-            for launch, new in zip(tables.launches, made, strict=True):
-                launch.table = new
-        if tables.scalars is not None:
-            tables.stock()
-
-    @abstractmethod
-    def __call__(self, scalars: Sequence[float] | counting.Control, step_key: int) -> None:
-        """See fast_path.Start."""
-
-    @abstractmethod
-    def load(self, scalars: Sequence[float] | counting.Control, step_key: int) -> None:
-        """Compiles what the same call launches (compiled.load)."""
-
-    @abstractmethod
-    def _parts(self) -> list[_Following]:
-        """One for each table that is sent."""
-
-
-def _function(variant: Variant) -> str:
-    """Return the name of a variant's kernel among those of its pair."""
-    return variant.function if variant.single else variant.kernel_name
-
-
-class _Single(_Kernels):
-    """The launches of a step of one kernel."""
-
-    def __init__(self, bucket: Bucket, tables: Tables) -> None:
-        super().__init__(bucket, tables)
-        name, self.tuning = _function(bucket.variant), _tuning
-        self.kernel: Any = getattr(self.module, name)
-        self.options = self.tuning.options(self.module, name, self.device)
-        self.options.pop("TILE", None)
-        tile, tiles = self.tuning.sizes(self.module, name)
-        self.constants = {"GRAD": self.grad, "TILES": tiles, "TILE": tile, **self.module.CONSTANTS.get(name, {})}
-        rule = self.variant.single
-        self.which = rule.stages[0].scalars if rule else range(self.variant.host_for("triton")[1])
-
-    def __call__(self, scalars: Sequence[float] | counting.Control, step_key: int) -> None:
-        self._each(compiled.start, scalars, step_key)
-
-    def load(self, scalars: Sequence[float] | counting.Control, step_key: int) -> None:
-        self._each(compiled.load, scalars, step_key)
-
-    def _each(self, does: Callable[..., None], scalars: Sequence[float] | counting.Control, step_key: int) -> None:
-        with guard(self.device):
-            for launch in self.tables.launches:
+            for launch in self.launches:
                 does(
                     self.kernel,
                     launch.work.shape[0],
@@ -530,80 +422,131 @@ class _Single(_Kernels):
                     self.which,
                     step_key,
                     self.constants | {"RAGGED": launch.ragged, "ALIGNED": launch.aligned},
-                    num_warps=self.tuning.warps,
                     enable_fp_fusion=False,
                     **self.options,
                 )
 
-    def _parts(self) -> list[_Following]:
-        shapes, streams, columns, places, _ = self.tables.signature
-        columns = [*columns, *_of_numbers(self.tables.numbers, len(shapes))]
-        lines = [line for line in rows(columns, shapes, streams, places) if sizes(line)[0]]
-        parts = list(_sorted(lines, self.variant.block, self.variant.stochastic).values())
-        if len(parts) == 1:
-            return [_Following(lines, None)]
-        number = {id(line): i for i, line in enumerate(lines)}
-        return [_Following(part, [number[id(line)] for line in part]) for part in parts]
+    def runner(self, bucket: Bucket, scalars: Scalars, step_key: int) -> staged.Runner:
+        raise AssertionError("a step of one kernel has no parts")
+
+    def addresses(self) -> list[Addresses]:
+        return [launch.addresses for launch in self.launches]
+
+    def take(self, tables: Sequence[Tensor]) -> None:
+        self.launches = [replace(x, table=table) for x, table in zip(self.launches, tables, strict=True)]
+
+    def tensors(self) -> list[object]:
+        return [*self.numbers, *(x for launch in self.launches for x in (launch.table, launch.work))]
 
 
-class _Several(_Kernels):
-    """The launches of a step of several stages."""
+class Stages(Triton):
+    """The launches of a step of several stages, which share one table."""
 
-    def __init__(self, bucket: Bucket, tables: Tables) -> None:
-        super().__init__(bucket, tables)
+    def __init__(self, bucket: Bucket, now: Signature, stream: int, old: Any) -> None:
+        super().__init__(bucket, now, stream, old)
+        self.launches: stages.Plan
+        self.launches = stages.build(bucket, self.module, now, old.launches if old else None, stage_rows, tuning.rows)
         self.told = functools.partial(_limits, self.module, self.device)
+        self._addresses: list[Addresses] | None = None
 
-    def __call__(self, scalars: Sequence[float] | counting.Control, step_key: int) -> None:
-        assert self.tables.staged is not None
+    def _each(self, does: Callable[..., None], scalars: Scalars, step_key: int) -> None:
         with guard(self.device):
-            stages.run(self.tables.staged, self.module, self.grad, scalars, step_key, self.told)
+            run = stages.load if does is compiled.load else stages.run
+            run(self.launches, self.module, self.grad, scalars, step_key, self.told)
 
-    def load(self, scalars: Sequence[float] | counting.Control, step_key: int) -> None:
-        assert self.tables.staged is not None
-        with guard(self.device):
-            stages.load(self.tables.staged, self.module, self.grad, scalars, step_key, self.told)
+    def runner(self, bucket: Bucket, scalars: Scalars, step_key: int) -> staged.Runner:
+        def kernels(begin: int, end: int) -> None:
+            with guard(self.device):
+                stages.run(self.launches, self.module, self.grad, scalars, step_key, self.told, begin, end)
 
-    def _parts(self) -> list[_Following]:
-        assert self.tables.staged is not None
-        lines = stages.lines(self.tables.staged, self.tables.signature, stage_rows)
-        assert lines is not None  # of the addresses that the plan was made for
-        return [_Following(lines, None)]
+        yield from staged.drive(bucket, self.launches.room, scalars, kernels)
+        torch.autograd.graph.increment_version(bucket.params)
+
+    def addresses(self) -> list[Addresses]:
+        if self._addresses is None:  # few steps need it
+            lines = stages.lines(self.launches, self.known, stage_rows)
+            places = self.known.places or map(layout.place, self.known.shapes)
+            live = [i for i, place in enumerate(places) if place.numel]
+            self._addresses = [Addresses(lines, live)] if lines else []
+        return self._addresses
+
+    def take(self, tables: Sequence[Tensor]) -> None:
+        for table in tables:
+            self.launches = stages.moved(self.launches, table)
+
+    def tensors(self) -> list[object]:
+        made = self.launches
+        return [made.room, *made.kept, *(x for call in made.calls for x in call.tables)]
 
 
-def _grad(bucket: Bucket) -> Any:
-    """Triton's dtype of a bucket's gradients."""
+def _triton_dtype(dtype: torch.dtype) -> Any:
     import triton.language as tl
 
-    return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[bucket.grad_dtype]
-
-
-def load(bucket: Bucket, tables: Tables, scalars: Sequence[float] | counting.Control, step_key: int) -> None:
-    """Compiles what a bucket's step launches, before any bucket is stepped: what a compiler or a device refuses is
-    refused while all is as it was."""
-    _tell_compiling(bucket.plan)
-    starter(bucket, tables).load(scalars, step_key)
-
-
-def starter(bucket: Bucket, tables: Tables) -> _Kernels:
-    """The launches of a bucket's step, which is one stretch of kernels."""
-    return _Single(bucket, tables) if tables.staged is None else _Several(bucket, tables)
-
-
-def runner(bucket: Bucket, tables: Tables, scalars: Sequence[float] | counting.Control, step_key: int) -> staged.Runner:
-    """The step of a bucket that is more than one stretch of kernels (see staged.py)."""
-    plan = tables.staged
-    assert plan is not None
-    own, grad = compiled.kernels(bucket.plan), _grad(bucket)
-    told = functools.partial(_limits, own, bucket.device)
-
-    def kernels(begin: int, end: int) -> None:
-        with guard(bucket.device):
-            stages.run(plan, own, grad, scalars, step_key, told, begin, end)
-
-    yield from staged.drive(bucket, plan.room, scalars, kernels)
-    torch.autograd.graph.increment_version(bucket.params)
+    return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]
 
 
 @functools.cache
 def _tell_compiling(plan: Pair) -> None:
     tell(f"loading the Triton kernels of plan {plan.name}; those new to this machine are compiled, which takes seconds")
+
+
+def guard(device: torch.device) -> AbstractContextManager[Any]:
+    """Kernels start on the current device: make that the tensors' own."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+class Launcher:
+    """Keeps the kernels of an optimizer's buckets, with their tables, from step to step."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[object, ...], Kernels] = {}
+        self._used: dict[tuple[object, ...], Kernels] = {}
+        self._alike: Counter[tuple[object, ...]] = Counter()
+        self._captured: list[object] = []
+        self._capturing = False
+
+    def begin(self) -> None:
+        """Begin a step: what the step before did not use is dropped; not so where a CUDA graph takes the step up."""
+        self._capturing = counting.capturing()
+        if not self._capturing:
+            self._kept, self._used = self._used, {}
+        self._alike.clear()
+
+    def prepare(self, bucket: Bucket) -> Kernels:
+        """Return the bucket's kernels; checks the states whenever an address or size is new."""
+        try:
+            now = Signature.of(bucket)
+        except (KeyError, AttributeError):
+            bucket.check()  # says what is missing
+            raise
+        alike = (bucket.group, bucket.backend, bucket.variant, bucket.grad_dtype, bucket.device, tuning, bucket.cut)
+        self._alike[alike] += 1  # several buckets where parameters have made unequally many steps
+        key = (*alike, self._alike[alike])
+        with guard(bucket.device):
+            if self._capturing:
+                return self._for_graph(bucket, now, self._used.get(key))
+            stream = torch.cuda.current_stream().cuda_stream if bucket.device.type == "cuda" else 0
+            old = self._kept.get(key)
+            if old is not None and old.stream != stream:
+                old = None
+            if old is None or old.known != now:
+                bucket.check()
+                kind: type[Kernels]
+                kind = Native if bucket.backend == "cpp" else Stages if bucket.variant.stages else OneKernel
+                old = kind(bucket, now, stream, old)
+            if bucket.counted:
+                assert isinstance(old, Triton)
+                if old.control is None:
+                    old.control = counting.Control(bucket.variant.host_for(bucket.backend)[1], bucket.device)
+                old.stock()
+            self._used[key] = old
+        return old
+
+    def _for_graph(self, bucket: Bucket, now: Signature, last: Kernels | None) -> Kernels:
+        """Return kernels for a graph, and keep them for as long as the optimizer is there."""
+        bucket.check()
+        if not isinstance(last, Triton) or last.control is None:
+            raise counting.not_ready(state.label(*bucket.first))
+        made, room = last.for_graph(bucket, now)
+        self._captured.append((made, made.tensors(), last.control.tensors(), room))
+        return made

@@ -2,70 +2,43 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from optgen.runtime.cpu import cpu
 from optgen.runtime.options import entries
 from optgen.runtime.options.entries import Owner
-from optgen.runtime.records import keys
 from optgen.runtime.records.arena import Arena
 from optgen.runtime.states import state
 from optgen.runtime.step import agreement, fast_path, interrupts, launch, shared, sort
 from optgen.runtime.step.admit import Dtypes
 from optgen.runtime.step.partial_step import StepError
 from optgen.runtime.work import counting, staged
-from optgen.runtime.work.bucket import Bucket, run_reference
-
-Numbers = tuple[list[float], tuple[float, ...]]
-"""Scalars rounded to fp32, and host states after the step in fp64."""
+from optgen.runtime.work.bucket import Bucket
 
 
 class ReadyBucket(NamedTuple):
-    """A bucket before its step.
-
-    tables   None in eager torch
-    scalars  numbers, or where they are on the device
-    after    its host states after the step, or the step on the device
-    """
+    """A bucket before its step; its kernels are None in eager torch."""
 
     bucket: Bucket
-    tables: launch.Tables | None
-    scalars: Any
-    key: int
-    after: tuple[float, ...] | counting.Step
+    kernels: launch.Kernels | None
+    counted: counting.Counted
 
     def run(self) -> None:
-        """Start the kernels, and count the step."""
-        bucket, tables, scalars, key, _ = self
-        if tables is None:
-            run_reference(bucket, scalars, key)
-        elif bucket.in_parts:
+        """Make the step, and count it."""
+        if self.kernels is None or self.bucket.in_parts:
             staged.run(self.runner())
-        elif tables.table is not None:
-            cpu.run(bucket, tables.table, scalars, key)
         else:
-            launch.run(bucket, tables, scalars, key)
-        self.finish()
+            self.kernels.run(self.counted.scalars, self.counted.key)
+            torch.autograd.graph.increment_version(self.bucket.params)  # nobody else sees what kernels write
+        self.bucket.finish(self.counted.after)
 
     def runner(self) -> staged.Runner:
         """Return the step in parts, between which the host has something to do."""
-        bucket, tables, scalars, key, _ = self
-        if tables is None:
-            return shared.reference_runner(bucket, scalars, key)
-        if tables.table is not None:
-            return cpu.runner(bucket, tables.table, scalars, key)
-        return launch.runner(bucket, tables, scalars, key)
-
-    def finish(self) -> None:
-        """Count the step in the states."""
-        if isinstance(self.after, counting.Step):
-            self.bucket.finish_counted(self.after)
-        else:
-            self.bucket.finish(self.after)
+        if self.kernels is not None:
+            return self.kernels.runner(self.bucket, self.counted.scalars, self.counted.key)
+        return shared.reference_runner(self.bucket, self.counted.scalars, self.counted.key)
 
 
 class Stepper:
@@ -129,48 +102,44 @@ class Stepper:
         if not buckets:
             return
         shared.check(buckets)
-        numbers = [None if b.counted else _on_host(owner.cls, owner.groups[b.group], b, scaler) for b in buckets]
+        counted = [None if b.counted else _on_host(owner.cls, owner.groups[b.group], b, scaler) for b in buckets]
         sort.complete(owner, buckets, fresh, self.arena)
         self.launcher.begin()
-        ready = [self._prepare(owner, bucket, scaler, made) for bucket, made in zip(buckets, numbers, strict=True)]
+        ready = [self._prepare(owner, bucket, scaler, known) for bucket, known in zip(buckets, counted, strict=True)]
         if not counting.capturing():
-            for one in ready:
-                if one.bucket.backend == "triton" and one.tables is not None:
-                    launch.load(one.bucket, one.tables, one.scalars, one.key)
+            for _, kernels, (scalars, key, _) in ready:
+                if kernels is not None:
+                    kernels.load(scalars, key)
         with interrupts.Later():
             _run(ready)
             if any(f.space == "model" for bucket in buckets for f in bucket.variant.fields):
                 shared.spread(owner.states, buckets)
         if not sending and _has_fast_path(owner.cls, ready):  # else other ranks may wait for this one at any step
-            launches = [launch.prepared(one.bucket, one.tables) for one in ready if one.tables is not None]
-            self.fast_path.keep(owner.cls, owner.groups, owner.states, launches, scaler is not None)
+            prepared = [(one.bucket, one.kernels) for one in ready if one.kernels is not None]
+            self.fast_path.keep(owner.cls, owner.groups, owner.states, prepared, scaler is not None)
 
     def _prepare(
-        self, owner: Owner, bucket: Bucket, scaler: counting.Scaler | None, numbers: Numbers | None
+        self, owner: Owner, bucket: Bucket, scaler: counting.Scaler | None, counted: counting.Counted | None
     ) -> ReadyBucket:
-        """Do all that can fail, before anything changes; `numbers`: of a step that is counted on the host."""
-        group = owner.groups[bucket.group]
+        """Do all that can fail, before anything changes; `counted`: None for a step that is counted on the device."""
         bucket.localize()
-        tables = None
         if bucket.backend == "reference":
             bucket.check()
-        else:
-            tables = self.launcher.prepare(bucket)
-        if numbers is not None:
-            assert not isinstance(bucket.step, torch.Tensor)
-            return ReadyBucket(bucket, tables, numbers[0], keys.step_key(group["seed"], bucket.step + 1), numbers[1])
-        assert tables is not None
+        kernels = None if bucket.backend == "reference" else self.launcher.prepare(bucket)
+        if counted is not None:
+            return ReadyBucket(bucket, kernels, counted)
+        assert kernels is not None and kernels.control is not None
         alone = counting.sharing(owner.states, bucket.step) == len(bucket.params)
         if not alone and counting.capturing():
             raise counting.not_ready(f"not every parameter that steps with {state.label(*bucket.first)}")
         bucket.move_count(alone)
-        control = tables.scalars_on(bucket)
-        return ReadyBucket(bucket, tables, control, 0, _on_device(owner.cls, group, bucket, control, scaler))
+        step = _on_device(owner.cls, owner.groups[bucket.group], bucket, kernels.control, scaler)
+        return ReadyBucket(bucket, kernels, counting.Counted(kernels.control, 0, step))
 
 
 def _has_fast_path(cls: Any, ready: Sequence[ReadyBucket]) -> bool:
     """Return True if steps that are like this one may take the fast path."""
-    if any(one.tables is None or one.bucket.in_parts for one in ready):
+    if any(one.kernels is None or one.bucket.in_parts for one in ready):
         return False
     return all(flag.every is None for flag in cls.FLAGS)
 
@@ -190,7 +159,7 @@ def _run(ready: Sequence[ReadyBucket]) -> None:
             at_work = [s for one in waiting for s in one.bucket.owned]
             shared.run([one.runner() for one in waiting])
             for one in waiting:
-                one.finish()
+                one.bucket.finish(one.counted.after)
     except BaseException as error:
         raise StepError(error, done, at_work) from None
 
@@ -216,13 +185,15 @@ def _on_device(
     return step
 
 
-def _on_host(cls: Any, group: Mapping[str, Any], bucket: Bucket, scaler: counting.Scaler | None) -> Numbers:
-    """Return the scalars and the new host states of a bucket, computed in fp64."""
+def _on_host(
+    cls: Any, group: Mapping[str, Any], bucket: Bucket, scaler: counting.Scaler | None
+) -> counting.Counted:
+    """Return a bucket's step on the host."""
+    assert not isinstance(bucket.step, torch.Tensor)
     hypers = {hyper.name: hyper.read(group[hyper.name]) for hyper in cls.HYPERS}
     sign = -1.0 if group["maximize"] else 1.0
-    if scaler is not None:
-        sign = scaler.factor(sign)
-    host, count = bucket.variant.host_for(bucket.backend)
-    named = zip(bucket.variant.host_names, bucket.host, strict=True)
-    values = host(bucket.step + 1, sign, **hypers, **dict(named))
-    return [ctypes.c_float(value).value for value in values[:count]], tuple(values[count:])
+    factor = sign if scaler is None else scaler.factor(sign)
+    host, names = bucket.host, bucket.variant.host_names
+    return counting.on_host(
+        *bucket.variant.host_for(bucket.backend), bucket.step + 1, factor, hypers, names, host, group["seed"]
+    )

@@ -110,7 +110,7 @@ class Bucket:
                 state.refuse_inference(p, name, p if eager or copied else None, kept)
 
     def move_count(self, alone: bool) -> None:
-        """The count of steps and the host states go to the device; the states take them over in `finish_counted`.
+        """The count of steps and the host states go to the device; the states take them over in `finish`.
 
         alone   whether nobody else is counted by the same tensor; else the bucket takes copies
         """
@@ -121,26 +121,18 @@ class Bucket:
             self.step = torch.full((), self.step, dtype=torch.int64, device=self.device)
             self.host = tuple(torch.full((), float(x), dtype=torch.float64, device=self.device) for x in self.host)
 
-    def finish_counted(self, step: Step) -> None:
-        """`finish` of a step that is counted on the device."""
-        self._keep(self.step, self.host)
-        step.finish()
-
-    def finish(self, host: Sequence[float]) -> None:
-        """Copy back what was copied, count the step, keep the host states."""
-        assert not isinstance(self.step, Tensor)
-        self._keep(self.step + 1, host)
-
-    def _keep(self, step: int | Tensor, host: Sequence[float | Tensor]) -> None:
+    def finish(self, after: Sequence[Any] | Step) -> None:
+        """Copy back what was copied, count the step, and keep the host states: `Counted.after`."""
         for user, copy in self.written:
             user.copy_(copy)
+        kept = (self.step, *self.host) if isinstance(after, Step) else after
         for s in (*self.states, *(shard.owner for shard in self.shards if shard is not None)):
-            s["step"] = step
-            for name, value in zip(self.variant.host_names, host, strict=True):
-                s[name] = value
+            s.update(zip(("step", *self.variant.host_names), kept, strict=True))
         sharded = [shard.p for shard in self.shards if shard is not None]
         if sharded:
             torch.autograd.graph.increment_version(sharded)
+        if isinstance(after, Step):
+            after.finish()
 
     def kept(self, i: int) -> Tensor:
         """Return the tensor that a parameter's states belong to: it, or its part on this rank."""
@@ -158,12 +150,6 @@ class Bucket:
             else:
                 places.append(shard.layout.place(matrix))
         self.places = places
-
-
-def run_reference(bucket: Bucket, scalars: Sequence[float], step_key: int) -> None:
-    """One eager torch call per parameter: any device, strict maths."""
-    for _ in reference_calls(bucket, scalars, step_key):
-        pass
 
 
 def reference_calls(bucket: Bucket, scalars: Sequence[float], step_key: int) -> Iterator[Any]:

@@ -55,6 +55,42 @@ class Scaler(NamedTuple):
         return sign if self.scale is None else sign / float(self.scale.item())
 
 
+Scalars = Any
+"""The scalars of a bucket's step: fp32 numbers in a ctypes array, or the Control in which they are on the device."""
+
+
+class Counted(NamedTuple):
+    """A bucket's step, its scalars computed.
+
+    key      the step key; 0 where a device makes it
+    after    the count of steps and the host states after the step; or the step on the device
+    """
+
+    scalars: Scalars
+    key: int
+    after: list[Any] | Step
+
+
+def on_host(
+    function: HostFunction,
+    scalars: int,
+    number: int,
+    factor: float,
+    hypers: Mapping[str, Any],
+    names: Sequence[str],
+    host: Sequence[Any],
+    seed: int,
+) -> Counted:
+    """Compute the scalars of a step of that number in fp64; arguments as in `Step.fill`.
+
+    factor  what gradients are multiplied with
+    host    the host states before the step
+    """
+    values = function(number, factor, **hypers, **dict(zip(names, host, strict=True)))
+    rounded = (ctypes.c_float * scalars)(*values[:scalars])
+    return Counted(rounded, keys.step_key(seed, number), [number, *values[scalars:]])
+
+
 def is_count(x: object, device: torch.device) -> bool:
     """Return True for a tensor that counts steps on the device."""
     return isinstance(x, Tensor) and x.dtype is torch.int64 and x.ndim == 0 and x.device == device
