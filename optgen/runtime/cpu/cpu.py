@@ -156,14 +156,6 @@ def threads(elements: int) -> int:
     return torch.get_num_threads() if elements >= SERIAL and not _forked else 1
 
 
-def run(bucket: Bucket, table: Table, scalars: Sequence[float], step_key: int) -> None:
-    """One call; the tensors are changed behind autograd's back, so their version counters are moved by hand."""
-    assert bucket.kernel is not None
-    given = (ctypes.c_float * len(scalars))(*scalars)
-    call(bucket.kernel, table, given, step_key)
-    torch.autograd.graph.increment_version(bucket.params)
-
-
 def runner(bucket: Bucket, table: Table, scalars: Sequence[float], step_key: int) -> staged.Runner:
     """The step of a bucket that is more than one stretch of kernels (see staged.py)."""
     stages: Callable[..., int] | None = bucket.kernel

@@ -350,8 +350,9 @@ class Triton(Kernels):
         if now == self.known:
             return self, []
         gradients, spare = now.columns[1], self.spare
-        aligned = all((a ^ b) % ALIGNMENT == 0 for a, b in zip(gradients, self.known.columns[1], strict=True))
-        if self.known.with_gradients(gradients) != now or not aligned or not spare:
+        pairs = zip(gradients, self.known.columns[1], strict=False)
+        moved = self.known.with_gradients(gradients) != now or any((a ^ b) % ALIGNMENT for a, b in pairs)
+        if moved or not spare:
             raise counting.not_ready(f"{state.label(*bucket.first)}, whose gradient lies elsewhere,")
         made, self.spare = copy.copy(self), []
         made.known, made.spare = now, []
