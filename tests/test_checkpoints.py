@@ -93,40 +93,6 @@ def test_scales_of_dimensions_are_told_from_those_of_their_combinations(shape: t
     assert refusal(opt, saved) == ""
 
 
-def test_migrations_are_taken_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each brings a group and its states up by one version, in checkpoints and in pickles alike."""
-
-    def rename(group: dict[str, Any], entries: dict[Any, Any]) -> tuple[dict[str, Any], dict[Any, Any]]:
-        changed = {k: {{"old_avg": "exp_avg"}.get(n, n): v for n, v in e.items()} for k, e in entries.items()}
-        return {**group, "lr": group["lr"] * 2}, changed
-
-    old = checkpoint.FORMAT
-    monkeypatch.setattr(checkpoint, "MIGRATIONS", {**checkpoint.MIGRATIONS, old: rename})
-    monkeypatch.setattr(checkpoint, "FORMAT", old + 1)
-    opt, params = fixture.optimizer(fixture.CASES[1])
-    fixture.train(opt, params, range(2))
-    saved = copy.deepcopy(opt.state_dict())
-    for version in range(old + 1):
-        before = copy.deepcopy(saved)
-        for entry in before["state"].values():
-            entry["old_avg"] = entry.pop("exp_avg")
-        before["param_groups"][0]["format"] = version
-        kept = copy.deepcopy(before)
-        other, _ = fixture.optimizer(fixture.CASES[1])
-        other.load_state_dict(before)
-        assert before["param_groups"] == kept["param_groups"]
-        assert all(entry.keys() == kept["state"][k].keys() for k, entry in before["state"].items())
-        assert other.param_groups[0]["lr"] == 2 * saved["param_groups"][0]["lr"]
-        assert torch.equal(other.state_dict()["state"][0]["exp_avg"], saved["state"][0]["exp_avg"])
-    made = copy.deepcopy(opt.__getstate__())
-    for entry in made["state"].values():
-        entry["old_avg"] = entry.pop("exp_avg")
-    made["param_groups"][0]["format"] = old
-    unpickled = AdamW.__new__(AdamW)
-    unpickled.__setstate__(made)
-    assert all("exp_avg" in entry for entry in unpickled.state.values())
-
-
 # -- what torch.optim must not take for its own --------------------------------------------------------------------
 
 
@@ -218,27 +184,6 @@ def test_distributed_checkpoints_of_before_names_of_codes(tmp_path: Path) -> Non
     set_optimizer_state_dict(other, again, found)
     assert torch.equal(again.state[other.weight]["exp_avg_codes"], opt.state[model.weight]["exp_avg_codes"])
     assert again.state[other.weight]["step"] == 2
-
-
-@pytest.mark.parametrize("whose", [optim, torch.optim], ids=["ours", "torch"])
-@pytest.mark.parametrize(
-    ("name", "into", "said"),
-    [
-        ("AdamW", "Lion", "it looks like Adam's or AdamW's (exp_avg, exp_avg_sq)"),
-        ("SGD", "AdamW", "it looks like SGD's (momentum_buffer)"),
-        ("Adagrad", "AdamW", "it looks like Adagrad's (sum)"),
-        ("AdamW", "AdamW", ""),
-    ],
-)
-def test_the_first_line_says_whose_state_it_looks_like(whose: Any, name: str, into: str, said: str) -> None:
-    options = {"backend": "reference"} if whose is optim else {}
-    options |= {"momentum": 0.9} if name == "SGD" else {}
-    _, params = stepped(AdamW, "fp32")
-    saved = copy.deepcopy(trained(getattr(whose, name)(params, **options), params, range(2)).state_dict())
-    if not said:
-        saved["state"][1]["exp_avg"] = torch.zeros(4)
-    head = refusal(getattr(optim, into)(params), saved).splitlines()[0]
-    assert head == f"{into}.load_state_dict: the checkpoint does not fit, nothing was loaded:{said and f' {said}:'}"
 
 
 # -- names that come with a checkpoint, or do not ------------------------------------------------------------------

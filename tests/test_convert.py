@@ -22,7 +22,7 @@ from optgen.convert import packages
 from optgen.driver import cli
 from optgen.driver.checkpoints import convert, verify
 from optgen.optim import CAME, SGD, AdamW
-from optgen.runtime.checkpoint import container, reader
+from optgen.runtime.checkpoint import checkpoint, container
 from tests.training import bits, states, train
 
 SHAPES = {"w": (70, 64), "b": (7,)}
@@ -455,14 +455,14 @@ def test_momentum_of_bitsandbytes_sgd() -> None:
 
 def test_optgen_s_own_checkpoints_need_no_reader_of_other_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     """The runtime imports nothing of the room of conversions until a state dict is not its own."""
-    monkeypatch.setitem(sys.modules, reader.MODULE, None)
+    monkeypatch.setitem(sys.modules, checkpoint.READER, None)
     model = Net()
     opt = AdamW(model.named_parameters(), plan="int8")
     train(opt, range(2))
     before = states(opt)
     opt.load_state_dict(opt.state_dict())
     assert states(opt) == before
-    with pytest.raises(ImportError, match=reader.MODULE):
+    with pytest.raises(ImportError, match=checkpoint.READER):
         opt.load_state_dict(opt.dense_state_dict())
     assert states(opt) == before
 
@@ -604,61 +604,3 @@ def test_convert_by_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         with pytest.raises(UserError, match="cannot be converted"):
             convert(o, t, to="torch")
         assert verify(o).findings, length
-
-
-def of_torchao_named(name: str) -> Callable[[], Any]:
-    def made() -> Any:
-        import torchao.optim
-
-        return getattr(torchao.optim, name)([nn.Parameter(p) for p in whole_blocks()], lr=0.02)
-
-    return made
-
-
-def of_bitsandbytes_whole() -> Any:
-    import bitsandbytes as bnb
-
-    return bnb.optim.AdamW8bit([nn.Parameter(p) for p in whole_blocks()], lr=0.02)
-
-
-def whole_blocks() -> list[Tensor]:
-    """Weights of which every row is whole blocks of 256."""
-    draw = torch.Generator().manual_seed(2)
-    return [torch.randn(16, 512, generator=draw), torch.randn(8192, generator=draw)]
-
-
-@pytest.mark.parametrize(
-    ("package", "plan"),
-    [
-        (of_bitsandbytes_whole, "bnb8"),
-        (of_torchao_named("AdamW8bit"), "torchao8"),
-        (of_torchao_named("AdamW4bit"), "torchao4"),
-        (of_torchao_named("AdamWFp8"), "torchao_fp8"),
-    ],
-    ids=lambda x: x if isinstance(x, str) else "",
-)
-def test_codes_of_other_packages_stay(tmp_path: Path, package: Callable[[], Any], plan: str) -> None:
-    """Under the plan that repeats the package: its codes and scales bit for bit, in code and by `optgen convert`.
-
-    Encoding the numbers anew would lose codes: of blocks whose largest magnitude is negative, in tables without a -1.
-    """
-    theirs = package()
-    with torch.compiler.set_stance("force_eager"):  # torchao would compile its step
-        train(theirs, range(3))
-    saved = theirs.state_dict()
-    torch.save(saved, tmp_path / "x.pt")
-    opt = AdamW([nn.Parameter(p) for p in whole_blocks()], plan=plan)
-    opt.load_state_dict(saved)
-    convert(str(tmp_path / "x.pt"), str(tmp_path / "o.pt"), to=plan, spec="adamw")
-    other = AdamW([nn.Parameter(p) for p in whole_blocks()], plan=plan)
-    load_checkpoint(tmp_path / "o.pt", other)
-    assert states(other) == states(opt)
-    for p, q in zip((p for g in opt.param_groups for p in g["params"]), theirs.param_groups[0]["params"], strict=True):
-        kept = packages.codes(theirs.state[q], ("exp_avg", "exp_avg_sq"))
-        assert len(kept) == 2
-        for name, (codes, scale) in kept.items():
-            assert torch.equal(opt.state[p][f"{name}_codes"].flatten(), codes)
-            assert torch.equal(opt.state[p][f"{name}_scale"].flatten(), scale)
-    again = AdamW([nn.Parameter(p) for p in whole_blocks()], plan="int8")
-    again.load_state_dict(saved)  # under another plan the numbers are encoded anew
-    assert again.state_dict()["state"][0]["exp_avg_codes"].shape == (16, 512)

@@ -41,27 +41,6 @@ def dense(entry: Mapping[str, Any], states: Sequence[str], shape: tuple[int, ...
     return {key: _plain(value) for key, value in entry.items()}
 
 
-def codes(entry: Mapping[str, Any], states: Sequence[str]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return (codes, scales) of each state that bitsandbytes or torchao keep in 8 or 4 bits, both flat, codes as bytes.
-
-    Of two codes in a byte, the first one is in the low bits, as in optgen; torchao has it in the high ones.
-    """
-    found = {**{k: v for k, v in entry.items() if k != BNB}, **entry.get(BNB, {})}
-    made: dict[str, tuple[Tensor, Tensor]] = {}
-    for i, name in enumerate(states, 1):
-        kept, scale = found.get(f"state{i}"), found.get(f"absmax{i}")
-        if isinstance(kept, Tensor) and isinstance(scale, Tensor) and kept.dtype == torch.uint8:
-            made[name] = kept.reshape(-1), scale.reshape(-1)
-        value = found.get(name)
-        kept, scale = getattr(value, "codes", None), getattr(value, "scale", None)
-        if not (isinstance(value, Tensor) and isinstance(kept, Tensor) and isinstance(scale, Tensor)):
-            continue
-        if kept.element_size() == 1:
-            kept = kept.reshape(-1).view(torch.uint8)
-            made[name] = (kept >> 4 | kept << 4 if kept.numel() < value.numel() else kept), scale.reshape(-1)
-    return made
-
-
 def _plain(value: Any) -> Any:
     """Return a tensor of a quantized class as a plain one."""
     if isinstance(value, Tensor) and hasattr(value, "codes") and hasattr(value, "dequantize"):

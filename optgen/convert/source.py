@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +50,7 @@ class Parameter:
 
 @dataclass
 class Source:
-    """A checkpoint as torch.optim would have it: dense states by position, and full weights.
-
-    coded   entries of packages whose codes may be kept, unchanged
-    """
+    """A checkpoint as torch.optim would have it: dense states by position, and full weights."""
 
     kind: str
     groups: list[dict[str, Any]]
@@ -61,7 +58,6 @@ class Source:
     states: dict[int, dict[str, Any]]
     model: dict[str, Any] | None = None
     extra: Any = None
-    coded: dict[int, Mapping[str, Any]] = field(default_factory=dict)
 
 
 def refuse(path: object, why: str, hint: str = "") -> UserError:
@@ -318,8 +314,6 @@ def _decode_foreign(found: Source, cls: Any, entries: Mapping[int, Mapping[str, 
                 exact = packages.weight(entry, p.weight, widths[i])
                 p.weight = p.weight if exact is None else exact
             found.states[i] = packages.dense(entry, states, p.shape or ())
-            if packages.codes(entry, states):
-                found.coded[i] = entry
         except ValueError as error:
             raise refuse(file, f"parameter {p.name or i}: {error}") from error
     known = {"params", "param_names", "maximize", "initial_lr"}

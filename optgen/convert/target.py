@@ -77,7 +77,7 @@ def _rebuilt(cls: Any, found: Source, plan: str, dtype: torch.dtype | None, sour
             {**{k: v for k, v in g.items() if k not in dropped}, "params": [next(numbers) for _ in g["params"]]}
             for g in found.groups
         ]
-        opt.load_state_dict({"state": {**found.states, **found.coded}, "param_groups": groups})
+        opt.load_state_dict({"state": found.states, "param_groups": groups})
     except (TypeError, ValueError) as error:
         raise refuse(source, str(error)) from error
     for group, seed in zip(opt.param_groups, seeds, strict=True):

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import ParamsT
 
-from optgen.runtime.checkpoint import checkpoint, evaluation, weights
+from optgen.runtime.checkpoint import checkpoint, weights
 from optgen.runtime.layout import plans, sharding
 from optgen.runtime.layout.plans import Label, PlanOption
 from optgen.runtime.modes import offload, release
@@ -167,10 +167,8 @@ class Optimizer(torch.optim.Optimizer):
         """Migrate groups and states of an older version, as a pickle may hold them."""
         current = [group.get("format") == checkpoint.FORMAT for group in self.param_groups]
         for group in self.param_groups:
-            own = {p: self.state[p] for p in group["params"] if p in self.state}
-            found, own = checkpoint.migrated(group, own)
-            group.update(found)
-            self.state.update(own)
+            checkpoint.check_format(group)
+            group["format"] = checkpoint.FORMAT
         if not all(current):
             for p, group, *_, name in self._entries():
                 if p in self.state:
@@ -360,7 +358,7 @@ class Optimizer(torch.optim.Optimizer):
             for p, *_, name in started:
                 state.refuse_inference(p, name, sharding.local(p))
             found = [
-                (p, p.detach().clone(), evaluation.weights(type(self), group, p, self.state[p], name))
+                (p, p.detach().clone(), weights.evaluated(type(self), group, p, self.state[p], name))
                 for p, group, *_, name in started
             ]
             self._trained = {p: trained for p, trained, _ in found}

@@ -12,6 +12,7 @@ decoded first.
 from __future__ import annotations
 
 import copy
+import importlib
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -24,11 +25,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from optgen.runtime.checkpoint.reader import reader
 from optgen.runtime.layout import layout, plans, sharding
 from optgen.runtime.options import blocks, options, overrides
 from optgen.runtime.options.entries import labels as labels_of
-from optgen.runtime.options.entries import of as entries_of
 from optgen.runtime.records import Field, Variant, as_float, in_blocks, keys
 from optgen.runtime.records.arena import Arena
 from optgen.runtime.records.join import Pair
@@ -37,8 +36,6 @@ from optgen.runtime.records.warn import warn
 from optgen.runtime.states import low_bits, state
 
 Groups = list[dict[str, Any]]
-Migration = Callable[[dict[str, Any], dict[Any, Any]], tuple[dict[str, Any], dict[Any, Any]]]
-
 
 FORMAT = 4
 """The version of a group and its states, saved under "format". A file of every version is in tests/cases/checkpoints.
@@ -51,10 +48,6 @@ FORMAT = 4
     which torch.optim gives to the state itself (`renamed` renames them by the plan).
 """
 
-MIGRATIONS: Mapping[int, Migration] = MappingProxyType({})
-"""From a version to the next one, for versions with other keys or forms: (saved group, state by parameter) -> the same
-in the next version, without changing either. No version has needed one so far."""
-
 AXES = 3
 """The first version with scales per index of each dimension."""
 
@@ -62,30 +55,25 @@ AXES = 3
 def _misread(variant: Variant, p: Tensor) -> str:
     """Return the problem of a state from before AXES whose shape does not tell how it is read; "" if there is none."""
     for f in variant.fields:
-        if f.space == "axis":
-            dims = layout.column_dims(f.matrix, p.shape)
-            if len(dims) > 1 and math.prod(dims) == sum(dims):
-                return (
-                    f"{f.name}: expected scales of {len(dims)} dimensions, but before format {AXES} there was one for "
-                    f"each of their {math.prod(dims)} combinations: load a dense_state_dict() of the version that "
-                    f"saved it"
-                )
+        dims = layout.column_dims(f.matrix, p.shape) if f.space == "axis" else ()
+        if len(dims) > 1 and math.prod(dims) == sum(dims):
+            return (
+                f"{f.name}: expected scales of {len(dims)} dimensions, but before format {AXES} there was one for each "
+                f"of their {math.prod(dims)} combinations: load a dense_state_dict() of the version that saved it"
+            )
     return ""
 
 
-def migrated(group: Mapping[str, Any], entries: dict[Any, Any]) -> tuple[dict[str, Any], dict[Any, Any]]:
-    """Return a saved group and its states in the present version; ValueError for an unknown version."""
+def check_format(group: Mapping[str, Any]) -> None:
+    """Raise ValueError for a group of an unknown version, or with a version and no plan."""
     version = group.get("format", 0)
     if type(version) is not int or not 0 <= version <= FORMAT:
         raise ValueError(
             f"expected a checkpoint of format 0 to {FORMAT}, got format {version!r}"
             + ("; it was made by a newer optgen" if type(version) is int and version > FORMAT else "")
         )
-    found = dict(group)
-    for step in range(version, FORMAT):
-        if step in MIGRATIONS:
-            found, entries = MIGRATIONS[step](found, entries)
-    return {**found, "format": FORMAT}, entries
+    if "format" in group and "plan" not in group:
+        raise ValueError("expected 'plan', it is missing")
 
 
 def renamed(cls: Any, group: Mapping[str, Any], p: Tensor, label: plans.Label, entry: Any) -> Any:
@@ -183,7 +171,13 @@ def read(
     tensors, dicts, lists and tuples. Raises ValueError listing all misfits.
     """
     misfits = Misfits(f"{cls.__name__}.load_state_dict: the checkpoint does not fit, nothing was loaded")
-    saved_groups, saved_state, old = _present(*parts(saved, misfits), misfits)
+    saved_groups, saved_state = parts(saved, misfits)
+    for i, group in enumerate(saved_groups):
+        try:
+            check_format(group)
+        except ValueError as error:
+            misfits.add(f"group {i}: {error}")
+    misfits.stop()
     order = _match(groups, saved_groups, misfits)
     merged = [_merge(cls, i, g, s, order, misfits) for i, (g, s) in enumerate(zip(groups, saved_groups, strict=True))]
     misfits.stop()
@@ -200,10 +194,12 @@ def read(
     for group, saved_group, labels in zip(merged, saved_groups, labels_of(merged), strict=True):
         reading = _Reading(cls, group, saved_group, misfits, loaded)
         numbers = [order[id(p)] for p in group["params"]]
-        absent = reading.read(labels, numbers, saved_state, old)
+        absent = reading.read(labels, numbers, saved_state)
         missing += [name for p, name in absent if not started or state.of(present, p)]
     loaded.states.update({k: _copied(x, None, k, misfits) for k, x in saved_state.items() if k in beside})
-    _agree(cls, merged, saved_state, misfits)
+    if sharding.anywhere(bool(misfits.lines), [p for group in merged for p in group["params"]]) and not misfits.lines:
+        misfits.add("another rank found what does not fit its parts, and says it")
+    misfits.stop()
     if missing and any("step" in entry for entry in state.of_parameters(loaded.states)):
         warn(
             f"{cls.__name__}.load_state_dict: the checkpoint has no state for {len(missing)} parameters "
@@ -213,70 +209,13 @@ def read(
     return loaded
 
 
-def _agree(cls: Any, groups: Groups, saved: Mapping[Any, Any], misfits: Misfits) -> None:
-    """Raise ValueError on every rank if any rank has found misfits."""
-    if sharding.anywhere(bool(misfits.lines), [p for group in groups for p in group["params"]]) and not misfits.lines:
-        misfits.add("another rank found what does not fit its parts, and says it")
-    if misfits.lines and (whose := _whose(cls, groups, saved)):
-        misfits.heading += f": {whose}"
-    misfits.stop()
+READER = "optgen.convert.packages"
+"""The module that reads other packages' states, documented there; loaded when an optimizer is given some."""
 
 
-WHOSE: Mapping[frozenset[str], str] = {
-    frozenset({"exp_avg", "exp_avg_sq"}): "Adam's or AdamW's",
-    frozenset({"exp_avg", "exp_inf"}): "Adamax's",
-    frozenset({"exp_avg"}): "Lion's",
-    frozenset({"momentum_buffer"}): "SGD's",
-    frozenset({"square_avg"}): "RMSprop's",
-    frozenset({"square_avg", "acc_delta"}): "Adadelta's",
-    frozenset({"sum"}): "Adagrad's",
-}
-"""The optimizers that are best known for states of these names."""
-
-
-def _whose(cls: Any, groups: Groups, saved: Mapping[Any, Any]) -> str:
-    """Return in words whose states a checkpoint seems to have; "" where they are of this class or of other names."""
-    found: set[frozenset[str]] = set()
-    for entry in saved.values():
-        names = set(map(str, entry)) - {"step"} if isinstance(entry, Mapping) else set()
-        names = {name for name in names if not name.startswith("weight_")}
-        states = {name for known in WHOSE for name in known if not names.isdisjoint({name, f"{name}_codes"})}
-        if not all(name in states or name.rpartition("_")[0] in states for name in names):
-            return ""
-        found |= {frozenset(states)} if names else set()
-    own: set[frozenset[str]] = set()
-    for one in entries_of(groups):
-        with suppress(TypeError, ValueError):
-            own.add(frozenset(select(cls, one.group, one.p, one.name)[2].states))
-    known = [names for names in found if len(found) == 1 and names in WHOSE.keys() - own]
-    return f"it looks like {WHOSE[known[0]]} ({', '.join(sorted(known[0]))})" if known else ""
-
-
-def _present(
-    groups: list[Mapping[str, Any]], entries: Mapping[Any, Any], misfits: Misfits
-) -> tuple[list[Mapping[str, Any]], Mapping[Any, Any], set[Any]]:
-    """Return groups and states in the present version, and the numbers of parameters from before AXES.
-
-    Groups without a plan, as of torch.optim, stay as they are.
-    """
-    made, states, old = [], dict(entries), set[Any]()
-    for i, group in enumerate(groups):
-        if "plan" not in group:
-            if "format" in group:
-                misfits.add(f"group {i}: expected 'plan', it is missing")
-            made.append(group)
-            continue
-        own = {number: entries[number] for number in group["params"] if number in entries}
-        try:
-            found, own = migrated(group, own)
-        except ValueError as error:
-            misfits.add(f"group {i}: {error}")
-            continue
-        made.append(found)
-        states |= own
-        old.update(group["params"] if group.get("format", 0) < AXES else ())
-    misfits.stop()
-    return made, states, old
+def reader() -> Any:
+    """Return the reader of other packages' states; optgen's own checkpoints do without it."""
+    return importlib.import_module(READER)
 
 
 def opened(cls: Any, saved: Any) -> dict[str, Any]:
@@ -300,7 +239,7 @@ def parts(saved: Mapping[str, Any], misfits: Misfits) -> tuple[list[Mapping[str,
     seen: set[Any] = set()
     for i, group in enumerate(groups):
         for number in group["params"]:
-            if not _is_key(number):
+            if not isinstance(number, (int, str)):
                 misfits.add(f"group {i}: expected numbers of parameters in 'params', got {_short(number)}")
             elif number in seen:
                 misfits.add(f"group {i}: expected each parameter once in 'params', {_short(number)} is there again")
@@ -315,17 +254,6 @@ def parts(saved: Mapping[str, Any], misfits: Misfits) -> tuple[list[Mapping[str,
             misfits.add(f"group {i}: expected {len(group['params'])} names in 'param_names', got {len(names)}")
     misfits.stop()
     return list(groups), entries
-
-
-def _is_key(number: object) -> bool:
-    """Return True if a dict can look it up by value."""
-    if isinstance(number, Tensor):
-        return False
-    try:
-        hash(number)
-    except TypeError:
-        return False
-    return True
 
 
 def has_values(value: Tensor) -> bool:
@@ -344,11 +272,6 @@ def without_values(value: Tensor) -> str:
         return ""
     strange = f"of layout {value.layout}" if value.layout is not torch.strided else "whose memory was freed"
     return "on the meta device" if value.is_meta else strange
-
-
-def _is_there(entry: object) -> bool:
-    """Return True for a nonempty state, and for anything in its place that is no mapping."""
-    return bool(entry) if isinstance(entry, Mapping) else entry is not None
 
 
 def _short(value: object) -> str:
@@ -440,6 +363,18 @@ def _merge(
     return merged
 
 
+def _settings(
+    groups: Sequence[Mapping[str, Any]], read: Callable[[Mapping[str, Any]], Mapping[plans.Label, Any]]
+) -> dict[Any, tuple[plans.Label, Any]]:
+    """Return (label, setting or None) of each parameter number, as `read` finds the settings in a saved group."""
+    return {
+        number: (label, own.get(label))
+        for group, labels in zip(groups, labels_of(groups), strict=True)
+        for own in (read(group),)
+        for number, label in zip(group["params"], labels, strict=True)
+    }
+
+
 def _take_streams(merged: Groups, saved: Sequence[Mapping[str, Any]], order: Mapping[int, Any], unnamed: bool) -> None:
     """Record in merged groups the labels by which random bits were drawn, if parameters have other labels now.
 
@@ -458,18 +393,6 @@ def _take_streams(merged: Groups, saved: Sequence[Mapping[str, Any]], order: Map
             group["streams"] = tuple(pairs)
 
 
-def _settings(
-    groups: Sequence[Mapping[str, Any]], read: Callable[[Mapping[str, Any]], Mapping[plans.Label, Any]]
-) -> dict[Any, tuple[plans.Label, Any]]:
-    """Return (label, setting or None) of each parameter number, as `read` finds the settings in a saved group."""
-    return {
-        number: (label, own.get(label))
-        for group, labels in zip(groups, labels_of(groups), strict=True)
-        for own in (read(group),)
-        for number, label in zip(group["params"], labels, strict=True)
-    }
-
-
 def _take_settings(
     cls: Any, groups: Groups, merged: Groups, saved: Sequence[Mapping[str, Any]], order: Mapping[int, Any]
 ) -> None:
@@ -477,50 +400,24 @@ def _take_settings(
 
     Groups of other packages have none and change nothing. Warns if they differ from the optimizer's.
     """
-    head, more = f"{cls.__name__}.load_state_dict: the checkpoint", " (and others)"
-    if changed := _take("overrides", plans.own, groups, merged, saved, order):
-        label, was, now = changed[0]
-        names = {None: "the plan of its group", plans.FULL: "fp32 states"}
-        warn(
-            f"{head} keeps {len(changed)} parameters otherwise than the `overrides` of this optimizer say, and is "
-            f"followed: {label!r} under {names.get(now, now)}, not {names.get(was, was)}{more * (len(changed) > 1)}; "
-            f"`optgen convert` gives a checkpoint another plan",
-            cls,
-        )
-    if cls.BLOCKS and (changed := _take("blocks", partial(blocks.of, cls), groups, merged, saved, order)):
-        label, *counts = changed[0]
-        was, now = (f"{count} blocks" if count else "a block for each row" for count in counts)
-        warn(
-            f"{head} has {len(changed)} parameters in other blocks than the `blocks` of this optimizer say, and is "
-            f"followed: {label!r} in {now}, not {was}{more * (len(changed) > 1)}",
-            cls,
-        )
-
-
-def _take(
-    key: str,
-    read: Callable[[Mapping[str, Any]], Mapping[plans.Label, Any]],
-    groups: Groups,
-    merged: Groups,
-    saved: Sequence[Mapping[str, Any]],
-    order: Mapping[int, Any],
-) -> list[tuple[plans.Label, Any, Any]]:
-    """Record in merged groups the checkpoint's settings of single parameters under `key`, which `read` finds.
-
-    Returns (label, this optimizer's setting, the checkpoint's) where they differ.
-    """
-    theirs = _settings(saved, read)
-    changed, pairs = [], zip(labels_of(groups), labels_of(merged), strict=True)
-    for present, group, other, (before, after) in zip(groups, merged, saved, pairs, strict=True):
-        mine = [read(present).get(label) for label in before]
-        found = [theirs[order[id(p)]][1] for p in group["params"]] if "plan" in other else mine
-        if "plan" in present:
-            rows = zip(group["params"], after, mine, found, strict=True)
-            changed += [(label, was, now) for p, label, was, now in rows if was != now and p.requires_grad]
-        group.pop(key, None)
-        if kept := tuple((label, value) for label, value in zip(after, found, strict=True) if value is not None):
-            group[key] = kept
-    return changed
+    for key, read in (("overrides", plans.own), ("blocks", partial(blocks.of, cls)))[: 1 + bool(cls.BLOCKS)]:
+        theirs, changed = _settings(saved, read), []
+        pairs = zip(labels_of(groups), labels_of(merged), strict=True)
+        for present, group, other, (before, after) in zip(groups, merged, saved, pairs, strict=True):
+            mine = [read(present).get(label) for label in before]
+            found = [theirs[order[id(p)]][1] for p in group["params"]] if "plan" in other else mine
+            if "plan" in present:
+                rows = zip(group["params"], after, mine, found, strict=True)
+                changed += [(label, was, now) for p, label, was, now in rows if was != now and p.requires_grad]
+            group.pop(key, None)
+            if kept := tuple((label, value) for label, value in zip(after, found, strict=True) if value is not None):
+                group[key] = kept
+        for label, was, now in changed[:1]:
+            warn(
+                f"{cls.__name__}.load_state_dict: the checkpoint keeps {len(changed)} parameters otherwise than the "
+                f"`{key}` of this optimizer say, and is followed: {label!r} has {now}, not {was}",
+                cls,
+            )
 
 
 def select(
@@ -610,17 +507,17 @@ class _Reading:
         return "plan" in self.saved
 
     def read(
-        self, labels: Sequence[plans.Label], numbers: Sequence[Any], saved: Mapping[Any, Any], old: Collection[Any]
+        self, labels: Sequence[plans.Label], numbers: Sequence[Any], saved: Mapping[Any, Any]
     ) -> list[tuple[Tensor, str]]:
         """Read the states; returns the parameters that have none in the checkpoint, and their names.
 
         numbers   the parameters' numbers in the checkpoint
-        old       the numbers of parameters whose states are from before AXES
         """
         cls, group, misfits = self.cls, self.group, self.misfits
         kept = _listed(self.saved, options.ENTRIES)
         rows = list(zip(group["params"], labels, numbers, strict=True))
-        arena = _arena(cls, group, {label: p for p, label, number in rows if _is_there(saved.get(number))})
+        present = {label: p for p, label, number in rows if isinstance(x := saved.get(number), Mapping) and x}
+        arena = _arena(cls, group, present)
         names = numbers if group.get("param_names") is None else group["param_names"]
         absent: list[tuple[Tensor, str]] = []
         for (p, label, number), name in zip(rows, names, strict=True):
@@ -631,15 +528,9 @@ class _Reading:
                 mine = kept - _names(cls, group, p, label)
                 extra = {k: _copied(x, p.device, k, misfits) for k, x in entry.items() if k in mine}
                 entry = {key: value for key, value in entry.items() if key not in mine}
-            if _is_there(entry):
-                where = state.label(p, name if isinstance(name, (str, int)) else str(name))
-                if number in old and (said := _misread(select(cls, group, p, label)[2], p)):
-                    misfits.add(f"{where}: {said}")
-                    continue
-                source = self.opened(p, label, entry, where)
-                made = None if source is None else source.read(arena)
-                if made is not None:
-                    self.loaded.states[p] = made
+            source = None if entry is None else self.opened(p, label, entry, state.label(p, name))
+            if source is not None:
+                self.loaded.states[p] = source.read(arena)
             elif p.requires_grad:
                 absent.append((p, str(name)))
             if extra:
@@ -658,13 +549,14 @@ class _Reading:
                 return None
         if not found:
             return None
-        p, parts, exact, codes, errors = target, None, None, {}, None
+        p, parts, exact, errors = target, None, None, None
         try:
             plan_name, plan, variant = select(self.cls, self.group, p, label)
             if not self.own:
                 errors = found.get("error_bits")
-                codes = reader().codes(found, variant.states)
                 found = reader().dense(found, variant.states, tuple(p.shape))
+            elif self.saved.get("format", 0) < AXES and (said := _misread(variant, p)):
+                raise ValueError(said)
             variant = held(self.cls, self.group, p, label, variant, found)
             where = f"{where}, plan {plan_name}"
             p = state.at_home(p)
@@ -677,7 +569,7 @@ class _Reading:
         except (TypeError, ValueError) as error:
             self.misfits.add(f"{where}: {error}")
             return None
-        return _Source(self, plan, variant, target, p, parts, found, codes, exact, where)
+        return _Source(self, plan, variant, target, p, parts, found, exact, where)
 
 
 @dataclass(frozen=True)
@@ -686,7 +578,6 @@ class _Source:
 
     target   the parameter; p is the same, or if it is sharded this rank's part of it or a copy of all of it
     parts    the layout of a sharded parameter
-    codes    (codes, scales) of the states of another package, which the plan may read as they are
     exact    the full weight, if another package saved it
     where    the parameter and its plan, as misfits call it
     """
@@ -698,7 +589,6 @@ class _Source:
     p: Tensor
     parts: sharding.Parts | None
     entry: Mapping[str, Any]
-    codes: Mapping[str, tuple[Tensor, Tensor]]
     exact: Tensor | None
     where: str
 
@@ -721,7 +611,12 @@ class _Source:
         if len(misfits) == before:
             shown = self._encode(made, arena, whole) if dense else self._checked(made)
         if shown is not None:
-            self._write_later(shown)
+            p = self.target if self.parts is None else self.p
+            if self.parts is not None and self.parts.gathered:  # p is a copy of all of it
+                p, shown = sharding.local(self.target), sharding.part_of(shown, self.parts.layout)
+            if state.of_inference(p):
+                self.misfit(f"the parameter {state.INFERENCE}")
+            self.reading.loaded.rounded.append((p, shown))
         return made if self.parts is None else self.parts.wrapped(made)
 
     def _scalars(self, dense: bool) -> dict[str, Any]:
@@ -836,44 +731,7 @@ class _Source:
                 made[f.name] = room[f.name].copy_(sharding.part_of(found[f.name], parts.field(f)))
         wanted = [name for name in (*variant.names, *(() if exact is None else ("p",))) if name not in made]
         made.update(layout.encode(plan, variant, p, values, wanted, room, exact))
-        if self.codes and parts is None:
-            self._keep_codes(values, made)
         return None if exact is None else made.pop("p")
-
-    def _keep_codes(self, values: Mapping[str, Tensor], made: dict[str, Any]) -> None:
-        """Keep another package's codes and scales in `made` if the plan decodes them to the same numbers.
-
-        Encoding the numbers would not give the same codes if a table has no -1: a block's largest magnitude may then be
-        less than the scale that it was encoded with.
-        """
-        variant, p, trial, changed = self.variant, self.p, dict(made), []
-        for name, kept in self.codes.items():
-            own = {f.name: f for f in variant.fields if f.owner == name}
-            to, beside = own.get(f"{name}_codes"), own.get(f"{name}_scale")
-            if to is None or beside is None or len(own) > 2:
-                continue
-            if layout.grid(layout.matrix_shape(to.matrix, p.shape))[1] % beside.per:
-                continue
-            rows = [(f, layout.field_shape(f, p.shape), t) for f, t in zip((to, beside), kept, strict=True)]
-            if all((f.torch_dtype, math.prod(shape)) == (t.dtype, t.numel()) for f, shape, t in rows):
-                changed.append(name)
-                trial.update((f.name, t.reshape(shape).to(p.device, copy=True)) for f, shape, t in rows)
-        read = layout.decode(self.plan, variant, p, trial, changed) if changed else {}
-        for name in changed:
-            if torch.equal(read[name], values[name].to(torch.float32)):
-                for field in (f"{name}_codes", f"{name}_scale"):
-                    made[field].copy_(trial[field])
-
-    def _write_later(self, shown: Tensor) -> None:
-        """Record new values of the parameter, of this rank's part if it is sharded; misfit if it cannot be written."""
-        p = self.p
-        if self.parts is None:
-            p = self.target
-        elif self.parts.gathered:  # p is a copy of all of it
-            p, shown = sharding.local(self.target), sharding.part_of(shown, self.parts.layout)
-        if state.of_inference(p):
-            self.misfit(f"the parameter {state.INFERENCE}")
-        self.reading.loaded.rounded.append((p, shown))
 
 
 def is_dense(variant: Variant, p: Tensor, found: Mapping[str, Any]) -> bool:

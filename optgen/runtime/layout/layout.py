@@ -145,8 +145,37 @@ def pieces(shape: torch.Size, block: int) -> Iterator[Piece]:
             yield Piece(row, row + 1, left, min(left + width, columns), True)
 
 
-def empty_field(field: Field, shape: torch.Size, device: torch.device) -> Tensor:
-    return torch.empty(field_shape(field, shape), dtype=field.torch_dtype, device=device)
+class _Part:
+    """The part of a tensor that a variant's functions encode or decode at a time.
+
+    piece   None: all of it, because statistics of the whole tensor are stored
+    dims    arguments of those functions about columns
+    """
+
+    def __init__(self, variant: Variant, shape: torch.Size, piece: Piece | None) -> None:
+        self.seen, self.piece = matrix_shape(variant.matrix, shape), piece
+        self.dims = {"dims": column_dims(variant.matrix, shape)} if variant.has_axes else {}
+
+    def of(self, t: Tensor, field: Field | None = None) -> Tensor:
+        """Return the view of a tensor of the parameter's shape, or of a field's tensor."""
+        if self.piece is not None:
+            return self.piece.of(t, self.seen, field.per, field.width) if field else self.piece.of(t, self.seen)
+        return t.reshape(self.seen) if field is None or (field.space == "elem" and field.per == 1) else t
+
+    def decoded(
+        self, function: Callable[..., Mapping[str, Tensor]], variant: Variant, p: Tensor, state: Mapping[str, Tensor]
+    ) -> Mapping[str, Tensor]:
+        """Return the values that a variant's decoder gives; fields may be in host memory."""
+        stored = [self.of(state[f.name], f).to(p.device).contiguous() for f in variant.fields if f.wide]
+        return function(self.of(p).contiguous(), *stored, **self.dims)
+
+
+def _parts(variant: Variant, shape: torch.Size) -> Iterator[_Part]:
+    """Yield the parts of a tensor of that shape, none if it has no elements."""
+    if math.prod(shape):
+        seen = matrix_shape(variant.matrix, shape)
+        for piece in (None,) if variant.of_whole else pieces(seen, variant.block):
+            yield _Part(variant, shape, piece)
 
 
 def encode(
@@ -165,124 +194,61 @@ def encode(
     room    tensors to write them into; without it they are allocated
     weight  the full weight (fp32, p's shape and device) where p is a rounding of it
     """
-    shape, device = p.shape, p.device
     function = plans.reference(plan, variant).encode
     own = [Field("p", dtype_name(p.dtype))] if "p" in wanted else []
     fields = own + [f for f in variant.fields if f.name in wanted]
-    out = {f.name: room[f.name] if room and f.name in room else empty_field(f, shape, device) for f in fields}
+    out = {f.name: room[f.name] for f in fields if room and f.name in room}
     for f in fields:
+        if f.name not in out:
+            out[f.name] = torch.empty(field_shape(f, p.shape), dtype=f.torch_dtype, device=p.device)
         if not f.wide:  # as it is, in the field's dtype
             value = values[f.owner]
             out[f.name].copy_(value) if isinstance(value, Tensor) else out[f.name].fill_(value)
+        elif variant.of_whole and not p.numel():
+            out[f.name].zero_()
     fields = [f for f in fields if f.wide]
     few = {f.owner for f in variant.fields if not f.wide}
-    values = {name: value for name, value in values.items() if name not in few}
-    if not fields:
-        return out
     weight = (p.detach() if weight is None else weight).contiguous()
-    dense = {name: v.contiguous() if isinstance(v, Tensor) else v for name, v in values.items()}
-    if variant.of_whole:
-        return _encode_whole(variant, function, weight, dense, fields, out)
-    seen = matrix_shape(variant.matrix, shape)
-    for piece in pieces(seen, variant.block):
-        part = piece.of(weight, seen, 1).to(torch.float32).contiguous()
-        arguments = {"p": part}
+    dense = {name: v.contiguous() if isinstance(v, Tensor) else v for name, v in values.items() if name not in few}
+    for part in _parts(variant, p.shape) if fields else ():
+        arguments = {"p": part.of(weight).to(torch.float32).contiguous()}
         for name, value in dense.items():
             arguments[name] = (
-                piece.of(value, seen, 1).to(torch.float32).contiguous()
+                part.of(value).to(torch.float32).contiguous()
                 if isinstance(value, Tensor)
-                else torch.full_like(part, value)
+                else torch.full_like(arguments["p"], value)
             )
-        made = function(arguments)
+        made = function(arguments, **part.dims)
         for f in fields:
-            piece.of(out[f.name], seen, f.per, f.width).copy_(made[f.name])
+            written = part.of(out[f.name], f)
+            written.copy_(made[f.name].reshape(written.shape))
     return out
-
-
-def _encode_whole(
-    variant: Variant,
-    function: Callable[..., Mapping[str, Tensor]],
-    weight: Tensor,
-    values: Mapping[str, Tensor | float],
-    fields: Collection[Field],
-    out: dict[str, Tensor],
-) -> dict[str, Tensor]:
-    """`encode` where statistics of the whole tensor are stored: all of it at a time."""
-    if not weight.numel():
-        return {name: t.zero_() if name != "p" else t for name, t in out.items()}
-    seen = matrix_shape(variant.matrix, weight.shape)
-    arguments = {"p": weight.to(torch.float32).view(seen)}
-    for name, value in values.items():
-        if isinstance(value, Tensor):
-            arguments[name] = value.to(torch.float32).view(seen)
-        else:
-            arguments[name] = torch.full_like(arguments["p"], value)
-    made = function(arguments, **_dims(variant, weight.shape))
-    for f in fields:
-        out[f.name].copy_(made[f.name].view(out[f.name].shape))
-    return out
-
-
-def _dims(variant: Variant, shape: torch.Size) -> dict[str, tuple[int, ...]]:
-    """Return the arguments about columns of a function over all of a tensor."""
-    return {"dims": column_dims(variant.matrix, shape)} if variant.has_axes else {}
-
-
-def _decode_whole(
-    variant: Variant, function: Callable[..., Mapping[str, Tensor]], p: Tensor, state: Mapping[str, Tensor]
-) -> Mapping[str, Tensor]:
-    """Return the values of a variant's decoder for all of a tensor that has elements."""
-    seen = matrix_shape(variant.matrix, p.shape)
-    stored = []
-    for f in variant.fields:
-        if f.wide:
-            field = state[f.name].to(p.device).contiguous()
-            stored.append(field.view(seen) if f.space == "elem" and f.per == 1 else field)
-    return function(p.detach().contiguous().view(seen), *stored, **_dims(variant, p.shape))
 
 
 def decode(
     plan: Pair, variant: Variant, p: Tensor, state: Mapping[str, Tensor], wanted: Collection[str]
 ) -> dict[str, Tensor]:
     """fp32 tensors of p's shape for the wanted values: "p" (the full weight) or names of states."""
-    shape = p.shape
     function = plans.reference(plan, variant).decode
     few = {f.owner: state[f.name].to(torch.float32, copy=True) for f in variant.fields if not f.wide}
     elements = [name for name in wanted if name not in few]
-    out = {name: torch.empty(shape, dtype=torch.float32, device=p.device) for name in elements}
+    out = {name: torch.empty(p.shape, dtype=torch.float32, device=p.device) for name in elements}
     out |= {name: value for name, value in few.items() if name in wanted}
-    if not elements:
-        return out
-    if variant.of_whole:
-        if p.numel():
-            made = _decode_whole(variant, function, p, state)
-            for name in elements:
-                out[name].copy_(made[name].view(shape))
-        return out
-    weight, seen = p.detach().contiguous(), matrix_shape(variant.matrix, shape)
-    for piece in pieces(seen, variant.block):
-        fields = [f for f in variant.fields if f.space == "elem"]
-        stored = [piece.of(state[f.name], seen, f.per, f.width) for f in fields]
-        stored = [field.to(p.device).contiguous() for field in stored]  # they may be in host memory
-        made = function(piece.of(weight, seen, 1).contiguous(), *stored)
+    weight = p.detach().contiguous()
+    for part in _parts(variant, p.shape) if elements else ():
+        made = part.decoded(function, variant, weight, state)
         for name in elements:
-            piece.of(out[name], seen, 1).copy_(made[name])
+            written = part.of(out[name])
+            written.copy_(made[name].reshape(written.shape))
     return out
 
 
 def first(
     plan: Pair, variant: Variant, p: Tensor, state: Mapping[str, Tensor], wanted: Collection[str], least: int
 ) -> dict[str, Tensor]:
-    """The first values of what `decode` gives for element-wise states: 1-D, whole blocks of the first row that make up
-    `least` elements, or the row.  For p with elements."""
-    function = plans.reference(plan, variant).decode
-    if variant.of_whole:
-        made = _decode_whole(variant, function, p, state)
-        return {name: made[name].reshape(-1)[:least] for name in wanted}
-    seen = matrix_shape(variant.matrix, p.shape)
-    piece = Piece(0, 1, 0, min(grid(seen)[1], -(-least // variant.block) * variant.block), True)
-    fields = [f for f in variant.fields if f.space == "elem"]
-    stored = [piece.of(state[f.name], seen, f.per, f.width) for f in fields]
-    stored = [field.to(p.device).contiguous() for field in stored]  # they may be in host memory
-    made = function(piece.of(p.detach(), seen, 1).contiguous(), *stored)
-    return {name: made[name] for name in wanted}
+    """The first values that `decode` gives for element-wise states of p, which has elements: 1-D, `least` or a row."""
+    columns = grid(matrix_shape(variant.matrix, p.shape))[1]
+    piece = Piece(0, 1, 0, min(columns, -(-least // variant.block) * variant.block), True)
+    part = _Part(variant, p.shape, None if variant.of_whole else piece)
+    made = part.decoded(plans.reference(plan, variant).decode, variant, p.detach(), state)
+    return {name: made[name].reshape(-1)[:least] for name in wanted}

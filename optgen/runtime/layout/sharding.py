@@ -131,6 +131,15 @@ def region(shape: torch.Size, mesh: tuple[int, ...], coordinate: tuple[int, ...]
     return tuple(found[0] if found else (size, size) for found, size in zip(spans, shape, strict=True))
 
 
+def _coordinates(mesh: tuple[int, ...], cuts: Cuts) -> Iterator[tuple[int, ...]]:
+    return itertools.product(*(range(n) if c else (0,) for n, c in zip(mesh, cuts, strict=True)))
+
+
+def _ranks(mesh: tuple[int, ...], cuts: Cuts, dim: int) -> int:
+    """Return the number of parts into which a dimension is cut."""
+    return math.prod(n for n, c in zip(mesh, cuts, strict=True) if c and c[0] == dim)
+
+
 def cuts_of(mesh: DeviceMesh, placements: Sequence[Any], ndim: int) -> Cuts:
     """Return the cuts of placements.  Raises ValueError if ranks hold summands."""
     found: list[tuple[int, int] | None] = []
@@ -139,11 +148,8 @@ def cuts_of(mesh: DeviceMesh, placements: Sequence[Any], ndim: int) -> Cuts:
             raise ValueError(
                 f"its placement {placement} says that every rank holds a summand of it: redistribute it first"
             )
-        dim = getattr(placement, "dim", None)
-        if placement.is_replicate() or dim is None or ranks == 1:
-            found.append(None)
-        else:
-            found.append((dim % ndim, int(getattr(placement, "split_factor", 1))))
+        dim = None if placement.is_replicate() or ranks == 1 else getattr(placement, "dim", None)
+        found.append(None if dim is None else (dim % ndim, int(getattr(placement, "split_factor", 1))))
     return tuple(found)
 
 
@@ -153,9 +159,8 @@ def _moved(placement: Any, dim: int | None) -> Any:
 
     if dim is None or getattr(placement, "dim", None) is None:
         return Replicate()
-    if hasattr(placement, "split_factor"):
-        return type(placement)(dim, split_factor=placement.split_factor)
-    return Shard(dim)
+    split = getattr(placement, "split_factor", None)
+    return Shard(dim) if split is None else type(placement)(dim, split_factor=split)
 
 
 # Dimensions of the logical tensor that a value of a space has.
@@ -209,7 +214,7 @@ class Layout:
 
     def coordinates(self) -> Iterator[tuple[int, ...]]:
         """One coordinate for each part: 0 along mesh dimensions whose ranks all hold the same."""
-        return itertools.product(*(range(n) if c else (0,) for n, c in zip(self.mesh_shape, self.cuts, strict=True)))
+        return _coordinates(self.mesh_shape, self.cuts)
 
     def roles(self, matrix: Matrix) -> frozenset[str]:
         """Return which roles of dimensions are cut: rows, columns or matrices."""
@@ -262,13 +267,9 @@ def field_layout(field: Field, of: Layout, gathered: bool = False) -> Layout:
             return None
         return cut if field.matrix == "last" or ndim <= 2 else min(cut, 1)
 
-    placements = []
-    for placement in of.placements:
-        cut = getattr(placement, "dim", None)
-        placements.append(
-            _moved(placement, None if cut is None or placement.is_replicate() else dim(cut % max(ndim, 1)))
-        )
-    return _layout(of.mesh, tuple(placements), shape)
+    cuts = [getattr(placement, "dim", None) for placement in of.placements]
+    moved = [None if cut is None else dim(cut % max(ndim, 1)) for cut in cuts]
+    return _layout(of.mesh, tuple(map(_moved, of.placements, moved)), shape)
 
 
 def wrapped(part: Tensor, of: Layout) -> DTensor:
@@ -393,14 +394,14 @@ Mode = Literal["local", "gathered"]
 def mode(variant: Variant, of: Layout) -> Mode:
     """Return "gathered" for vectors whose parts cut storage blocks: every rank steps the whole, with states that all
     ranks have.  Other parameters are stepped in parts.  Raises ValueError, saying what to do, if neither can be."""
-    blocks = frozenset(
-        {(f.per, f.width) for f in variant.fields if f.per > 1} | {(s.block, 1) for s in variant.stages if s.block > 1}
-    )
     if isinstance(variant.matrix, int):
         return _mode_of_blocks(of.shape, of.mesh_shape, of.cuts, variant.matrix)
+    blocks = {(f.per, f.width) for f in variant.fields if f.per > 1}
+    blocks |= {(s.block, 1) for s in variant.stages if s.block > 1}
     stacked = variant.needs_matrix and variant.stochastic and variant.matrix == "last"
     first = variant.needs_matrix and variant.matrix == "first"
-    return _mode(of.shape, of.mesh_shape, of.cuts, blocks, variant.stochastic, stacked, first, variant.has_axes)
+    counted, axes = variant.stochastic, variant.has_axes
+    return _mode(of.shape, of.mesh_shape, of.cuts, frozenset(blocks), counted, stacked, first, axes)
 
 
 @functools.lru_cache(maxsize=65536)
@@ -411,8 +412,8 @@ def _mode_of_blocks(shape: torch.Size, mesh: tuple[int, ...], cuts: Cuts, height
             "it is cut along another dimension than the first, and `blocks` puts rows of it together: shard it along "
             "dimension 0, or leave it out of `blocks`"
         )
-    ranks = math.prod(n for n, cut in zip(mesh, cuts, strict=True) if cut)
-    for coordinate in itertools.product(*(range(n) if c else (0,) for n, c in zip(mesh, cuts, strict=True))):
+    ranks = _ranks(mesh, cuts, 0)
+    for coordinate in _coordinates(mesh, cuts):
         top, bottom = region(shape, mesh, coordinate, cuts)[0]
         if top != bottom and (top % height or bottom % height):
             raise ValueError(
@@ -435,34 +436,20 @@ def _mode(
     axes: bool,
 ) -> Mode:
     dims = {cut[0] for cut in cuts if cut is not None}
-    if len(shape) > 2 and dims - {0}:
-        if stacked:
-            raise ValueError(
-                f"it is cut along dimension {max(dims)} of {len(shape)}, and this rule sums over rows or columns of "
-                f"the last two under a plan that rounds stochastically: shard it along dimension 0"
-            )
-        if first and axes and len(layout.column_dims("first", shape)) > 1:
-            raise ValueError(
-                f"it is cut along dimension {max(dims)} of {len(shape)}, and this plan keeps the largest element for "
-                f"each index of every dimension: shard it along dimension 0"
-            )
-        if dims - {0, 1} and (blocks or counted or first):
-            raise ValueError(
-                f"it is cut along dimension {max(dims)}, so that ranks hold no stretch of its flattened rows, along "
-                f"which this plan lays blocks or counts random bits: shard it along dimension 0 or 1, or use fp32"
-            )
-    if (
-        len(shape) > 2
-        and first
-        and 1 in dims
-        and shape[1] % math.prod(n for n, c in zip(mesh, cuts, strict=True) if c and c[0] == 1)
+    uneven = first and 1 in dims and shape[1] % _ranks(mesh, cuts, 1) != 0
+    if len(shape) > 2 and (
+        uneven
+        or (dims - {0} and (stacked or (first and axes and len(layout.column_dims("first", shape)) > 1)))
+        or (dims - {0, 1} and (blocks or counted or first))
     ):
-        raise ValueError("its dimension 1 is cut unevenly, and this rule keeps one value for each flattened column: "
-                         "shard it along dimension 0")  # fmt: skip
+        raise ValueError(
+            f"it is cut along dimension {max(dims)} of {len(shape)}, so that ranks hold no stretch of the rows or "
+            f"columns that this rule and plan sum over, put into blocks or count for random bits: shard it along "
+            f"dimension 0"
+        )
     rows, columns = layout.grid(shape)
     behind = math.prod(shape[2:])
-    ranges = (range(n) if c else (0,) for n, c in zip(mesh, cuts, strict=True))
-    for coordinate in itertools.product(*ranges):
+    for coordinate in _coordinates(mesh, cuts):
         here = region(shape, mesh, coordinate, cuts)
         if len(shape) < 2 and not here:
             continue
@@ -480,11 +467,10 @@ def _mode(
             if not whole and len(shape) < 2:
                 return "gathered"
             if not whole:
-                ranks = math.prod(n for n, c in zip(mesh, cuts, strict=True) if c and c[0] == 1)
                 raise ValueError(
                     f"a rank holds columns [{left}, {right}) of its {columns}, which cuts or shifts the blocks of "
                     f"{block} columns that this plan stores: shard it along dimension 0, make its columns a multiple "
-                    f"of {ranks} x {block}, or use a plan without blocks (fp32, bf16_sr, split32, fp32_master)"
+                    f"of {_ranks(mesh, cuts, 1)} x {block}, or use a plan without blocks (fp32, bf16_sr, split32)"
                 )
     return "local"
 
@@ -635,7 +621,7 @@ def gather(items: Sequence[Whole]) -> None:
         device = _sent_from(item.layout.mesh, item.value.device)
         together.setdefault((item.layout.mesh, dims, device), []).append(item)
     for (mesh, dims, device), some in together.items():
-        room = [_most(item.layout, item.value.element_size()) for item in some]
+        room = [-(-_largest_part(x.layout) * x.value.element_size() // ALIGNMENT) * ALIGNMENT for x in some]
         packed = torch.zeros(sum(room), dtype=torch.uint8, device=device)
         for item, piece in zip(some, torch.split(packed, room), strict=True):
             data = item.value.contiguous().reshape(-1).view(torch.uint8)
@@ -667,12 +653,8 @@ def gather(items: Sequence[Whole]) -> None:
 
 @functools.lru_cache(maxsize=65536)
 def _largest_part(of: Layout) -> int:
+    """Return the elements of the largest part."""
     return max(math.prod(b - a for a, b in of.at(c)) for c in of.coordinates())
-
-
-def _most(of: Layout, size: int) -> int:
-    """Bytes of the largest part, rounded up."""
-    return -(-_largest_part(of) * size // ALIGNMENT) * ALIGNMENT
 
 
 def part_of(whole: Tensor, of: Layout) -> Tensor:
@@ -712,10 +694,3 @@ def _on_any_rank(mesh: DeviceMesh, found: list[bool]) -> list[bool]:
         if mesh.size(dim) > 1:
             dist.all_reduce(have, dist.ReduceOp.MAX, group=mesh.get_group(dim))
     return list(map(bool, have.tolist()))
-
-
-__all__ = [
-    "Exchange", "Layout", "Parts", "Shard", "Sum", "Whole", "agreed", "anywhere", "chunk", "decode", "field_layout",
-    "gather", "is_sharded", "kind", "layout_of", "local", "locals_of", "mode", "pair", "part_of", "reduce", "reduced",
-    "region", "role", "serve", "waited", "wrapped",
-]  # fmt: skip

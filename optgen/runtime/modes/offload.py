@@ -22,6 +22,7 @@ from optgen.runtime.checkpoint import checkpoint
 from optgen.runtime.layout import sharding
 from optgen.runtime.options import entries
 from optgen.runtime.options.entries import Entry, Owner
+from optgen.runtime.records import Variant
 from optgen.runtime.records.arena import LINE
 from optgen.runtime.states import low_bits, state
 from optgen.runtime.step import admit, interrupts
@@ -115,21 +116,42 @@ def mover(device: torch.device) -> Mover:
     return Cuda(device) if device.type == "cuda" else Plain()
 
 
+class Room:
+    """Host memory that chunks take turns in, and the work of the last one."""
+
+    __slots__ = ("busy", "memory")
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+        self.busy: Future[Any] | None = None
+
+    def enter(self, move: Mover) -> None:
+        """Wait until the chunk before has left, its copies to the device included."""
+        if self.busy is not None:
+            move.wait(self.busy.result())
+            self.busy = None
+
+
 class Chunk:
     """Parameters that are stepped together, by a stepper of their own.
 
-    twins    the tensors that are stepped: in host memory, or the parameters themselves if they stay
+    room     the host memory for their weights and gradients; None if they stay
+    twins    the tensors that are stepped: in that memory, or the parameters themselves
     sums     True if the rule sums over the model: then the stepper also sees states of parameters without a gradient
     stepped  True if it has been stepped in the step that is under way
     stopped  the error of that step's kernels
     """
 
-    def __init__(
-        self, owner: Owner, members: Sequence[Entry], twins: Sequence[Tensor] | None, sums: bool = False
-    ) -> None:
-        self.members, self.sums = members, sums
-        self.hosted = twins is not None
-        self.twins = [m.p for m in members] if twins is None else list(twins)
+    def __init__(self, owner: Owner, members: Sequence[Entry], room: Room | None, sums: bool) -> None:
+        self.members, self.room, self.sums = members, room, sums
+        self.twins: list[Tensor] = [] if room is not None else [m.p for m in members]
+        self.grads: list[Tensor] = []
+        end = 0
+        for m in members if room is not None else ():
+            assert room is not None and m.p.grad is not None
+            for like, views in ((m.p, self.twins), (m.p.grad, self.grads)):
+                views.append(room.memory[end : end + like.nbytes].view(like.dtype).view(like.shape))
+                end += _lines(like.nbytes)
         self.numbers = list(dict.fromkeys(m.number for m in members))
         self.groups: list[dict[str, Any]] = []
         for number in self.numbers:
@@ -151,8 +173,9 @@ class Chunk:
             group["offload"] = False
         kept: dict[Any, Any] = {}
         for m, twin in zip(self.members, self.twins, strict=True):
-            state.settle(m.p, torch.device("cpu") if self.hosted else None)
-            if self.hosted and low_bits.ATTRIBUTE in m.p.__dict__:  # its state, made from the twin, takes them
+            hosted = self.room is not None
+            state.settle(m.p, torch.device("cpu") if hosted else None)
+            if hosted and low_bits.ATTRIBUTE in m.p.__dict__:  # its state, made from the twin, takes them
                 setattr(twin, low_bits.ATTRIBUTE, m.p.__dict__[low_bits.ATTRIBUTE])
             entry = owner.states.get(m.p)
             if entry:
@@ -181,29 +204,10 @@ class Chunk:
                     low_bits.drop(m.p)
 
 
-class Room:
-    """Host memory that several parts take turns in, and the token of the last one's copies to the device."""
-
-    __slots__ = ("memory", "sent", "token")
-
-    def __init__(self, memory: Tensor) -> None:
-        self.memory, self.sent = memory, False
-        self.token: Any = None
-
-    def enter(self, move: Mover) -> None:
-        """Wait until the part before has left."""
-        if self.sent:
-            move.wait(self.token)
-            self.sent = False
-
-    def leave(self, token: Any) -> None:
-        self.token, self.sent = token, True
-
-
 class WorkerPool:
     """The streams of each device, and the thread that works on the host; made when first needed.
 
-    Parts of one optimizer, which are never at work at once, share two buffers for each device, as large as any needs.
+    Chunks of one optimizer take turns in two buffers for each device, as large as any needs.
     """
 
     def __init__(self, make: Callable[[torch.device], Mover]) -> None:
@@ -213,7 +217,6 @@ class WorkerPool:
         self._lock = threading.Lock()  # backward runs a thread per device
         self._expected: dict[torch.device, int] = {}
         self._rooms: dict[torch.device, list[Room]] = {}
-        self._turns: dict[torch.device, int] = {}
 
     def mover(self, device: torch.device) -> Mover:
         with self._lock:
@@ -222,22 +225,26 @@ class WorkerPool:
             return self._movers[device]
 
     def expect(self, device: torch.device, size: int) -> None:
-        """Announce that some part will ask for so many bytes: the first buffer that is made is large enough for it."""
+        """Announce that some chunk will ask for so many bytes: the first buffer that is made is large enough for it."""
         with self._lock:
             self._expected[device] = max(size, self._expected.get(device, 0))
 
     def room(self, device: torch.device, size: int) -> Room:
-        """Return one of the two buffers for parts, in turns; a part that keeps its own keeps its addresses."""
+        """Return one of the two buffers, in turns. A chunk keeps its own, even if the next one needs a larger one."""
         move = self.mover(device)
+        self.expect(device, size)
         with self._lock:
-            most = self._expected[device] = max(size, self._expected.get(device, 0))
-            turn = self._turns[device] = 1 - self._turns.get(device, 1)
             rooms = self._rooms.setdefault(device, [])
-            if turn == len(rooms):
-                rooms.append(Room(move.room(most)))
-            elif rooms[turn].memory.numel() < size:  # who is in the old one stays there
-                rooms[turn] = Room(move.room(most))
-            return rooms[turn]
+            found = rooms.pop(0) if len(rooms) == 2 else None
+            if found is None or found.memory.numel() < size:
+                found = Room(move.room(self._expected[device]))
+            rooms.append(found)
+            return found
+
+    def forget_rooms(self) -> None:
+        """Let go of the buffers and what was expected of them; chunks keep theirs."""
+        self._rooms.clear()
+        self._expected.clear()
 
     def worker(self) -> ThreadPoolExecutor:
         with self._lock:
@@ -264,19 +271,16 @@ class Offload:
         self.active = False
         self._known: list[tuple[object, ...]] = []
         self._chunks: list[Chunk] = []
-        self._grads: list[list[Tensor]] = []
-        self._rooms: list[Tensor] = []
         self._part = part
-        self._room: Room | None = None
 
     def part(self) -> Offload:
-        """Return one for a part of the optimizer: it moves by the same streams and thread, through shared buffers."""
+        """Return one for a part of the optimizer: it moves by the same streams, thread and buffers."""
         return Offload(resident=self._resident, pool=self._pool, part=True)
 
     def expect(self, p: Tensor) -> None:
         """Announce that this parameter, with a gradient of its own dtype, will be moved if its group says so."""
         if p.device.type not in self._resident:
-            self._pool.expect(p.device, 2 * _lines(p.numel() * p.element_size()))
+            self._pool.expect(p.device, 2 * _lines(p.nbytes))
 
     def forget_tables(self) -> None:
         """Free the memory that kernels need between stages, of every chunk."""
@@ -313,48 +317,41 @@ class Offload:
             self._divide(owner, stepper)
             for chunk in self._chunks:
                 chunk.open(owner)
-            back: list[tuple[Chunk, Future[Any]]] = []
+            back: list[tuple[Chunk, Room, Future[Any]]] = []
             failed: BaseException | None = None
             try:
                 self._begin(owner, back)
             except BaseException as error:
                 failed = error
-            settled = self._settle(back)
-            if failed is not None or settled is not None:
-                raise self._noted(owner, failed or settled)
+            wait([future for *_, future in back])
+            for chunk, room, future in back:
+                if future.exception() is None:
+                    chunk.stepped = True
+                    self._mover(chunk).join([future.result()])
+                else:
+                    room.busy, failed = None, failed or future.exception()
+            if failed is not None:
+                raise self._noted(owner, failed)
 
-    def _begin(self, owner: Owner, back: list[tuple[Chunk, Future[Any]]]) -> None:
+    def _begin(self, owner: Owner, back: list[tuple[Chunk, Room, Future[Any]]]) -> None:
         """Step the chunks that stay, and hand those that leave to the worker; its work is added to `back`."""
         threads = torch.get_num_threads()
-        for chunk, grads in zip(self._chunks, self._grads, strict=True):
-            if not chunk.hosted:
+        for chunk in self._chunks:
+            room = chunk.room
+            if room is None:
                 chunk.step(owner)
                 chunk.stepped = True
                 continue
-            if len(back) >= 2:  # the buffer was that of the last chunk but one
-                self._mover(back[-2][0]).wait(back[-2][1].result())
             move = self._mover(chunk)
+            room.enter(move)
             pairs = [(twin, m.p) for twin, m in zip(chunk.twins, chunk.members, strict=True)]
-            pairs += [(g, m.p.grad) for g, m in zip(grads, chunk.members, strict=True) if m.p.grad is not None]
-            if self._room is not None:
-                self._room.enter(move)
+            pairs += [(g, m.p.grad) for g, m in zip(chunk.grads, chunk.members, strict=True) if m.p.grad is not None]
             token = move.fetch(pairs)
-            back.append((chunk, self._pool.worker().submit(self._run, owner, chunk, grads, move, token, threads)))
+            room.busy = self._pool.worker().submit(self._run, owner, chunk, move, token, threads)
+            back.append((chunk, room, room.busy))
 
-    def _settle(self, back: Sequence[tuple[Chunk, Future[Any]]]) -> BaseException | None:
-        """Wait for the host's part of chunks; the device waits for their copies.  Returns the first error."""
-        wait([future for _, future in back])
-        for chunk, future in back:
-            if future.exception() is None:
-                chunk.stepped = True
-                self._mover(chunk).join([future.result()])
-                if self._room is not None:
-                    self._room.leave(future.result())
-        return next((error for _, future in back if (error := future.exception()) is not None), None)
-
-    def _noted(self, owner: Owner, error: BaseException | None) -> BaseException:
+    def _noted(self, owner: Owner, error: BaseException) -> BaseException:
         """Return the error of one chunk with a note: others may have been stepped, and of that one a part."""
-        assert error is not None
         done: list[state.State] = []
         at_work: list[state.State] = []
         for chunk in self._chunks:
@@ -366,13 +363,13 @@ class Offload:
         plain = error.error if isinstance(error, StepError) else error
         return StepError(plain, done, at_work).noted(owner)
 
-    def _run(self, owner: Owner, chunk: Chunk, grads: Sequence[Tensor], move: Mover, token: Any, threads: int) -> Any:
+    def _run(self, owner: Owner, chunk: Chunk, move: Mover, token: Any, threads: int) -> Any:
         """Do the host's part of a chunk, in the worker."""
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)  # each thread has its own count
         with torch.no_grad():
             move.wait(token)
-            for twin, g in zip(chunk.twins, grads, strict=True):
+            for twin, g in zip(chunk.twins, chunk.grads, strict=True):
                 twin.grad = g
             pairs = [(m.p, twin) for twin, m in zip(chunk.twins, chunk.members, strict=True)]
             try:
@@ -441,79 +438,48 @@ class Offload:
         self._known = []
         staying = [m for m in members if not self.leaves(m.group, m.p)]
         leaving = [m for m in members if self.leaves(m.group, m.p)]
-        sums = any(needs_model(owner, m) for m in members)
+        sums = any(_needs_model(owner, m) for m in members)
         if sums and staying and leaving:
             raise ValueError(
                 f"{owner.cls.__name__} sums over the whole model: offload=True must hold for all parameters, or for "
                 f"none"
             )
-        divided = _divided(leaving, float("inf") if sums else CHUNK)
-        rooms: list[Tensor] = []
-        self._room = None
-        if self._part and len(divided) == 1:
-            self._room = self._pool.room(leaving[0].p.device, _place(leaving)[1])
-            rooms.append(self._room.memory)
-        else:
-            for k in range(min(2, len(divided))):
-                size = max(_place(chunk)[1] for chunk in divided[k::2])
-                rooms.append(self._pool.mover(leaving[0].p.device).room(size))
-        self._rooms, self._chunks, self._grads = rooms, [], []
-        if staying:
-            self._chunks.append(Chunk(owner, staying, None, sums))
-            self._grads.append([])
-        for k, chunk in enumerate(divided):
-            twins, grads = _views(chunk, rooms[k % 2])
-            self._chunks.append(Chunk(owner, chunk, twins, sums))
-            self._grads.append(grads)
+        if not self._part:
+            self._pool.forget_rooms()
+        chunks: list[list[Entry]] = []
+        size = 0
+        for m in leaving:  # so that no chunk is larger than CHUNK bytes if it can be
+            if not chunks or chunks[-1][0].p.device != m.p.device or (size + _bytes(m) > CHUNK and not sums):
+                chunks.append([])
+                size = 0
+            chunks[-1].append(m)
+            size += _bytes(m)
+        for chunk in chunks:
+            self._pool.expect(chunk[0].p.device, sum(map(_bytes, chunk)))
+        self._chunks = [Chunk(owner, staying, None, sums)] if staying else []
+        for chunk in chunks:
+            room = self._pool.room(chunk[0].p.device, sum(map(_bytes, chunk)))
+            self._chunks.append(Chunk(owner, chunk, room, sums))
         self.active = bool(leaving)
         self._known = known
 
 
-def needs_model(owner: Owner, member: Entry) -> bool:
+def sums_over_model(variant: Variant) -> bool:
+    """Return True if a step needs sums over the model."""
+    return bool(variant.model_temps) or any(f.space == "model" for f in variant.fields)
+
+
+def _needs_model(owner: Owner, member: Entry) -> bool:
     """Return True if a parameter's update needs sums over the model, at any step."""
     _, plan, variant = checkpoint.select(owner.cls, member.group, member.p, member.name)
-    found = [v for v in plan.variants if v.param == variant.param]
-    return any(v.model_temps or any(f.space == "model" for f in v.fields) for v in found)
+    return any(sums_over_model(v) for v in plan.variants if v.param == variant.param)
 
 
-def _divided(members: Sequence[Entry], most: float) -> list[list[Entry]]:
-    """Divide the members in order, by device, so that no chunk is larger than `most` bytes if it can be."""
-    chunks: list[list[Entry]] = []
-    size = 0
-    for m in members:
-        own = _place([m])[1]
-        if not chunks or size + own > most or chunks[-1][0].p.device != m.p.device:
-            chunks.append([])
-            size = 0
-        chunks[-1].append(m)
-        size += own
-    return chunks
-
-
-def _place(members: Sequence[Entry]) -> tuple[list[tuple[int, int]], int]:
-    """Return the offsets of each weight and gradient in a buffer, at starts of cache lines, and its bytes."""
-    places, end = [], 0
-    for m in members:
-        assert m.p.grad is not None
-        weight = end
-        end += _lines(m.p.numel() * m.p.element_size())
-        places.append((weight, end))
-        end += _lines(m.p.numel() * m.p.grad.element_size())
-    return places, max(end, LINE)
+def _bytes(m: Entry) -> int:
+    """Return the bytes of the cache lines of a weight and its gradient."""
+    return max(LINE, sum(_lines(t.nbytes) for t in (m.p, m.p.grad) if t is not None))
 
 
 def _lines(size: int) -> int:
     """Return the bytes of the whole cache lines that so many bytes fill."""
     return -(-size // LINE) * LINE
-
-
-def _views(members: Sequence[Entry], room: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """Return tensors shaped like the weights and gradients, in a buffer."""
-    twins: list[Tensor] = []
-    grads: list[Tensor] = []
-    for m, (weight, grad) in zip(members, _place(members)[0], strict=True):
-        assert m.p.grad is not None
-        for start, like, out in ((weight, m.p, twins), (grad, m.p.grad, grads)):
-            size = like.numel() * like.element_size()
-            out.append(room[start : start + size].view(like.dtype).view(like.shape))
-    return twins, grads

@@ -60,28 +60,21 @@ def at_home(p: Tensor) -> Tensor:
 
 
 def overlaps(p: Tensor) -> bool:
-    """Return True if elements of p share memory, as in expanded views and sliding windows."""
-    dims = sorted((stride, size) for size, stride in zip(p.shape, p.stride(), strict=True) if size > 1)
+    """Return True if elements of p share memory, as in expanded views and sliding windows, or if strides that cross
+    one another do not tell."""
     if p.is_contiguous() or not p.numel():
         return False
     reach = 0  # how far apart elements are that differ in the dimensions before
-    for stride, size in dims:
+    for stride, size in sorted((s, n) for n, s in zip(p.shape, p.stride(), strict=True) if n > 1):
         if stride <= reach:
-            return stride == 0 or not _apart(dims)
+            return True
         reach += stride * (size - 1)
     return False
 
 
-def _apart(dims: Sequence[tuple[int, int]]) -> bool:
-    """Return True if all elements of a tensor of these (stride, size) have places of their own, found by counting."""
-    places = torch.zeros(1, dtype=torch.int64, device="cpu")
-    for stride, size in dims:
-        places = (places[:, None] + torch.arange(size, device="cpu") * stride).flatten()
-    return bool(places.sort().values.diff().all())
-
-
 def alike(params: Sequence[Tensor]) -> tuple[int, int] | None:
-    """Return the positions of the first two tensors that share an element, or None.
+    """Return the positions of the first two tensors that share an element, or whose elements alternate otherwise than
+    as columns of a common tensor; None if there are none.
 
     Tensors without memory of their own (on meta, empty, freed by what shards them, those of other classes) have none.
     """
@@ -98,41 +91,26 @@ def alike(params: Sequence[Tensor]) -> tuple[int, int] | None:
     for begin, end, i in spans:
         open_spans = [span for span in open_spans if span[1] > begin]
         for _, _, j in open_spans:
-            if params[i].device == params[j].device and _meet(params[j], params[i]):
+            if params[i].device == params[j].device and not _apart(params[j], params[i]):
                 return min(i, j), max(i, j)
         open_spans.append((begin, end, i))
     return None
 
 
-def _meet(a: Tensor, b: Tensor) -> bool:
-    """Return True if two tensors share a byte; b begins within the span of a. Takes as much memory as they span."""
+def _apart(a: Tensor, b: Tensor) -> bool:
+    """Return True if a and b, which begins within the span of a, are separate columns of a common tensor."""
     if a.is_contiguous():
-        return True
-    first = a.data_ptr()
-    if _beside(a, b, first):
         return False
-    marks: list[Tensor] = []
-    for t in (a, b):
-        start, bytes_ = t.data_ptr() - first, t.element_size()
-        reach = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True)) + 1
-        seen = torch.zeros(start + reach * bytes_, dtype=torch.bool, device="cpu")
-        seen.as_strided((*t.shape, bytes_), (*(s * bytes_ for s in t.stride()), 1), start).fill_(True)
-        marks.append(seen)
-    common = min(len(seen) for seen in marks)
-    return bool((marks[0][:common] & marks[1][:common]).any())
-
-
-def _beside(a: Tensor, b: Tensor, first: int) -> bool:
-    """Return True if arithmetic shows that a and b are separate columns of a common tensor."""
     pitches: set[int] = set()
     taken: list[tuple[int, int]] = []  # of a common row, in bytes
     for t in (a, b):
-        dims = [(stride * t.element_size(), size) for stride, size in zip(t.stride(), t.shape, strict=True) if size > 1]
+        dims = sorted(
+            (stride * t.element_size(), size) for stride, size in zip(t.stride(), t.shape, strict=True) if size > 1
+        )
         if not dims:
             return False
-        pitch, _ = max(dims)
-        dims.remove(max(dims))
-        begin = (t.data_ptr() - first) % pitch if pitch else 0
+        pitch = dims.pop()[0]
+        begin = (t.data_ptr() - a.data_ptr()) % pitch if pitch else 0
         pitches.add(pitch)
         taken.append((begin, begin + sum((size - 1) * stride for stride, size in dims) + t.element_size()))
     (_, low_end), (high, high_end) = sorted(taken)
