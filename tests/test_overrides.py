@@ -19,7 +19,6 @@ import optgen
 from optgen.accumulate import accumulator
 from optgen.optim import AdamW
 from optgen.runtime import Optimizer
-from optgen.runtime.layout import plans
 from optgen.runtime.records import marks
 from tests.harness import same_bits
 from tests.test_offload import moved
@@ -459,53 +458,6 @@ def test_the_states_of_a_stable_embedding_are_fp32_whatever_became_of_it(fate: s
     assert found == SMALL | {"embed.weight", "embed.norm.weight", "embed.norm.bias"}
 
 
-def test_a_module_that_is_marked_late_is_followed_up_to_the_first_step() -> None:
-    model = net()
-    opt = AdamW(model.named_parameters(), plan="int8_split24")
-    assert optgen.keep_states_fp32(model.head) is model.head
-    assert opt.plans()["head.weight"] == "int8_split24 (fp32 states)"
-    train(opt, model, 1)
-    assert in_fp32(opt) == SMALL | {"head.weight"}
-    optgen.keep_states_fp32(model.body)
-    with pytest.warns(UserWarning, match=r"parameter 'body.weight' .* had made steps when keep_states_fp32 was called"):
-        train(opt, model, 1)
-    assert in_fp32(opt) == SMALL | {"head.weight"}
-    with pytest.raises(TypeError, match=r"expected a torch.nn.Module, got Parameter"):
-        optgen.keep_states_fp32(model.body.weight)  # type: ignore[arg-type]
-
-
-def test_a_mark_between_release_and_the_first_backward_is_followed() -> None:
-    model = net()
-    opt = AdamW(model.named_parameters(), plan="int8_split24")
-    opt.release_gradients(model)
-    optgen.keep_states_fp32(model.head)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        train(opt, model, 1)
-    assert in_fp32(opt) == SMALL | {"head.weight"}
-
-
-def test_a_late_mark_that_cannot_be_followed_is_an_error_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = net()
-    opt = AdamW(model.named_parameters(), plan="bf16_sr")
-    optgen.keep_states_fp32(model.head)
-    load = plans.load
-
-    def missing(cls: type, plan: str) -> Any:
-        if plan == "fp32_master":
-            raise ValueError("it was not built")
-        return load(cls, plan)
-
-    monkeypatch.setattr(plans, "load", missing)
-    for _ in range(2):
-        with pytest.raises(ValueError, match="it was not built"):
-            train(opt, model, 1)
-    assert not opt.state
-    monkeypatch.undo()
-    train(opt, model, 1)
-    assert in_fp32(opt) == {"head.weight"}
-
-
 @pytest.mark.parametrize("named", [True, False])
 def test_accumulators_follow_marks(named: bool) -> None:
     model = net()
@@ -654,21 +606,6 @@ def test_a_parameter_that_is_a_key_can_be_swapped_and_is_the_same_afterwards(
     assert opt.plans()[4] == "int8 (fp32 states)"
 
 
-@pytest.mark.parametrize("forgotten", [False, True])
-def test_a_parameter_that_is_a_key_is_known_when_it_comes_back(forgotten: bool) -> None:
-    model = net()
-    opt = AdamW(model.parameters(), overrides={model.head.weight: "fp32"})
-    opt.param_groups.clear()
-    if forgotten:
-        other = nn.Parameter(torch.zeros(2))
-        opt.add_param_group({"params": [other]})
-        other.grad = torch.ones(2)
-        opt.step()
-        assert len(opt._stepper.dtypes) == 1
-    opt.add_param_group({"params": [model.body.weight, model.head.weight]})
-    assert sum("fp32 states" in plan for plan in opt.plans().values()) == 1
-
-
 def test_memory_says_what_each_plan_takes() -> None:
     model = nn.ModuleDict({"a": nn.Linear(64, 128, bias=False), "b": nn.Linear(64, 64, bias=False)}).bfloat16()
     text = str(AdamW(model.named_parameters(), overrides={"b": "fp32"}).memory())
@@ -694,6 +631,3 @@ def test_the_model_is_walked_once_however_many_groups(monkeypatch: pytest.Monkey
         once.append(sum(walked))
     assert once[0] == once[1]
     assert [plan for plan in opt.plans().values() if "fp32" in plan] == ["int8_split24 (fp32 states)"] * 3
-    walked.clear()
-    opt.add_param_group({"params": [("more", nn.Parameter(torch.zeros(3, 3)))]})
-    assert sum(walked) > 0  # the model may be another by now

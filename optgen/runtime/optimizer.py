@@ -17,10 +17,10 @@ from optgen.runtime.layout import plans, sharding
 from optgen.runtime.layout.plans import Label, PlanOption
 from optgen.runtime.modes import offload, release
 from optgen.runtime.options import blocks as of_rows
-from optgen.runtime.options import entries, options, single
+from optgen.runtime.options import entries, options
 from optgen.runtime.options import overrides as rules
 from optgen.runtime.options.entries import Entry, Owner
-from optgen.runtime.records import Flag, Hyper, marks
+from optgen.runtime.records import Flag, Hyper
 from optgen.runtime.records.warn import warn
 from optgen.runtime.states import low_bits, memory, state
 from optgen.runtime.step import admit, interrupts, stepper
@@ -63,10 +63,6 @@ class Optimizer(torch.optim.Optimizer):
     BLOCKS: ClassVar[bool] = False
     evaluation: ClassVar[Callable[..., Tensor] | None] = None
 
-    _rules: rules.Rules | None = None
-    _blocks: of_rows.Rules | None = None
-    _marks = 0
-    """The newest mark of a module that the optimizer has seen."""
     _warned_of_stack = False
     _all_given = True
     """False while the constructor adds groups: it looks for shared memory once, not for every group of many."""
@@ -101,22 +97,17 @@ class Optimizer(torch.optim.Optimizer):
         asked["differentiable"] = differentiable
         defaults = {**options.check(type(self), {**given, **asked}), "format": checkpoint.FORMAT}
         self._reset_caches()
-        self._rules = rules.Rules(type(self), overrides, module)
-        self._blocks = of_rows.Rules(type(self), blocks, module) if self.BLOCKS else None
-        every = self._every_rules()
-        if module is not None:
-            self._rules.tables = rules.Tables(module)
-            every[-1].tables = self._rules.tables
+        tables = None if module is None else rules.Tables(type(self).__name__, module)
+        self._rules = rules.Rules(type(self), overrides, tables)
+        self._blocks = of_rows.Rules(type(self), blocks, tables)
         self._all_given = False
         super().__init__(params, defaults)
         self._all_given = True
         admit.refuse_shared_memory(type(self), self._entries())
         labels, found = [entry.name for entry in self._entries()], [entry.p for entry in self._entries()]
-        for given_rules in every:
-            if given_rules.rules:
-                given_rules.refuse_unused(given_rules.members(found, labels))
-            given_rules.tables = None
-        self._marks = marks.newest()
+        for given_rules in (self._rules, self._blocks):
+            given_rules.refuse_unused(found, labels)
+            given_rules.keep()
         for model in [module] if module is not None else low_bits.sharded_models(found):
             self._say_lost_bits(model)
         admit.warn_discouraged(type(self), self._entries())
@@ -140,6 +131,7 @@ class Optimizer(torch.optim.Optimizer):
         self._release: release.Release | None = None
         self._trained: dict[Tensor, Tensor] | None = None
         self._idle = 0
+        self._rules, self._blocks = rules.Rules(type(self)), of_rows.Rules(type(self))
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -153,7 +145,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._reset_caches()
-        super().__setstate__({k: v for k, v in state.items() if k != low_bits.CARRIER})
+        given = {k: v for k, v in state.items() if k != low_bits.CARRIER and v is not None}  # no rules were None once
+        super().__setstate__(given)
         self._bring_up()
         self.defaults.pop("differentiable", None)  # torch puts it there; it would wander into new groups
         for group in self.param_groups:
@@ -209,12 +202,13 @@ class Optimizer(torch.optim.Optimizer):
         found["plan"] = options.record_plan(cls, found["plan"], tensors)
         options.warn_unknown(cls, param_group)
         first = sum(len(g["params"]) for g in self.param_groups)
-        names = single.names(tensors, params, param_group.get("param_names"), first)
+        names = entries.names(tensors, params, param_group.get("param_names"), first)
         new = [Entry(p, group, len(self.param_groups), i, first + i, names[i]) for i, p in enumerate(tensors)]
         if self._all_given:
             admit.refuse_shared_memory(cls, [*self._entries(), *new])
-        found |= single.decided_plans(cls, self._rules, given["overrides"], found["plan"], tensors, names)
-        found |= single.decided_blocks(cls, self._blocks, given.get("blocks"), tensors, names)
+        found |= rules.decided(cls, self._rules, given["overrides"], found["plan"], tensors, names)
+        if self.BLOCKS:
+            found |= of_rows.decided(cls, self._blocks, given["blocks"], tensors, names)
         group |= found
         stack = admit.refuse_vectors(cls, new)
         if stack is not None and not self._warned_of_stack:
@@ -226,16 +220,10 @@ class Optimizer(torch.optim.Optimizer):
         super().add_param_group({**param_group, **found, "params": params})
         for p in tensors:
             self._stepper.dtypes[id(p)] = (p, p.dtype)
-        for own in self._every_rules():
-            own.follow(tensors, held=True)
         if self._release is not None:
             self._release.attach()
         if self._all_given:
             admit.warn_discouraged(cls, [e for e in self._entries() if e.group is self.param_groups[-1]])
-
-    def _every_rules(self) -> list[rules.Rules]:
-        """Return the rules of the optimizer: of plans, and of blocks if its rule has such."""
-        return [own for own in (self._rules, self._blocks) if own is not None]
 
     def _entries(self) -> Iterator[Entry]:
         return entries.of(self.param_groups)
@@ -244,21 +232,13 @@ class Optimizer(torch.optim.Optimizer):
         """Return the class, the groups and the states as they are now."""
         return Owner(type(self), self.param_groups, self.state)
 
-    def _ready(self, action: str) -> Owner:
-        """Return the same before an action, which is refused in evaluation; marked modules are seen."""
-        self._refuse_in_evaluation(action)
-        owner = self._owner()
-        self._marks = single.take_marks(owner, self._marks)
-        return owner
-
     def _forget_removed(self) -> None:
         """Forget the dtypes of parameters that were swapped for others, once they are many."""
         dtypes = self._stepper.dtypes
         if len(dtypes) > 2 * sum(len(group["params"]) for group in self.param_groups):
             live = {id(entry.p) for entry in self._entries()}
-            gone = [dtypes.pop(key)[0] for key in dtypes.keys() - live]
-            for own in self._every_rules():
-                own.follow(gone, held=False)
+            for key in dtypes.keys() - live:
+                del dtypes[key]
 
     # -- step -----------------------------------------------------------------------------------------
 
@@ -274,7 +254,7 @@ class Optimizer(torch.optim.Optimizer):
         closure   computes the loss and the gradients anew; it runs first, and its value is returned.
         Gradients are not changed.  Errors about parameters, gradients, states and options come before any change.
         """
-        self._ready("step()")
+        self._refuse_in_evaluation("step()")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -334,7 +314,7 @@ class Optimizer(torch.optim.Optimizer):
         Returns the handle: `remove()`, or leaving it as a context, restores ordinary steps.  An optimizer that is
         deleted, and its handle with it, updates nothing any more.
         """
-        self._ready("release_gradients()")
+        self._refuse_in_evaluation("release_gradients()")
         self._release = release.Release(
             self, model, accumulate=accumulate, accumulator=accumulator, clip=clip, clip_by=clip_by
         )
@@ -401,10 +381,7 @@ class Optimizer(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         self._refuse_in_evaluation("copying")
         found: dict[str, Any] = super().__getstate__()
-        if self._rules is not None and (kept := self._rules.portable()) is not None:
-            found["_rules"] = kept
-        if self._blocks is not None:
-            found["_blocks"] = self._blocks.portable()
+        found |= {"_rules": self._rules, "_blocks": self._blocks}
         params = [entry.p for entry in self._entries()]
         if any(low_bits.ATTRIBUTE in p.__dict__ for p in params):
             found[low_bits.CARRIER] = low_bits.Carrier(params)
@@ -550,7 +527,6 @@ class Optimizer(torch.optim.Optimizer):
 
         ValueError where two parameters of one name are kept under different plans.
         """
-        self._marks = single.take_marks(self._owner(), self._marks)
         found: dict[Label, str] = {}
         for entry in self._entries():
             if entry.p.requires_grad and found.setdefault(entry.name, self._plan_of(entry)) != self._plan_of(entry):
@@ -565,7 +541,6 @@ class Optimizer(torch.optim.Optimizer):
 
     def memory(self) -> memory.Memory:
         """Return the bytes of the trainable weights and of their states, made already or not yet."""
-        self._marks = single.take_marks(self._owner(), self._marks)
         measured = []
         for entry in self._entries():
             if entry.p.requires_grad or state.of(self.state, entry.p):

@@ -53,8 +53,8 @@ class Releasing(Protocol):
     def _owner(self) -> Owner:
         """Return its class, groups and states."""
 
-    def _ready(self, action: str) -> Owner:
-        """Return the same before an action, which is refused in evaluation."""
+    def _refuse_in_evaluation(self, action: str) -> None:
+        """Raise RuntimeError in evaluation."""
 
     def _update(self) -> None:
         """Step the parameters that have a gradient."""
@@ -388,7 +388,8 @@ class Release:
     def _complete(self, p: Tensor) -> None:
         """Use p.grad, which is complete for this backward; if something is refused, it stays and nothing changes."""
         with self._lock, torch.no_grad():
-            owner = self.optimizer._ready("backward() with released gradients")
+            self.optimizer._refuse_in_evaluation("backward() with released gradients")
+            owner = self.optimizer._owner()
             one = self._released.get(id(p))
             if one is None or p.grad is None:
                 return

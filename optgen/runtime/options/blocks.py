@@ -69,52 +69,34 @@ class Rules(overrides.Rules):
 
     OPTION: ClassVar[str] = "blocks"
     EXAMPLE: ClassVar[str] = "{'*.q_proj.weight': 32}"
+    VALUE: ClassVar[str] = "number of blocks"
 
-    def check(self, cls: type, rule: overrides.Rule) -> None:
-        """TypeError or ValueError for what is no number of blocks."""
-        rule.value = counted(rule.value, f"{self.owner}: blocks[{rule.shown}]")
-
-
-def counted(value: object, where: str) -> int:
-    """A number of blocks; TypeError or ValueError for what is none."""
-    count = None if isinstance(value, bool) else as_int(value)
-    if count is None:
-        raise TypeError(f"{where}: expected a number of blocks, got {value!r:.80}")
-    if count < 1:
-        raise ValueError(f"{where}: expected 1 block or more, got {count}")
-    return count
-
-
-def recorded(cls: type, value: Any) -> Recorded:
-    """Return what a group holds under "blocks", checked: (name or position, number) pairs."""
-    pairs = list(value) if isinstance(value, (list, tuple)) else None
-    if pairs is None or not all(
-        isinstance(pair, (list, tuple)) and len(pair) == 2 and type(pair[0]) in (str, int) for pair in pairs
-    ):
-        raise TypeError(
-            f"{cls.__name__}: blocks of a group must be a dict of rules, or (name or position, number of blocks) "
-            f"pairs, got {value!r:.80}"
-        )
-    return tuple((label, counted(count, f"{cls.__name__}: blocks of {label!r}")) for label, count in pairs)
+    @classmethod
+    def checked(cls, owner: type, value: Any, where: str) -> int:
+        count = None if isinstance(value, bool) else as_int(value)
+        if count is None:
+            raise TypeError(f"{where}: expected a number of blocks, got {value!r:.80}")
+        if count < 1:
+            raise ValueError(f"{where}: expected 1 block or more, got {count}")
+        return count
 
 
 def decided(
-    cls: type, tensors: Sequence[Tensor], labels: Sequence[plans.Label], asked: Sequence[int | None]
-) -> Recorded:
-    """The record of a group: what was asked for its parameters.
+    cls: type, own: Rules, given: Any, tensors: Sequence[Tensor], labels: Sequence[plans.Label]
+) -> dict[str, Recorded]:
+    """Return {"blocks": those of single parameters in a group that is to come}, or {}; arguments as in `Rules.asked`.
 
-    ValueError for a parameter that cannot fall into so many blocks, and where two share a name but not the number.
+    Raises ValueError for a parameter that cannot fall into so many blocks.
     """
-    overrides.refuse_ambiguous(f"{cls.__name__}: blocks", labels, asked)
     found = []
-    for p, label, count in zip(tensors, labels, asked, strict=True):
+    for p, label, count in zip(tensors, labels, own.asked(cls, given, tensors, labels), strict=True):
         if count is not None:
             try:
                 height(p.shape, count)
             except ValueError as error:
-                raise ValueError(f"{cls.__name__}: blocks: parameter {label!r} {error}") from None
+                raise ValueError(f"{own.where}: parameter {label!r} {error}") from None
             found.append((label, count))
-    return tuple(found)
+    return {"blocks": tuple(found)} if found else {}
 
 
 def height(shape: torch.Size, count: int) -> int:
@@ -142,7 +124,7 @@ def of(cls: Any, group: Mapping[str, Any]) -> Mapping[plans.Label, int]:
     if known is None or known[0] is not given:
         if len(_tables) >= 256:
             _tables.clear()
-        known = _tables[id(given)] = given, dict(recorded(cls, given))
+        known = _tables[id(given)] = given, dict(Rules.recorded(cls, given))
     return known[1]
 
 

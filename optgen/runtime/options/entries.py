@@ -49,6 +49,20 @@ def labels(groups: Sequence[Mapping[str, Any]]) -> list[list[Label]]:
     return found
 
 
+def names(tensors: Sequence[Tensor], params: Any, kept: Any, first: int) -> list[Label]:
+    """Return what the parameters of a group that is to come will be called.
+
+    params   the group's "params": names are those of (name, parameter) pairs
+    kept     its "param_names", as the group of another optimizer has them
+    first    the position of its first parameter over all groups
+    """
+    given = params if isinstance(params, list) else []
+    found = {id(p[1]): str(p[0]) for p in given if isinstance(p, tuple)}
+    if not found and isinstance(kept, (list, tuple)) and len(kept) == len(tensors):
+        return list(kept)
+    return [found.get(id(p), first + i) for i, p in enumerate(tensors)]
+
+
 def of(groups: Sequence[dict[str, Any]]) -> Iterator[Entry]:
     """Yield the entries of all groups, in order."""
     position = 0

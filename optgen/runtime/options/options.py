@@ -76,9 +76,9 @@ def check(cls: Any, group: Mapping[str, Any]) -> dict[str, Any]:
     if "plan" in group:
         found["plan"] = _plan(cls, group["plan"])
     if _said(group, "overrides"):
-        found["overrides"] = overrides.recorded(cls, group["overrides"])
+        found["overrides"] = overrides.Rules.recorded(cls, group["overrides"])
     if cls.BLOCKS and _said(group, "blocks"):
-        found["blocks"] = blocks.recorded(cls, group["blocks"])
+        found["blocks"] = blocks.Rules.recorded(cls, group["blocks"])
     if _said(group, "streams"):
         found["streams"] = keys.recorded(group["streams"], owner)
     for name, reason in REFUSED.items():

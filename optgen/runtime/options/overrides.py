@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import difflib
 import re
-import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from operator import ge, gt, le, lt
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from optgen.runtime.layout import plans
-from optgen.runtime.records import dtype_name
+from optgen.runtime.records import dtype_name, keys, marks
 from optgen.runtime.records.join import Pair
 
 FP32 = "fp32"
@@ -44,80 +43,49 @@ Given = Mapping[Any, Any] | None
 
 @dataclass(frozen=True)
 class Member:
-    """A parameter as rules see it: the names it may be called by, and the modules that it is in, by id."""
+    """A parameter as rules see it: the names it may be called by, and the classes of the modules that it is in."""
 
     p: Tensor
     names: tuple[str, ...]
-    classes: frozenset[type] | None
-
-
-def is_flattened(p: Tensor) -> bool:
-    """Return True if FullyShardedDataParallel has flattened and cut it, so that its own shape is lost."""
-    return bool(getattr(p, "_fsdp_flattened", False))
+    classes: frozenset[type]
 
 
 class Rule:
-    """One entry of `overrides`, or of another option with such keys.  Modules are remembered weakly, as parameters are
-    until the optimizer has them."""
+    """One entry of `overrides`, or of another option with such keys: it holds for a pattern of names, for a size, for a
+    class of modules, or for the parameters of these ids."""
 
-    def __init__(self, owner: str, option: str, key: Any, value: Any, has_model: bool) -> None:
-        self.value, self.used = value, False
+    def __init__(self, where: str, key: Any, value: Any, has_model: bool) -> None:
+        self.value, self.used, self.shown = value, False, repr(key)
         self.pattern: str | None = None
         self.size: tuple[Callable[[int, int], bool], int] | None = None
         self.kind: type[nn.Module] | None = None
-        self.target: weakref.ref[Any] | None = None
-        self.number: int | None = None
-        self.shown = repr(key)
+        self.params = frozenset[int]()
         if isinstance(key, str):
             size = _SIZE.fullmatch(key)
             if size is not None:
                 self.size = _COMPARE[size[1]], int(size[2])
             elif re.match(r"\s*numel\b", key):
-                raise ValueError(f"{owner}: {option}: expected a size such as 'numel < 16384', got {key!r}")
+                raise ValueError(f"{where}: expected a size such as 'numel < 16384', got {key!r}")
             else:
                 self.pattern = key
         elif isinstance(key, nn.Module):
-            self.target, self.shown = weakref.ref(key), f"the module {type(key).__name__}"
+            self.params, self.shown = frozenset(map(id, key.parameters())), f"the module {type(key).__name__}"
         elif isinstance(key, Tensor):
-            self.target, self.shown = weakref.ref(key), f"a parameter of shape {list(key.shape)}"
+            self.params, self.shown = frozenset((id(key),)), f"a parameter of shape {list(key.shape)}"
         elif isinstance(key, type) and issubclass(key, nn.Module):
             if not has_model:
                 raise ValueError(
-                    f"{owner}: {option}: {key.__name__} is a class of modules, and parameters do not say in which "
-                    f"modules they are: give the model as well, {owner}(..., module=model)"
+                    f"{where}: {key.__name__} is a class of modules, and parameters do not say in which modules they "
+                    f"are: give the model as well, {where.partition(':')[0]}(..., module=model)"
                 )
             self.kind, self.shown = key, key.__name__
         else:
             raise TypeError(
-                f"{owner}: {option}: a key must be a pattern of parameter or module names, a size such as "
-                f"'numel < 16384', a module, a class of modules or a parameter, got {key!r:.80}"
+                f"{where}: a key must be a pattern of parameter or module names, a size such as 'numel < 16384', a "
+                f"module, a class of modules or a parameter, got {key!r:.80}"
             )
 
-    @property
-    def portable(self) -> bool:
-        """True if it means something where the model is another object."""
-        return self.pattern is not None or self.size is not None
-
-    def targets(self) -> frozenset[int]:
-        """ids of the parameters that a module or parameter stands for, as it is now."""
-        if self.number is not None:
-            return frozenset((self.number,))
-        found = None if self.target is None else self.target()
-        if isinstance(found, nn.Module):
-            return frozenset(map(id, found.parameters()))
-        return frozenset() if found is None else frozenset((id(found),))
-
-    def follow(self, p: Tensor, held: bool) -> None:
-        """Note that the optimizer holds the parameter p from now on, or no more.
-
-        A rule about p knows it by its id while it is held, because torch swaps no tensors that have weak references.
-        """
-        if held and self.target is not None and self.target() is p:
-            self.target, self.number = None, id(p)
-        elif not held and self.number == id(p):
-            self.target, self.number = weakref.ref(p), None
-
-    def holds(self, member: Member, targets: Collection[int]) -> bool:
+    def holds(self, member: Member) -> bool:
         if self.size is not None:
             return self.size[0](member.p.numel(), self.size[1])
         if self.pattern is not None:
@@ -125,14 +93,17 @@ class Rule:
             return any(fnmatchcase(name, pattern) for name in member.names)
         if self.kind is not None:
             kind = self.kind
-            return member.classes is not None and any(issubclass(found, kind) for found in member.classes)
-        return id(member.p) in targets
+            return any(issubclass(found, kind) for found in member.classes)
+        return id(member.p) in self.params
 
 
 class Tables:
     """The names that a model gives its parameters, and the classes of the modules that they are in, by id."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, owner: str, model: Any) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"{owner}: module must be a torch.nn.Module or None, got {type(model).__name__}")
+        self.params = list(model.parameters())
         self.names: dict[int, list[str]] = {}
         self.classes: dict[int, set[type]] = {}
         for name, own in model.named_parameters(remove_duplicate=False):
@@ -143,119 +114,123 @@ class Tables:
 
 
 class Rules:
-    """All entries of `overrides`, in order, and the model that says what its parameters are called."""
+    """All entries of `overrides`, in order.
+
+    tables  of the model, while an optimizer is made of its parameters
+    """
 
     OPTION: ClassVar[str] = "overrides"
     EXAMPLE: ClassVar[str] = "{'*embed*': 'fp32'}"
+    VALUE: ClassVar[str] = "plan"
+
+    where: str = OPTION  # in pickles of older versions, as is the next
     tables: Tables | None = None
-    """Kept only while an optimizer is made: many groups ask, and each walk takes as long as the model is large."""
 
-    def __init__(self, cls: type, given: Given = None, model: nn.Module | None = None) -> None:
-        owner = cls.__name__
-        if model is not None and not isinstance(model, nn.Module):
-            raise TypeError(f"{owner}: module must be a torch.nn.Module or None, got {type(model).__name__}")
+    def __init__(self, cls: type, given: Given = None, tables: Tables | None = None) -> None:
+        self.where = f"{cls.__name__}: {self.OPTION}"
         if given is not None and not isinstance(given, Mapping):
-            raise TypeError(
-                f"{owner}: {self.OPTION} must be a dict such as {self.EXAMPLE}, or None, got {given!r:.80}"
-            )
-        self.owner = owner
-        has_model = model is not None
-        self.rules = [Rule(owner, self.OPTION, key, value, has_model) for key, value in (given or {}).items()]
+            raise TypeError(f"{self.where} must be a dict such as {self.EXAMPLE}, or None, got {given!r:.80}")
+        self.rules = [Rule(self.where, key, value, tables is not None) for key, value in (given or {}).items()]
         for rule in self.rules:
-            self.check(cls, rule)
-        self._model = None if model is None else weakref.ref(model)
+            rule.value = self.checked(cls, rule.value, f"{self.where}[{rule.shown}]")
+        self.tables = tables
 
-    def check(self, cls: type, rule: Rule) -> None:
-        """TypeError or ValueError for a value that no parameter can have."""
-        if not isinstance(rule.value, str):
-            raise TypeError(f"{self.owner}: overrides[{rule.shown}]: expected a plan's name, got {rule.value!r:.80}")
-        if rule.value not in (FP32, plans.FULL):
-            plans.load(cls, rule.value)
+    @classmethod
+    def checked(cls, owner: type, value: Any, where: str) -> Any:
+        """Return a value; TypeError or ValueError for one that no parameter can have."""
+        if not isinstance(value, str):
+            raise TypeError(f"{where}: expected a plan's name, got {value!r:.80}")
+        if value not in (FP32, plans.FULL):
+            plans.load(owner, value)
+        return value
 
-    def portable(self) -> Rules | None:
-        """Return the rules that can be pickled: patterns and sizes."""
-        kept = [rule for rule in self.rules if rule.portable]
-        if not kept:
-            return None
-        made = object.__new__(type(self))
-        made.owner, made.rules, made._model = self.owner, kept, None
-        return made
+    @classmethod
+    def recorded(cls, owner: type, value: Any) -> tuple[tuple[plans.Label, Any], ...]:
+        """Return what a group holds under this option, checked: (name or position, value) pairs."""
+        where = f"{owner.__name__}: {cls.OPTION} of"
+        if not keys.are_labelled(value):
+            raise TypeError(
+                f"{where} a group must be a dict of rules, or (name or position, {cls.VALUE}) pairs, got {value!r:.80}"
+            )
+        return tuple((label, cls.checked(owner, of, f"{where} {label!r}")) for label, of in value)
 
-    @property
-    def model(self) -> nn.Module | None:
-        return None if self._model is None else self._model()
+    def keep(self) -> None:
+        """Keep the rules that parameters of later groups may follow: patterns and sizes."""
+        self.rules = [rule for rule in self.rules if rule.pattern is not None or rule.size is not None]
+        self.tables = None
 
     def members(self, tensors: Sequence[Tensor], labels: Sequence[plans.Label]) -> list[Member]:
-        """labels   what the optimizer calls them; positions are no names"""
-        model = self.model
-        tables = None if model is None else self.tables or Tables(model)
+        """Return members; `labels`: what the optimizer calls them, positions are no names."""
         made = []
         for p, label in zip(tensors, labels, strict=True):
-            called = [label] if isinstance(label, str) else []
-            called += () if tables is None else tables.names.get(id(p), ())
+            called, classes = [label] if isinstance(label, str) else [], frozenset[type]()
+            if self.tables is not None:
+                called += self.tables.names.get(id(p), ())
+                classes = frozenset(self.tables.classes.get(id(p), ()))
             names = dict.fromkeys(known for name in called for known in _called(name))
-            made.append(Member(p, tuple(names), None if tables is None else frozenset(tables.classes.get(id(p), ()))))
+            made.append(Member(p, tuple(names), classes))
         return made
 
     def apply(self, members: Iterable[Member]) -> list[Any]:
-        """Return the value for each, or None.  Raises ValueError if it depends on a size that a flattened part lost."""
+        """Return the value for each, or None."""
         found: list[Any] = []
-        targets = [rule.targets() for rule in self.rules]
         for member in members:
-            holding: list[Rule] = []
-            for rule, ids in zip(self.rules, targets, strict=True):
-                if rule.size is not None and is_flattened(member.p):
-                    if not holding:
-                        raise self._no_size(rule, member)
-                elif rule.holds(member, ids):
-                    holding.append(rule)
+            holding = [rule for rule in self.rules if rule.holds(member)]
             for rule in holding:
                 rule.used = True
             found.append(holding[0].value if holding else None)
         return found
 
-    def _no_size(self, rule: Rule, member: Member) -> ValueError:
-        which = f"parameter {member.names[0]!r}" if member.names else "a parameter"
-        return ValueError(
-            f"{self.owner}: {self.OPTION}: {rule.shown} asks for the size of {which}, of which "
-            f"FullyShardedDataParallel left a flat part of {member.p.numel()} elements here, other ranks another: "
-            f"name such parameters by patterns or modules, before the rule of sizes, or use "
-            f"torch.distributed.fsdp.fully_shard"
-        )
+    def asked(self, cls: type, given: Any, tensors: Sequence[Tensor], labels: Sequence[plans.Label]) -> list[Any]:
+        """Return what a new group says of each of its parameters, else what these rules say, else None.
 
-    def follow(self, params: Iterable[Tensor], held: bool) -> None:
-        """Note that the optimizer holds these parameters from now on, or no more."""
-        if any(rule.target is not None or rule.number is not None for rule in self.rules):
-            for p in params:
-                for rule in self.rules:
-                    rule.follow(p, held)
-
-    def refuse_unused(self, members: Sequence[Member]) -> None:
-        """ValueError where a rule that is not about sizes held for no parameter so far.
-
-        members   those of the optimizer, to say what might have been meant
+        given  the group's own: rules, or what another optimizer recorded in it
         """
+        is_record = given is not None and not isinstance(given, Mapping)
+        recorded = dict(self.recorded(cls, given)) if is_record else {}
+        extra = [label for label in recorded if label not in labels]
+        if extra:
+            raise ValueError(
+                f"{self.where} of a group: it has no parameter {extra[0]!r} (positions are counted over all groups)"
+            )
+        asked = [recorded.get(label) for label in labels]
+        of_group = type(self)(cls, None if is_record else given, self.tables)
+        for found in (of_group, self):
+            if found.rules:
+                asked = [a or b for a, b in zip(asked, found.apply(found.members(tensors, labels)), strict=True)]
+        of_group.refuse_unused(tensors, labels)
+        first: dict[plans.Label, object] = {}
+        for label, value in zip(labels, asked, strict=True):
+            if first.setdefault(label, value) != value:
+                raise ValueError(
+                    f"{self.where}: two parameters of a group are called {label!r}, and only one is to be kept "
+                    f"otherwise: give them different names"
+                )
+        return asked
+
+    def refuse_unused(self, tensors: Sequence[Tensor], labels: Sequence[plans.Label]) -> None:
+        """Raise ValueError if a rule that is not about sizes holds for none of these parameters, which the optimizer
+        has, nor for a frozen one of the model."""
         unused = [rule for rule in self.rules if not rule.used and rule.size is None]
-        if unused and self.model is not None:  # a frozen part of the model, which was not given to the optimizer
-            params = list(self.model.parameters())
-            self.apply(self.members(params, range(len(params))))
+        if unused and self.tables is not None:
+            self.apply(self.members(self.tables.params, range(len(self.tables.params))))
             unused = [rule for rule in unused if not rule.used]
         if not unused:
             return
-        rule, names = unused[0], list(dict.fromkeys(name for m in members for name in m.names[:1]))
-        if rule.pattern is not None and not names:
+        rule, members = unused[0], self.members(tensors, labels)
+        if rule.pattern is not None and not any(m.names for m in members):
             raise ValueError(
-                f"{self.owner}: {self.OPTION}: {rule.shown} is a pattern of names, and the parameters have none: give "
-                f"model.named_parameters(), or the model as well, {self.owner}(..., module=model)"
+                f"{self.where}: {rule.shown} is a pattern of names, and the parameters have none: give "
+                f"model.named_parameters(), or the model as well, {self.where.partition(':')[0]}(..., module=model)"
             )
         close = "" if rule.pattern is None else near(rule.pattern, members)
         guess = f"; did you mean {close!r}?" if close else ""
-        if rule.target is not None:
+        if rule.pattern is None and rule.kind is None:
             guess = (
                 ": it has been replaced, copied or sharded since, or its parameters were not given; make the optimizer "
                 "from the model as it is now"
             )
-        raise ValueError(f"{self.owner}: {self.OPTION}: {rule.shown} matches no parameter{guess}")
+        raise ValueError(f"{self.where}: {rule.shown} matches no parameter{guess}")
 
 
 def near(pattern: str, members: Sequence[Member]) -> str:
@@ -319,48 +294,25 @@ def _keeps_fp32(pair: Pair, dtype: torch.dtype) -> bool:
     )
 
 
-def recorded(cls: type, value: Any) -> plans.Recorded:
-    """Return what a group holds under "overrides", checked: (name or position, plan) pairs."""
-    pairs = list(value) if isinstance(value, (list, tuple)) else None
-    if pairs is None or not all(
-        isinstance(pair, (list, tuple)) and len(pair) == 2 and type(pair[0]) in (str, int) and type(pair[1]) is str
-        for pair in pairs
-    ):
-        raise TypeError(
-            f"{cls.__name__}: overrides of a group must be a dict of rules, or (name or position, plan) pairs, "
-            f"got {value!r:.80}"
-        )
-    for name in dict.fromkeys(name for _, name in pairs):
-        if name != plans.FULL:
-            plans.load(cls, name)
-    return tuple((label, name) for label, name in pairs)
-
-
-def refuse_ambiguous(where: str, labels: Sequence[plans.Label], asked: Sequence[object]) -> None:
-    """ValueError where two parameters share a name, by which they are known, but not what is asked for them."""
-    first: dict[plans.Label, object] = {}
-    for label, value in zip(labels, asked, strict=True):
-        if first.setdefault(label, value) != value:
-            raise ValueError(
-                f"{where}: two parameters of a group are called {label!r}, and only one is to be kept otherwise: give "
-                f"them different names"
-            )
-
-
 def decided(
     cls: type,
+    own: Rules,
+    given: Any,
     option: plans.PlanOption,
     tensors: Sequence[Tensor],
     labels: Sequence[plans.Label],
-    asked: Sequence[str | None],
-) -> plans.Recorded:
-    """The record of a group: what was asked for its parameters, settled.
+) -> dict[str, plans.Recorded]:
+    """Return {"overrides": the plans of single parameters in a group that is to come}, or {}.
 
-    ValueError where two parameters share a name, by which they are known, but not the plan.
+    own, given  rules of the optimizer, and of the group (`Rules.asked`); marks of modules follow
+    option      the plan of the group
     """
-    refuse_ambiguous(f"{cls.__name__}: overrides", labels, asked)
-    return tuple(
+    marked = marks.parameters()
+    asked = own.asked(cls, given, tensors, labels)
+    asked = [a or (FP32 if id(p) in marked else None) for a, p in zip(asked, tensors, strict=True)]
+    found = tuple(
         (label, settled(cls, option, value, p.dtype))
         for p, label, value in zip(tensors, labels, asked, strict=True)
         if value is not None and (p.requires_grad or p.dtype in TRAINED)  # frozen tensors may be anything
     )
+    return {"overrides": found} if found else {}

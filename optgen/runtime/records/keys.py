@@ -132,11 +132,15 @@ def streams(group: Mapping[str, Any]) -> dict[Label, Label]:
     return dict(group.get("streams") or ())
 
 
+def are_labelled(value: Any) -> bool:
+    """Return True for (name or position, anything) pairs."""
+    return isinstance(value, (list, tuple)) and all(
+        isinstance(pair, (list, tuple)) and len(pair) == 2 and type(pair[0]) in (str, int) for pair in value
+    )
+
+
 def recorded(value: Any, owner: str) -> tuple[tuple[Label, Label], ...]:
     """Return the checked "streams" of a group: (name or position, name or position) pairs."""
-    if not isinstance(value, (list, tuple)) or not all(
-        isinstance(pair, (list, tuple)) and len(pair) == 2 and all(type(x) in (str, int) for x in pair)
-        for pair in value
-    ):
+    if not are_labelled(value) or not all(type(stream) in (str, int) for _, stream in value):
         raise TypeError(f"{owner}: streams of a group must be pairs of names or positions, got {value!r:.80}")
     return tuple((label, stream) for label, stream in value)

@@ -7,7 +7,6 @@ and goes with it when it is copied or pickled.
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from typing import Any
 
@@ -16,18 +15,14 @@ from torch import Tensor, nn
 ATTRIBUTE = "_optgen_fp32_states"
 
 _marks: weakref.WeakSet[Mark] = weakref.WeakSet()
-_count = itertools.count(1)
-_newest = 0
 
 
 class Mark:
     """Hangs on a module, and is known here as long as that lives."""
 
     def __init__(self, module: nn.Module) -> None:
-        global _newest
         self._module = weakref.ref(module)
         _marks.add(self)
-        self.number = _newest = next(_count)
 
     @property
     def module(self) -> nn.Module | None:
@@ -47,8 +42,8 @@ class Mark:
 def keep_states_fp32(module: nn.Module) -> nn.Module:
     """Let every optimizer keep the states of this module's parameters, and of those below it, in fp32; returns it.
 
-    As `overrides={module: "fp32"}` would, but said once, where the model is made.  It holds for optimizers made
-    before or after, up to the first step of a parameter; `overrides` that name the parameter come first.
+    As `overrides={module: "fp32"}` would, but said once, where the model is made.  It holds for optimizers that are
+    made afterwards; `overrides` that name the parameter come first.
     The mark follows the module through `.to()`, casts, `fully_shard`, deep copies and pickling.
     TypeError for what is no module.
     """
@@ -59,15 +54,7 @@ def keep_states_fp32(module: nn.Module) -> nn.Module:
     return module
 
 
-def newest() -> int:
-    """Another number whenever a module has been marked since."""
-    return _newest
-
-
-def parameters(since: int = 0) -> dict[int, Tensor]:
-    """The parameters of all modules that were marked since, as they are now, by id.
-
-    since   what `newest` said then
-    """
-    modules = [mark.module for mark in list(_marks) if mark.number > since]
+def parameters() -> dict[int, Tensor]:
+    """The parameters of all marked modules, as they are now, by id."""
+    modules = [mark.module for mark in list(_marks)]
     return {id(p): p for module in modules if module is not None for p in module.parameters()}

@@ -11,7 +11,6 @@ from torch import Tensor
 from optgen.runtime.checkpoint import checkpoint
 from optgen.runtime.layout import plans, sharding
 from optgen.runtime.layout.plans import Label
-from optgen.runtime.options import overrides
 from optgen.runtime.options.entries import Entry
 from optgen.runtime.records import Variant, dtype_name
 from optgen.runtime.records.join import Pair
@@ -69,23 +68,18 @@ def refuse_shared_memory(cls: Any, entries: Iterable[Entry]) -> None:
 def refuse_layouts(cls: Any, entries: Iterable[Entry]) -> None:
     """Raise ValueError for a parameter of several ranks whose parts no kernel can update."""
     for entry in entries:
-        flattened = overrides.is_flattened(entry.p)
-        if entry.p.requires_grad and (flattened or sharding.is_sharded(entry.p)):
+        refuse_flattened(cls, entry.p, entry.name)
+        if entry.p.requires_grad and sharding.is_sharded(entry.p):
             _, plan, variant = checkpoint.select(cls, entry.group, entry.p, entry.name)
-            if flattened:
-                refuse_flattened(cls, entry.p, entry.name, plan, variant)
-            else:
-                shard(cls, plan, variant, entry, None)
+            shard(cls, plan, variant, entry, None)
 
 
-def refuse_flattened(cls: Any, p: Tensor, name: Label, plan: Pair, variant: Variant) -> None:
-    """Raise ValueError for a piece of a flattened parameter that any step needs more of than its elements."""
-    beyond = [v for v in plans.at_steps(plan, variant, cls.FLAGS) if v.stages or v.stochastic or v.block > 1]
-    if beyond or plan.small_numel:
+def refuse_flattened(cls: Any, p: Tensor, name: Label) -> None:
+    """Raise ValueError for a trainable piece of a flattened parameter, which has neither rows nor its own elements."""
+    if p.requires_grad and getattr(p, "_fsdp_flattened", False):
         raise ValueError(
-            f"{cls.__name__}: {state.label(p, name)} was flattened and cut by FullyShardedDataParallel: its "
-            f"rows are lost, which this rule or plan needs; use torch.distributed.fsdp.fully_shard, or an "
-            f"element-wise rule under a plan without blocks and random bits (fp32, fp32_master)"
+            f"{cls.__name__}: {state.label(p, name)} was flattened and cut by FullyShardedDataParallel, and its shape "
+            f"is lost: use torch.distributed.fsdp.fully_shard"
         )
 
 
@@ -151,16 +145,15 @@ def warn_discouraged(cls: Any, entries: Iterable[Entry]) -> None:
 
 
 def warn_untrained(cls: Any, groups: Sequence[dict[str, Any]], steps: int) -> None:
-    """Warn that several steps have found no gradient, unless all may be on other ranks."""
-    params = [p for group in groups for p in group["params"]]
-    if not any(map(overrides.is_flattened, params)):  # those that are trained may all be on other ranks
-        warn(
-            f"{cls.__name__}: {steps} steps, and none of its {len(params)} parameters has had a gradient yet: these "
-            f"steps changed nothing.  Is backward() called before step(), and zero_grad() after it?  Does the loss "
-            f"depend on these very parameters, or on a copy of the model, or on one that was sharded or rebuilt after "
-            f"the optimizer was made?",
-            cls,
-        )
+    """Warn that several steps have found no gradient."""
+    count = sum(len(group["params"]) for group in groups)
+    warn(
+        f"{cls.__name__}: {steps} steps, and none of its {count} parameters has had a gradient yet: these steps "
+        f"changed nothing.  Is backward() called before step(), and zero_grad() after it?  Does the loss depend on "
+        f"these very parameters, or on a copy of the model, or on one that was sharded or rebuilt after the optimizer "
+        f"was made?",
+        cls,
+    )
 
 
 # -- at a step ---------------------------------------------------------------------------------------------------------

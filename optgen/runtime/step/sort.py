@@ -12,7 +12,7 @@ from torch import Tensor
 from optgen.runtime.checkpoint import checkpoint, weights
 from optgen.runtime.layout import plans, sharding
 from optgen.runtime.layout.plans import Label
-from optgen.runtime.options import options, overrides
+from optgen.runtime.options import options
 from optgen.runtime.options.entries import Entry, Owner
 from optgen.runtime.records import Variant, as_float, keys
 from optgen.runtime.records.arena import Arena
@@ -234,8 +234,7 @@ def buckets(
     for b, i in fresh:  # thawed since it was given
         if b.variant.needs_matrix and len(b.params[i].shape) < 2:
             raise admit.no_matrix(owner.cls, b.params[i], b.names[i])
-        if overrides.is_flattened(b.params[i]):
-            admit.refuse_flattened(owner.cls, b.params[i], b.names[i], b.plan, b.variant)
+        admit.refuse_flattened(owner.cls, b.params[i], b.names[i])
     return found, fresh
 
 
