@@ -663,7 +663,7 @@ def test_room_that_only_some_steps_need_is_freed_with_the_gradient() -> None:
         ({"accumulate": 2.5}, "accumulate must be a whole number >= 1, got 2.5"),
         ({"clip": -1.0}, "clip must be a number > 0, or None, got -1.0"),
         ({"clip": float("nan")}, "clip must be a number > 0, or None, got nan"),
-        ({"clip": 1.0, "clip_by": "global_norm"}, "clip_by='previous_norm' takes the norm of the step before"),
+        ({"clip": 1.0, "clip_by": "global_norm"}, "clip_by='previous_norm' takes that of the step before"),
         ({"clip": 1.0, "clip_by": "max"}, "clip_by must be one of norm, value, previous_norm, got 'max'"),
         ({"accumulator": "int8", "accumulate": 2}, "accumulator must be what optgen.accumulate.accumulator"),
     ],

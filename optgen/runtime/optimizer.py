@@ -221,7 +221,7 @@ class Optimizer(torch.optim.Optimizer):
         for p in tensors:
             self._stepper.dtypes[id(p)] = (p, p.dtype)
         if self._release is not None:
-            self._release.attach()
+            self._release.attached()
         if self._all_given:
             admit.warn_discouraged(cls, [e for e in self._entries() if e.group is self.param_groups[-1]])
 

@@ -17,7 +17,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self, cast
+from typing import Any, Literal, Protocol, Self, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from torch._compile import _disable_dynamo
 from optgen.runtime.checkpoint import checkpoint
 from optgen.runtime.layout import plans, sharding
 from optgen.runtime.layout.plans import Label
-from optgen.runtime.modes.offload import Offload
+from optgen.runtime.modes.offload import Offload, sums_over_model
 from optgen.runtime.options import entries, options
 from optgen.runtime.options.entries import Entry, Owner
 from optgen.runtime.records import Variant, as_float, as_int
@@ -36,8 +36,6 @@ from optgen.runtime.states import state
 from optgen.runtime.step.stepper import Stepper
 
 ClipBy = Literal["norm", "value", "previous_norm"]
-
-CLIPS = ("norm", "value", "previous_norm")
 
 TINY = 1e-6
 """The number that torch.nn.utils.clip_grad_norm_ adds to a norm before it divides by it."""
@@ -132,7 +130,7 @@ def refuse_sums(cls: Any, group: dict[str, Any], p: Tensor, name: Label) -> list
     _, plan, variant = checkpoint.select(cls, group, p, name)
     steps = list(plans.at_steps(plan, variant, cls.FLAGS))
     for v in steps:
-        if v.model_temps or any(f.space == "model" for f in v.fields):
+        if sums_over_model(v):
             sums = ", ".join(v.model_temps) or "states of the model"
             raise ValueError(
                 f"{cls.__name__}: the update of {state.label(p, name)} needs sums over the whole model ({sums}), known "
@@ -193,13 +191,6 @@ def _watch_clipping() -> None:
     module._clip_grads_with_norm_ = watched
 
 
-def _connect(p: Tensor) -> None:
-    """Have torch call the hooks that p knows: it forgets to once conversions have swapped what is in a Parameter
-    (torch.__future__.set_swap_module_params_on_conversion), and looks for them again when they are set."""
-    known: Any = p
-    known._post_accumulate_grad_hooks = known._post_accumulate_grad_hooks
-
-
 def _materialize(p: Tensor) -> None:
     """Give a gradient of zeros without memory its own: sums and clipping write it."""
     if p.grad is not None and p.grad._is_zerotensor():
@@ -209,47 +200,6 @@ def _materialize(p: Tensor) -> None:
 def _unhook(hooks: dict[int, Any]) -> None:
     for hook in hooks.values():
         hook.remove()
-
-
-class Handle:
-    """The handle of released gradients, which keeps its optimizer: also a context manager, which removes the hooks at
-    its end."""
-
-    def __init__(self, optimizer: Releasing, release: Release) -> None:
-        self.optimizer, self._release = optimizer, release
-
-    @property
-    def accumulate(self) -> int:
-        """Micro-batches whose gradients are summed before an update; it may be changed."""
-        return self._release.accumulate
-
-    @accumulate.setter
-    def accumulate(self, count: int) -> None:
-        self._release.accumulate = count
-
-    def remove(self) -> None:
-        """Return to ordinary steps.  Sums of micro-batches that no update has used are in p.grad afterwards."""
-        self._release.remove()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what an exact continuation needs beside the optimizer's state dict: the norm of the last step, and how
-        many sums of micro-batches each parameter has had, by name (by position where it has none).
-
-        Raises RuntimeError if sums of micro-batches are waiting: save between updates.
-        """
-        return self._release.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a dict that `state_dict` returned.  Raises TypeError for anything else."""
-        self._release.load_state_dict(state_dict)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.remove()
 
 
 class Release:
@@ -279,19 +229,26 @@ class Release:
                 f"{owner}: accumulator must be what optgen.accumulate.accumulator('int8') makes, or a class "
                 f"like it, with accumulate >= 2; got {accumulator!r} and accumulate={count}"
             )
-        self._check_clip(owner, clip, clip_by)
+        if clip_by not in get_args(ClipBy):
+            raise ValueError(
+                f"{owner}: clip_by must be one of {', '.join(get_args(ClipBy))}, got {clip_by!r}; the norm over the "
+                f"model is known only when parameters are updated, clip_by='previous_norm' takes that of the step before"
+            )
+        number = None if clip is None or isinstance(clip, bool) else as_float(clip)
+        if clip is not None and not (number is not None and number > 0):
+            raise ValueError(f"{owner}: clip must be a number > 0, or None, got {clip!r}")
         if model is not None and not isinstance(model, nn.Module):
             raise TypeError(f"{owner}: model must be a torch.nn.Module or None, got {type(model).__name__}")
         self._optimizer, self.accumulate = weakref.ref(optimizer), count
         self._model, self._accumulator = model, accumulator
-        self._clip, self._clip_by = None if clip is None else float(clip), clip_by
+        self._clip, self._clip_by = number, clip_by
         self._lock = threading.RLock()  # backward runs a thread per device
         self._released: dict[int, ReleasedParameter] = {}
         self._hooks: dict[int, Any] = {}
         weakref.finalize(self, _unhook, self._hooks).atexit = False
         self._norms: dict[int, Tensor] = {}
-        self._previous: Tensor | None = None
-        self._counts: dict[str | int, int] = {}
+        self.previous: Tensor | None = None
+        self.counts: dict[str | int, int] = {}
         self._looked = False
         self._warned: set[str] = set()
         groups = optimizer._owner()
@@ -332,21 +289,6 @@ class Release:
                         f"(a name that still stands for it keeps it)"
                     )
 
-    @staticmethod
-    def _check_clip(owner: str, clip: float | None, clip_by: str) -> None:
-        if clip_by in ("global_norm", "model_norm", "total_norm"):
-            raise ValueError(
-                f"{owner}: clip_by={clip_by!r}: the norm over the model is known only when backward has ended, and by "
-                f"then the parameters are updated; clip_by='previous_norm' takes the norm of the step before, "
-                f"clip_by='norm' each parameter's own"
-            )
-        if clip_by not in CLIPS:
-            raise ValueError(f"{owner}: clip_by must be one of {', '.join(CLIPS)}, got {clip_by!r}")
-        if clip is not None:
-            number = None if isinstance(clip, bool) else as_float(clip)
-            if number is None or not number > 0:
-                raise ValueError(f"{owner}: clip must be a number > 0, or None, got {clip!r}")
-
     def _refuse_wrappers(self, owner: Owner) -> None:
         """Raise NotImplementedError for wrappers that reduce gradients over ranks after the hooks have run."""
         places = (
@@ -374,7 +316,7 @@ class Release:
 
     def _give_sums(self, one: ReleasedParameter) -> None:
         if self._accumulator is not None and one.sums is None:
-            one.sums = GradientAccumulator(self._accumulator, one.p, one.name, self._counts.get(one.name, 0))
+            one.sums = GradientAccumulator(self._accumulator, one.p, one.name, self.counts.get(one.name, 0))
 
     def _place(self, one: ReleasedParameter) -> None:
         p = one.p
@@ -444,17 +386,30 @@ class Release:
         factor = torch.clamp(clip / (own + TINY), max=1.0)
         if self._clip_by == "previous_norm":
             self._norms[id(p)] = own
-            if self._previous is not None:
-                before = self._previous.to(own.device)
+            if self.previous is not None:
+                before = self.previous.to(own.device)
                 factor = torch.where(before.isfinite(), torch.clamp(clip / (before + TINY), max=1.0), factor)
         sharding.local(p.grad).mul_(factor)
 
     # -- between backwards ----------------------------------------------------------------------------
 
-    def attach(self) -> None:
-        """Place hooks on parameters that came, were made trainable or replaced; those that left lose theirs."""
+    def attached(self) -> list[ReleasedParameter]:
+        """Place hooks on parameters that came, were made trainable or replaced; those that left lose theirs.
+
+        Returns all that have one.
+        """
         with self._lock:
             self._attach(self.optimizer._owner())
+            return list(self._released.values())
+
+    def remove(self) -> None:
+        """Remove all hooks, and put sums that no update has used into p.grad."""
+        with self._lock, torch.no_grad():
+            _unhook(self._hooks)
+            self._hooks.clear()
+            for one in self._released.values():
+                self._hand_over(one)
+            self._released.clear()
 
     def _attach(self, owner: Owner) -> None:
         wanted = self._wanted(owner)
@@ -482,13 +437,18 @@ class Release:
         """Update from gradients that are still there, and end the norm of this step."""
         left = [vars(self.optimizer).pop(name, None) for name in ("grad_scale", "found_inf")]
         if any(value is not None for value in left):
-            raise RuntimeError(SCALED.format(type(self.optimizer).__name__))
+            raise RuntimeError(
+                f"{type(self.optimizer).__name__}.step: its gradients were released within backward, where the factor "
+                f"of a GradScaler was still in them, and a step that overflows could not be skipped any more.  Train in "
+                f"bf16, which needs no GradScaler, or call remove() on the handle of release_gradients"
+            )
         with self._lock, torch.no_grad():
             owner = self.optimizer._owner()
             before = list(self._released.values())
             for one in before:
-                if one.p.grad is not None:  # maybe because no hook was called
-                    _connect(one.p)
+                if one.p.grad is not None:  # maybe because torch forgot its hooks when a conversion swapped the content
+                    known: Any = one.p  # of Parameters; it looks for them when they are set
+                    known._post_accumulate_grad_hooks = known._post_accumulate_grad_hooks
             self._attach(owner)
             self._warn_repeated(self._released.values())
             for one in self._released.values():
@@ -503,7 +463,7 @@ class Release:
                 one.summed = 0
             if self._norms:
                 order = [self._norms[id(p)] for p, *_ in self._wanted(owner) if id(p) in self._norms]
-                self._previous = torch.linalg.vector_norm(torch.stack([n.to(order[0].device) for n in order]))
+                self.previous = torch.linalg.vector_norm(torch.stack([n.to(order[0].device) for n in order]))
                 self._norms.clear()
 
     def _warn_repeated(self, released: Iterable[ReleasedParameter]) -> None:
@@ -555,53 +515,63 @@ class Release:
         _materialize(one.p)
         one.summed = 0
 
-    def remove(self) -> None:
-        """See Handle.remove."""
-        with self._lock, torch.no_grad():
-            for hook in self._hooks.values():
-                hook.remove()
-            self._hooks.clear()
-            for one in self._released.values():
-                self._hand_over(one)
-            self._released.clear()
-            if self.optimizer._release is self:
-                self.optimizer._release = None
+class Handle:
+    """The handle of released gradients, which keeps its optimizer: also a context manager, which removes the hooks at
+    its end."""
 
-    # -- checkpoints ----------------------------------------------------------------------------------
+    def __init__(self, optimizer: Releasing, release: Release) -> None:
+        self.optimizer, self._release = optimizer, release
+
+    @property
+    def accumulate(self) -> int:
+        """Micro-batches whose gradients are summed before an update; it may be changed."""
+        return self._release.accumulate
+
+    @accumulate.setter
+    def accumulate(self, count: int) -> None:
+        self._release.accumulate = count
+
+    def remove(self) -> None:
+        """Return to ordinary steps.  Sums of micro-batches that no update has used are in p.grad afterwards."""
+        self._release.remove()
+        if self.optimizer._release is self._release:
+            self.optimizer._release = None
 
     def state_dict(self) -> dict[str, Any]:
-        """See Handle.state_dict."""
-        if any(one.summed for one in self._released.values()):
+        """Return what an exact continuation needs beside the optimizer's state dict: the norm of the last step, and how
+        many sums of micro-batches each parameter has had, by name (by position where it has none).
+
+        Raises RuntimeError if sums of micro-batches are waiting: save between updates.
+        """
+        released = self._release.attached()
+        if any(one.summed for one in released):
             raise RuntimeError("release_gradients: micro-batches are waiting for their update; save after step()")
-        found: dict[str, Any] = {"previous_norm": None if self._previous is None else self._previous.clone()}
-        with self._lock:
-            self.attach()
-            sums = {one.name: one.sums.count for one in self._released.values() if one.sums is not None}
-        return {**found, "sums": sums} if sums else found
+        norm = self._release.previous
+        sums = {one.name: one.sums.count for one in released if one.sums is not None}
+        return {"previous_norm": None if norm is None else norm.clone(), **({"sums": sums} if sums else {})}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See Handle.load_state_dict."""
+        """Take over a dict that `state_dict` returned.  Raises TypeError for anything else."""
         norm, sums = state_dict.get("previous_norm", self), state_dict.get("sums", {})
         counts = [type(count) is int and count >= 0 for count in sums.values()] if isinstance(sums, dict) else [False]
-        if norm is self or not (norm is None or (isinstance(norm, Tensor) and norm.numel() == 1)) or not all(counts):
+        if not (norm is None or (isinstance(norm, Tensor) and norm.numel() == 1)) or not all(counts):
             raise TypeError(
                 f"release_gradients: expected what the handle's state_dict() gave, {{'previous_norm': a tensor of one "
                 f"element or None, 'sums': numbers by name}}, got {state_dict!r:.80}"
             )
-        self._previous = None if norm is None else norm.detach().to(torch.float32).reshape(()).clone()
-        self._counts = dict(sums)
-        with self._lock:
-            self.attach()
-            for one in self._released.values():
-                if one.sums is not None:
-                    one.sums.count = sums.get(one.name, one.sums.count)
+        self._release.previous = None if norm is None else norm.detach().to(torch.float32).reshape(()).clone()
+        self._release.counts = dict(sums)
+        for one in self._release.attached():
+            if one.sums is not None:
+                one.sums.count = sums.get(one.name, one.sums.count)
 
+    def __enter__(self) -> Self:
+        return self
 
-SCALED = (
-    "{}.step: its gradients were released within backward, where the factor of a GradScaler was still in them, and a "
-    "step that overflows could not be skipped any more.  Train in bf16, which needs no GradScaler, or call remove() on "
-    "the handle of release_gradients"
-)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
 
 
 class GradientAccumulator:
