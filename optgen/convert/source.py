@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,8 @@ from optgen.runtime.options import options
 from optgen.runtime.records import dtype_name, dtype_of
 from optgen.runtime.records.misfits import Misfits
 from optgen.runtime.states import low_bits
+
+T = TypeVar("T")
 
 Find = Callable[[str], Any]
 """A function from the name of a rule to its optimizer class."""
@@ -111,22 +114,17 @@ def load_torch(file: Path) -> dict[str, Any]:
     try:
         found = container.load_torch(file)
     except CheckpointError as error:
-        # Newer torch names an unknown class after the first line of its message.
+        # Newer torch names an unknown class after the first line of its message; torchao registers its own.
         if "torchao" not in str(error.__cause__):
             raise
-        _import_torchao()
+        try:
+            import torchao.optim  # noqa: F401
+        except ImportError as missing:
+            raise ImportError("torchao, whose tensors are in the checkpoint: pip install torchao") from missing
         found = container.load_torch(file)
     if "optgen_checkpoint" in found:
         raise CheckpointError(f"{file} was cut short: its checksum is missing")
     return found
-
-
-def _import_torchao() -> None:
-    """Import torchao, which registers its tensor classes with torch.load; ImportError if it is not installed."""
-    try:
-        import torchao.optim  # noqa: F401
-    except ImportError as error:
-        raise ImportError("torchao, whose tensors are in the checkpoint: pip install torchao") from error
 
 
 def read(file: Path, spec: str | None, weights: str | None, find: Find) -> tuple[Source, str]:
@@ -140,7 +138,8 @@ def read(file: Path, spec: str | None, weights: str | None, find: Find) -> tuple
     groups, entries = groups_and_states(saved, file)
     model = _model_in(content) if saved is not content else None
     if weights is not None:
-        model = _load_weights(existing(weights))
+        given = _load(existing(weights), weights=True)
+        model = _model_in(given) or given
     parameters = _parameters(groups, entries, about, model, file)
     found = Source("optgen" if is_own(saved) else TORCH, groups, parameters, {}, model, content.get("extra"))
     if is_own(saved):
@@ -180,13 +179,6 @@ def _state_dict_in(content: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
         raise refuse(file, f"expected one optimizer's state dict in it, got {len(parts)}")
     part: Mapping[str, Any] = parts[0]
     return part
-
-
-def _load_weights(file: Path) -> dict[str, Any]:
-    """Read a model's state dict, which is the whole file or stands in it under a key of `MODEL`."""
-    content = _load(file, weights=True)
-    part = _model_in(content)
-    return content if part is None else part
 
 
 def _model_in(content: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -339,16 +331,19 @@ def _state_names(cls: Any, found: Source) -> tuple[str, ...]:
     return names
 
 
+def split(groups: Sequence[Mapping[str, Any]], values: Iterable[T]) -> list[list[T]]:
+    """Return the values of each group's parameters, of values of all of them in order."""
+    rest = iter(values)
+    return [list(islice(rest, len(group["params"]))) for group in groups]
+
+
 def grouped(found: Source, params: Sequence[Tensor]) -> list[dict[str, Any]]:
     """Return parameter groups for an optimizer, with the checkpoint's names, `overrides` and `blocks`."""
-    made, start = [], 0
-    for group in found.groups:
-        end = start + len(group["params"])
-        part = params[start:end]
+    made: list[dict[str, Any]] = []
+    for group, part in zip(found.groups, split(found.groups, params), strict=True):
         names = group.get("param_names")
-        made.append({"params": list(zip(names, part, strict=True)) if names else list(part)})
+        made.append({"params": list(zip(names, part, strict=True)) if names else part})
         made[-1] |= {key: group[key] for key in ("overrides", "blocks") if group.get(key)}
-        start = end
     return made
 
 

@@ -21,6 +21,7 @@ from optgen.convert.source import (
     read,
     refuse,
     same_memory,
+    split,
 )
 from optgen.runtime import files
 from optgen.runtime.checkpoint import checkpoint, container
@@ -49,11 +50,20 @@ def convert(
     Raises UserError, and writes nothing, if something is missing or does not fit.
     """
     found, rule = read(existing(source), spec, weights, find)
-    if to == TORCH:
-        return _write_torch(found, Path(target))
-    cls = find(rule)
-    made = _rebuilt(cls, found, to, None if param is None else dtype_of(param), source)
-    return _write_own(cls, found, made, Path(target), to)
+    made = None if to == TORCH else _rebuilt(find(rule), found, to, None if param is None else dtype_of(param), source)
+    try:
+        if made is None:
+            _write_torch(found, Path(target))
+        else:
+            _write_own(found, made, Path(target))
+    except OSError as error:
+        raise UserError("E413", path=target, why=error.strerror or str(error)) from error
+    shapes = [p.shape for p in found.parameters]
+    return {
+        "target": target, "to": to, "from": found.kind, "parameters": len(shapes),
+        "elements": sum(math.prod(shape) for shape in shapes if shape is not None),
+        "bytes": Path(target).stat().st_size,
+    }  # fmt: skip
 
 
 def _rebuilt(cls: Any, found: Source, plan: str, dtype: torch.dtype | None, source: str) -> Any:
@@ -70,18 +80,11 @@ def _rebuilt(cls: Any, found: Source, plan: str, dtype: torch.dtype | None, sour
         params.append(q)
     try:
         opt = cls(grouped(found, params), plan=plan)
-        seeds = [{k: g[k] for k in ("seed", "streams") if k in g} for g in found.groups]
-        dropped = options.OWN
-        numbers = iter(range(len(params)))
-        groups = [
-            {**{k: v for k, v in g.items() if k not in dropped}, "params": [next(numbers) for _ in g["params"]]}
-            for g in found.groups
-        ]
-        opt.load_state_dict({"state": found.states, "param_groups": groups})
+        opt.load_state_dict(_dense(found))
     except (TypeError, ValueError) as error:
         raise refuse(source, str(error)) from error
-    for group, seed in zip(opt.param_groups, seeds, strict=True):
-        group.update(seed)
+    for group, kept in zip(opt.param_groups, found.groups, strict=True):
+        group.update({key: kept[key] for key in ("seed", "streams") if key in kept})
     for number, (p, q) in enumerate(zip(found.parameters, params, strict=True)):
         if p.weight is not None or q not in opt.state:
             continue
@@ -97,8 +100,18 @@ def _rebuilt(cls: Any, found: Source, plan: str, dtype: torch.dtype | None, sour
     return opt
 
 
-def _write_own(cls: Any, found: Source, opt: Any, target: Path, plan: str) -> dict[str, Any]:
-    """Write a converted checkpoint as save_checkpoint would; returns a summary of it."""
+def _dense(found: Source) -> dict[str, Any]:
+    """Return the state dict of torch.optim."""
+    numbers = split(found.groups, range(len(found.parameters)))
+    groups = [
+        {**{k: v for k, v in group.items() if k not in options.OWN}, "params": own}
+        for group, own in zip(found.groups, numbers, strict=True)
+    ]
+    return {"state": found.states, "param_groups": groups}
+
+
+def _write_own(found: Source, opt: Any, target: Path) -> None:
+    """Write a converted checkpoint as save_checkpoint would."""
     params = [p for g in opt.param_groups for p in g["params"]]
     model = None if found.model is None else dict(found.model)
     waiting = [None if state.of(opt.state, q) else q.__dict__.get(low_bits.ATTRIBUTE) for q in params]
@@ -113,46 +126,20 @@ def _write_own(cls: Any, found: Source, opt: Any, target: Path, plan: str) -> di
                     model[key] = q.detach()
         rows.append({"key": p.key if known else None, "shape": list(q.shape), "dtype": dtype_name(q.dtype)})
     about = {**files.about(opt, None), "parameters": rows}
-    saved = opt.state_dict()
-    _write(target, {
-        "optgen_checkpoint": container.VERSION, "about": about, "optimizer": saved, "model": model,
+    container.write(target, {
+        "optgen_checkpoint": container.VERSION, "about": about, "optimizer": opt.state_dict(), "model": model,
         "waiting": waiting, "extra": found.extra,
     })  # fmt: skip
-    return {
-        "target": str(target), "to": plan, "from": found.kind, "parameters": len(params),
-        "elements": sum(q.numel() for q in params), "bytes": target.stat().st_size,
-    }  # fmt: skip
 
 
-def _write(target: Path, content: dict[str, Any]) -> None:
-    """Write a checkpoint file; UserError if it cannot be written."""
-    try:
-        container.write(target, content)
-    except OSError as error:
-        raise UserError("E413", path=target, why=error.strerror or str(error)) from error
-
-
-def _write_torch(found: Source, target: Path) -> dict[str, Any]:
+def _write_torch(found: Source, target: Path) -> None:
     """Write torch.optim's form, with the fp32 model under a key that torch's load_state_dict ignores."""
-    numbers = iter(range(len(found.parameters)))
-    groups = []
-    for group in found.groups:
-        kept = {k: v for k, v in group.items() if k not in ("params", *options.OWN)}
-        groups.append({**kept, "params": [next(numbers) for _ in group["params"]]})
-    content: dict[str, Any] = {"state": found.states, "param_groups": groups}
+    content = _dense(found)
     if found.model is not None:
         full = {p.key: p.weight for p in found.parameters if p.key is not None}
         content["model"] = {
             k: full.get(k, v.float() if isinstance(v, Tensor) and v.dtype in low_bits.NARROW else v)
             for k, v in found.model.items()
         }
-    try:
-        with instead_of(target) as file:
-            torch.save(content, file)
-    except OSError as error:
-        raise UserError("E413", path=target, why=error.strerror or str(error)) from error
-    return {
-        "target": str(target), "to": TORCH, "from": found.kind, "parameters": len(found.parameters),
-        "elements": sum(math.prod(p.shape or ()) for p in found.parameters if p.shape is not None),
-        "bytes": target.stat().st_size,
-    }  # fmt: skip
+    with instead_of(target) as file:
+        torch.save(content, file)

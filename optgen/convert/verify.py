@@ -14,7 +14,17 @@ import torch
 from torch import Tensor
 
 from optgen.base.errors import UserError
-from optgen.convert.source import TRAINED, Find, existing, groups_and_states, is_own, is_state_dict, load_torch, rule_of
+from optgen.convert.source import (
+    TRAINED,
+    Find,
+    existing,
+    groups_and_states,
+    is_own,
+    is_state_dict,
+    load_torch,
+    rule_of,
+    split,
+)
 from optgen.runtime import files
 from optgen.runtime.checkpoint import checkpoint, container
 from optgen.runtime.checkpoint.container import CheckpointError
@@ -124,11 +134,7 @@ def _states(cls: Any, content: Mapping[str, Any], found: Checked) -> None:
     params = [torch.empty(one["shape"], dtype=dtype_of(one["dtype"])) for one in about["parameters"]]
     for p in params:
         p.requires_grad_(p.dtype in TRAINED)
-    groups, start = [], 0
-    for group in saved["param_groups"]:
-        end = start + len(group["params"])
-        groups.append({"params": params[start:end]})
-        start = end
+    groups = [{"params": own} for own in split(saved["param_groups"], params)]
     try:
         with torch.no_grad():
             checkpoint.read(cls, groups, saved, {p: {} for p in params})  # as if none had a state: no warning

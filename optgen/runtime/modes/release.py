@@ -232,7 +232,7 @@ class Release:
         if clip_by not in get_args(ClipBy):
             raise ValueError(
                 f"{owner}: clip_by must be one of {', '.join(get_args(ClipBy))}, got {clip_by!r}; the norm over the "
-                f"model is known only when parameters are updated, clip_by='previous_norm' takes that of the step before"
+                f"model is known only after backward, and clip_by='previous_norm' takes that of the step before"
             )
         number = None if clip is None or isinstance(clip, bool) else as_float(clip)
         if clip is not None and not (number is not None and number > 0):
@@ -439,8 +439,8 @@ class Release:
         if any(value is not None for value in left):
             raise RuntimeError(
                 f"{type(self.optimizer).__name__}.step: its gradients were released within backward, where the factor "
-                f"of a GradScaler was still in them, and a step that overflows could not be skipped any more.  Train in "
-                f"bf16, which needs no GradScaler, or call remove() on the handle of release_gradients"
+                f"of a GradScaler was still in them, and a step that overflows could not be skipped any more.  Train "
+                f"in bf16, which needs no GradScaler, or call remove() on the handle of release_gradients"
             )
         with self._lock, torch.no_grad():
             owner = self.optimizer._owner()
