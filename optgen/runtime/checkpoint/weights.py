@@ -29,30 +29,6 @@ def settle(rounded: Iterable[tuple[Tensor, Tensor]], params: Iterable[Tensor]) -
         low_bits.drop(p)
 
 
-def _put_part(
-    plan: Pair,
-    variant: Variant,
-    p: Tensor,
-    kept: Mapping[str, Any] | None,
-    value: Tensor,
-    hypers: Mapping[str, Any],
-) -> dict[str, Any] | None:
-    """Set this rank's part of a weight. Returns a new state if there was none: nothing else could hold its low bits."""
-    parts = sharding.Parts.of(p, variant)
-    weight, full = parts.weight(p), parts.beside("its weight", value).to(p.device)
-    made: dict[str, Any] | None = None
-    if not kept and _more_than_shown(variant):
-        low_bits.keep(weight.copy_(full), full.to(torch.float32).contiguous())
-        rounded: list[tuple[Tensor, Tensor]] = []
-        made = parts.wrapped(state.create(plan, variant, weight, {}, None, hypers, rounded))
-        settle(rounded, [weight])
-    else:
-        put(plan, variant, weight, sharding.locals_of(kept or {}), full, hypers)
-    if parts.gathered:
-        sharding.local(p).copy_(sharding.part_of(weight, parts.layout))
-    return made
-
-
 def _more_than_shown(variant: Variant) -> bool:
     """Return True if a state holds more of a weight than a 16-bit parameter shows."""
     return any(f.owner == "p" for f in variant.fields) or "param" in variant.init.values()
@@ -237,29 +213,36 @@ def put(
     plan: Pair,
     variant: Variant,
     p: Tensor,
-    kept: dict[str, Any] | None,
+    kept: Mapping[str, Any] | None,
     value: Tensor,
     hypers: Mapping[str, Any],
 ) -> dict[str, Any] | None:
     """Set a weight and the part of it that its state keeps; of a DTensor, the part on this rank.
 
-    Returns a new state if one had to be made.
+    Returns a new state if one had to be made: a DTensor without one has no other place for its low bits.
     """
-    if sharding.is_sharded(p):
-        return _put_part(plan, variant, p, kept, value, hypers)
-    weight = value.detach().to(device=p.device, dtype=torch.float32)
+    parts = sharding.Parts.of(p, variant) if sharding.is_sharded(p) else None
+    weight, full = (p, value.detach()) if parts is None else (parts.weight(p), parts.beside("its weight", value))
+    full = full.to(device=p.device, dtype=torch.float32).contiguous()
     own = [f.name for f in variant.fields if f.owner == "p"]
+    made: dict[str, Any] | None = None
     if kept and own:
-        made = layout.encode(plan, variant, p, dict.fromkeys(variant.states, 0.0), [*own, "p"], None, weight)
-        p.copy_(made["p"])
+        new = layout.encode(plan, variant, weight, dict.fromkeys(variant.states, 0.0), [*own, "p"], None, full)
+        weight.copy_(new["p"])
         for name in own:
-            kept[name].copy_(made[name])
-        return None
-    p.copy_(weight)
-    low_bits.drop(p)
-    if not kept and _more_than_shown(variant):
-        low_bits.keep(p, weight)
-    return None
+            sharding.local(kept[name]).copy_(new[name])
+    else:
+        weight.copy_(full)
+        low_bits.drop(weight)
+        if not kept and _more_than_shown(variant):
+            low_bits.keep(weight, full)
+            if parts is not None:
+                rounded: list[tuple[Tensor, Tensor]] = []
+                made = parts.wrapped(state.create(plan, variant, weight, {}, None, hypers, rounded))
+                settle(rounded, [weight])
+    if parts is not None and parts.gathered:
+        sharding.local(p).copy_(sharding.part_of(weight, parts.layout))
+    return made
 
 
 def evaluated(cls: Any, group: Mapping[str, Any], p: Tensor, kept: Mapping[str, Tensor], name: str | int) -> Tensor:
