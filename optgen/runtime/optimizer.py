@@ -342,8 +342,8 @@ class Optimizer(torch.optim.Optimizer):
                 for p, group, *_, name in started
             ]
             self._trained = {p: trained for p, trained, _ in found}
-            for p, _, weights in found:
-                sharding.local(p).copy_(weights)
+            for p, _, value in found:
+                sharding.local(p).copy_(value)
 
     def train(self) -> None:
         """Put back the weights that `eval()` took out, bit for bit."""
