@@ -89,7 +89,7 @@ def test_show(run: Run) -> None:
     stages = as_json(out)["stages"]
     assert code == 0
     assert stages[0]["pass"] == "lower"
-    assert {"fold", "hoist", "share", "sweeps", "place", "name"} <= {s["pass"] for s in stages}
+    assert {"fold", "hoist", "share", "place", "name"} <= {s["pass"] for s in stages}
     code, out, _ = run("show", "lion", "--plan", "fp32", "--maths", "strict", "--diff")
     assert "(unchanged)" in out
     assert "-- hoist" in out

@@ -17,7 +17,7 @@ from optgen.driver.compile import compile
 from optgen.driver.explain import UNKNOWN, memory
 from optgen.formats import Plan
 from optgen.ir import node as ir
-from optgen.ir.ranges import ranges
+from optgen.ir.ranges import Intervals
 from optgen.lang import hyper, optimizer, state
 from optgen.lang.plain import plain_formulas
 from optgen.lang.symbolic import expression
@@ -150,7 +150,7 @@ def test_primitives_in_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert inside["m"].known.all() and inside["m"].contains(exact["m"]).all()
 
     x = ir.load("x", dtypes.f32, spaces.elem)
-    assert ranges([ir.op("relu", x)], {})[ir.op("relu", x).uid] == (0.0, math.inf)
+    assert Intervals({})(ir.op("relu", x)) == (0.0, math.inf)
 
     made = compile(gated, "fp32", maths="strict")
     folder = Path(sys.modules[made.__module__].__file__ or "").parent

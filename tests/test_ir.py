@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from optgen.ir import node as ir
 from optgen.ir.program import Buffer, Program, Store
-from optgen.ir.ranges import Intervals, is_plus, never_zero, ranges
+from optgen.ir.ranges import Intervals, is_plus, never_zero
 from optgen.ir.show import text
 from optgen.ir.verify import BrokenIR, verify
 from optgen.ops import dtypes, spaces
@@ -155,7 +155,7 @@ def test_what_fp32_computes_lies_in_its_interval(node: ir.Node, x: float, code: 
     turns = itertools.cycle(off)
     with np.errstate(all="ignore"):
         got = _evaluate(node, {"x": x, "code": code, "scale": -5, "lr": lr}, lambda: next(turns))
-    low, high = ranges([node], {"lr": (0.0, 1.0)})[node.uid]
+    low, high = Intervals({"lr": (0.0, 1.0)})(node)
     assert np.isnan(got) or low <= float(got) <= high
 
 
@@ -179,7 +179,7 @@ def test_narrow_intervals_hold_what_fp32_rounds(seed: int) -> None:
     turns = itertools.cycle([draw.randint(-3, 3) for _ in range(16)])
     with np.errstate(all="ignore"):
         got = _evaluate(node, values | {"code": 7.0, "x": 3.0}, lambda: next(turns))
-    low, high = ranges([node], {name: (v, v) for name, v in values.items()})[node.uid]
+    low, high = Intervals({name: (v, v) for name, v in values.items()})(node)
     assert np.isnan(got) or low <= float(got) <= high
 
 
@@ -187,7 +187,7 @@ def test_a_stored_float_may_be_rounded_out_of_the_interval_of_what_is_stored() -
     third = ir.op("add", ir.const(1 / 3), ir.op("mul", X, ir.const(0.0)))
     for dtype in (dtypes.bf16, dtypes.f16):
         stored = ir.op("cast", third, attr=dtype)
-        low, high = ranges([stored], {})[stored.uid]
+        low, high = Intervals({})(stored)
         assert low <= torch.tensor(1 / 3, dtype=getattr(torch, dtype.torch)).item() <= high
 
 
@@ -198,7 +198,7 @@ def test_bits_of_a_masked_integer_are_a_nonnegative_float() -> None:
         ir.const(15, dtypes.i32),
     )
     value = ir.op("bitcast", ir.op("and", scale, ir.const(0x7FFF8000, dtypes.i32)), attr=dtypes.f32)
-    low, high = ranges([value], {})[value.uid]
+    low, high = Intervals({})(value)
     assert low == 0.0
     assert high >= struct.unpack("<f", struct.pack("<i", 0x7F7F8000))[0]
 
@@ -206,7 +206,7 @@ def test_bits_of_a_masked_integer_are_a_nonnegative_float() -> None:
 @pytest.mark.parametrize(("low", "high", "want"), [(-5.7, -0.5, (-5, 0)), (0.3, 5.7, (0, 5)), (-0.9, 300.2, (0, 300))])
 def test_a_float_cast_to_an_integer_is_cut_towards_zero(low: float, high: float, want: tuple[int, int]) -> None:
     cut = ir.op("cast", ir.op("mul", ir.sym("x"), ir.const(1.0)), attr=dtypes.i32)
-    assert ranges([cut], {"x": (low, high)})[cut.uid] == want
+    assert Intervals({"x": (low, high)})(cut) == want
 
 
 def test_a_second_moment_is_seen_to_be_plus_zero_and_a_negation_is_not() -> None:

@@ -19,7 +19,7 @@ from optgen.backends.reference import assemble, bound_lines
 from optgen.ir import node as ir
 from optgen.ir.node import Node, postorder
 from optgen.ir.program import Buffer, Let, Program, Schedule, Store
-from optgen.ir.ranges import Interval, Intervals, ranges
+from optgen.ir.ranges import Interval, Intervals
 from optgen.ops import spaces
 from optgen.ops.dtypes import DType
 
@@ -586,7 +586,7 @@ def scalar_ranges(program: Program) -> dict[str, Interval]:
     known: dict[str, Interval] = dict(program.ranges)
     for let in program.host:
         if let.node.op != "sym":
-            known[let.name] = ranges([let.node], known)[let.node.uid]
+            known[let.name] = Intervals(known)(let.node)
     return known
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 
-from optgen.ir.node import Node, is_const
+from optgen.ir.node import Node, is_const, waiting
 from optgen.ops import dtypes, spaces
 from optgen.ops.dtypes import DType
 from optgen.ops.prims import PRIMS
@@ -87,16 +87,6 @@ def _divisor(a: Interval) -> Interval:
     return (-math.inf if low < -RECIPROCAL_REACHES else low), (math.inf if high > RECIPROCAL_REACHES else high)
 
 
-def _signed(product: Interval, x: Node, y: Node, nonneg: Callable[[Node], bool]) -> Interval:
-    """The interval of x * y, which is not negative where it is a square, or h * x * x of an h that is not."""
-    square = x is y
-    for scaled, other in ((x, y), (y, x)):
-        if scaled.op == "mul" and other in scaled.args:
-            rest = scaled.args[1] if scaled.args[0] is other else scaled.args[0]
-            square = square or nonneg(rest)
-    return (max(product[0], 0.0), product[1]) if square else product
-
-
 def _wrap(a: Interval) -> Interval:
     return a if a[0] >= _INT[0] and a[1] <= _INT[1] else _INT
 
@@ -106,90 +96,77 @@ class Intervals:
 
     def __init__(self, scalars: Mapping[str, Interval]) -> None:
         self.scalars = scalars
-        self.known: dict[int, Interval] = {}
+        self.known: dict[Node, Interval] = {}
 
     def __call__(self, node: Node) -> Interval:
-        stack = [node]
-        while stack:
-            top = stack[-1]
-            missing = [a for a in top.args if a.uid not in self.known]
-            if missing:
-                stack += missing
-                continue
-            stack.pop()
-            if top.uid not in self.known:
-                self.known[top.uid] = _kept(top, [self.known[a.uid] for a in top.args], self.scalars, self.nonneg)
-        return self.known[node.uid]
+        for found in waiting(node, self.known):
+            self.known[found] = self._rounded(found)
+        return self.known[node]
 
-    def nonneg(self, node: Node) -> bool:
-        """Return True if a node whose interval is known is never negative."""
-        return self.known[node.uid][0] >= 0
+    def _rounded(self, node: Node) -> Interval:
+        """The interval of a node's results, rounded as they are."""
+        a = [self.known[x] for x in node.args]
+        if node.space == spaces.host:
+            return self._of(node, a)
+        # Host scalars, constants too, are rounded to f32 on their way.
+        floats = (x.space == spaces.host and x.dtype is dtypes.f32 for x in node.args)
+        got = self._of(node, [rounded(x) if host else x for x, host in zip(a, floats, strict=True)])
+        if node.op == "cast" and node.dtype.is_float and node.dtype is not dtypes.f64:
+            return _outward(got[0], False, node.dtype), _outward(got[1], True, node.dtype)
+        row = PRIMS.get(node.op)
+        if node.dtype is not dtypes.f32 or row is None or row.ulps is None:
+            return got
+        return rounded(got, row.ulps)
+
+    def _of(self, node: Node, a: list[Interval]) -> Interval:
+        """Return the interval of the exact results: by the operation's rule, or as its row says that it rises."""
+        if node.op == "sym":
+            return self.scalars.get(node.attr, ANY)
+        if node.op in ("mul", "fma"):
+            product = self._product(node, a)
+            return product if node.op == "mul" else _open(product[0] + a[2][0], product[1] + a[2][1])
+        if node.op in _RULES:
+            return _RULES[node.op](node, a)
+        row = PRIMS.get(node.op)
+        if row is None or not row.rises:
+            return _anything(node)
+        meaning = row.number or row.operator
+        assert meaning is not None
+        ends = [(x if side == "+" else x[::-1]) for x, side in zip(a, row.rises, strict=True)]
+        got = _open(meaning(*(x[0] for x in ends)), meaning(*(x[1] for x in ends)))
+        return _wrap(got) if node.dtype is dtypes.i32 and node.op in ("add", "sub") else got
+
+    def _product(self, node: Node, a: list[Interval]) -> Interval:
+        """The interval of x * y, which is not negative where it is a square, or h * x * x of an h that is not."""
+        product, (x, y) = _product(a[0], a[1]), node.args[:2]
+        if node.dtype is not dtypes.f32:
+            return _wrap(product)
+        square = x is y
+        for scaled, other in ((x, y), (y, x)):
+            if scaled.op == "mul" and other in scaled.args:
+                rest = scaled.args[1] if scaled.args[0] is other else scaled.args[0]
+                square = square or self.known[rest][0] >= 0
+        return (max(product[0], 0.0), product[1]) if square else product
 
 
-def ranges(roots: list[Node], scalars: Mapping[str, Interval]) -> dict[int, Interval]:
-    """Node uid -> interval, for everything below the roots."""
-    find = Intervals(scalars)
-    for root in roots:
-        find(root)
-    return find.known
+def _open(low: float, high: float) -> Interval:
+    """The interval, open to a side on which infinities of either sign met."""
+    return (low if low == low else -math.inf), (high if high == high else math.inf)
 
 
-def _kept(node: Node, a: list[Interval], scalars: Mapping[str, Interval], nonneg: Callable[[Node], bool]) -> Interval:
-    """The interval of a node's results, rounded as they are."""
-    if node.space == spaces.host:
-        return _of(node, a, scalars, nonneg)
-    # Host scalars, constants too, are rounded to f32 on their way.
-    floats = (x.space == spaces.host and x.dtype is dtypes.f32 for x in node.args)
-    got = _of(node, [rounded(x) if host else x for x, host in zip(a, floats, strict=True)], scalars, nonneg)
-    if node.op == "cast" and node.dtype.is_float and node.dtype is not dtypes.f64:
-        return _outward(got[0], False, node.dtype), _outward(got[1], True, node.dtype)
-    row = PRIMS.get(node.op)
-    if node.dtype is not dtypes.f32 or row is None or row.ulps is None:
-        return got
-    return rounded(got, row.ulps)
-
-
-RangeRule = Callable[[Node, list[Interval], Callable[[Node], bool]], Interval]
-
-
-def _of(node: Node, a: list[Interval], scalars: Mapping[str, Interval], nonneg: Callable[[Node], bool]) -> Interval:
-    """Return the interval of the exact results: by the operation's rule, or as its row says that it rises."""
-    if node.op == "sym":
-        return scalars.get(node.attr, ANY)
-    if node.op in _RULES:
-        return _RULES[node.op](node, a, nonneg)
-    row = PRIMS.get(node.op)
-    if row is None or not row.rises:
-        return _anything(node)
-    meaning = row.number or row.operator
-    assert meaning is not None
-    ends = [(x if side == "+" else x[::-1]) for x, side in zip(a, row.rises, strict=True)]
-    low, high = meaning(*(x[0] for x in ends)), meaning(*(x[1] for x in ends))
-    got = (low if low == low else -math.inf), (high if high == high else math.inf)
-    return _wrap(got) if node.dtype is dtypes.i32 and node.op in ("add", "sub") else got
+RangeRule = Callable[[Node, list[Interval]], Interval]
 
 
 def _anything(node: Node) -> Interval:
     return _INT if node.dtype.is_int else ANY
 
 
-def _mul(node: Node, a: list[Interval], nonneg: Callable[[Node], bool]) -> Interval:
-    product = _product(a[0], a[1])
-    return _wrap(product) if node.dtype is not dtypes.f32 else _signed(product, node.args[0], node.args[1], nonneg)
-
-
-def _fma(node: Node, a: list[Interval], nonneg: Callable[[Node], bool]) -> Interval:
-    product = _signed(_product(a[0], a[1]), node.args[0], node.args[1], nonneg)
-    low, high = product[0] + a[2][0], product[1] + a[2][1]
-    return (low if low == low else -math.inf), (high if high == high else math.inf)
-
-
-def _abs(node: Node, a: list[Interval], nonneg: Callable[[Node], bool]) -> Interval:
+def _abs(node: Node, a: list[Interval]) -> Interval:
     low, high = abs(a[0][0]), abs(a[0][1])
     return (0.0 if a[0][0] <= 0 <= a[0][1] else min(low, high)), max(low, high)
 
 
-def _cast(node: Node, a: list[Interval], nonneg: Callable[[Node], bool]) -> Interval:
+def _cast(node: Node, a: list[Interval]) -> Interval:
     if node.dtype.is_float:
         return a[0]
     held = _STORED.get(node.dtype.name, _INT)
@@ -197,7 +174,7 @@ def _cast(node: Node, a: list[Interval], nonneg: Callable[[Node], bool]) -> Inte
     return (low, high) if held[0] <= low and high <= held[1] else held
 
 
-def _bitcast(node: Node, a: list[Interval], nonneg: Callable[[Node], bool]) -> Interval:
+def _bitcast(node: Node, a: list[Interval]) -> Interval:
     if node.dtype is dtypes.f32:
         return _float_bits(a[0])
     if node.dtype is dtypes.i32 and a[0][0] >= 0:
@@ -205,14 +182,14 @@ def _bitcast(node: Node, a: list[Interval], nonneg: Callable[[Node], bool]) -> I
     return _anything(node)
 
 
-def _and(node: Node, a: list[Interval], nonneg: Callable[[Node], bool]) -> Interval:
+def _and(node: Node, a: list[Interval]) -> Interval:
     if node.dtype is not dtypes.i32:
         return ANY
     masks = [x.attr for x in node.args if x.op == "const" and x.attr >= 0]
     return (0, min(masks)) if masks else _INT
 
 
-def _or(node: Node, a: list[Interval], nonneg: Callable[[Node], bool]) -> Interval:
+def _or(node: Node, a: list[Interval]) -> Interval:
     if node.dtype is not dtypes.i32 or a[0][0] < 0 or a[1][0] < 0:
         return _anything(node)
     for x, y in (a, a[::-1]):
@@ -222,43 +199,43 @@ def _or(node: Node, a: list[Interval], nonneg: Callable[[Node], bool]) -> Interv
     return max(a[0][0], a[1][0]), (1 << int(max(a[0][1], a[1][1])).bit_length()) - 1
 
 
-def _root(node: Node, a: list[Interval], nonneg: Callable[[Node], bool]) -> Interval:
+def _root(node: Node, a: list[Interval]) -> Interval:
     return (0.0, math.inf) if a[0][0] >= 0 else ANY
 
 
-def _pow(node: Node, a: list[Interval], nonneg: Callable[[Node], bool]) -> Interval:
+def _pow(node: Node, a: list[Interval]) -> Interval:
     if a[0][0] < 0 or a[1][0] < 0:
         return ANY
     return (0.0, max(1.0, a[0][1])) if a[0][1] <= 1 else (0.0, math.inf)
 
 
-def _shr(node: Node, a: list[Interval], nonneg: Callable[[Node], bool]) -> Interval:
+def _shr(node: Node, a: list[Interval]) -> Interval:
     k = node.args[1].attr
     return math.floor(a[0][0] / 2**k), math.floor(a[0][1] / 2**k)
 
 
-def _first(node: Node, a: list[Interval], nonneg: Callable[[Node], bool]) -> Interval:
+def _first(node: Node, a: list[Interval]) -> Interval:
     return a[0]
 
 
-def _numbered(node: Node, a: list[Interval], nonneg: Callable[[Node], bool]) -> Interval:
+def _numbered(node: Node, a: list[Interval]) -> Interval:
     return 0, len(node.attr.values)
 
 
 _RULES: Mapping[str, RangeRule] = {
-    "const": lambda n, a, s: (float(n.attr), float(n.attr)),
-    "load": lambda n, a, s: _STORED.get(n.dtype.name, _anything(n)),
-    "mul": _mul, "fma": _fma, "abs": _abs, "cast": _cast, "bitcast": _bitcast, "and": _and, "or": _or, "pow": _pow,
-    "div": lambda n, a, s: _over_node(a[0], a[1], n.args[1], n),
-    "rcp": lambda n, a, s: _over_node((1.0, 1.0), a[0], n.args[0], n),
-    "sqrt": lambda n, a, s: (math.sqrt(max(a[0][0], 0.0)), math.sqrt(max(a[0][1], 0.0))),
+    "const": lambda n, a: (float(n.attr), float(n.attr)),
+    "load": lambda n, a: _STORED.get(n.dtype.name, _anything(n)),
+    "abs": _abs, "cast": _cast, "bitcast": _bitcast, "and": _and, "or": _or, "pow": _pow,
+    "div": lambda n, a: _over_node(a[0], a[1], n.args[1], n),
+    "rcp": lambda n, a: _over_node((1.0, 1.0), a[0], n.args[0], n),
+    "sqrt": lambda n, a: (math.sqrt(max(a[0][0], 0.0)), math.sqrt(max(a[0][1], 0.0))),
     "cbrt": _root, "power": _root, "kept": _root, "shr": _shr,
-    "draw": lambda n, a, s: (0, (1 << n.attr[2]) - 1),
-    "where": lambda n, a, s: (min(a[1][0], a[2][0]), max(a[1][1], a[2][1])),
-    "lshr": lambda n, a, s: (0, (1 << (32 - n.args[1].attr)) - 1),
-    "shl": lambda n, a, s: _wrap((a[0][0] * 2 ** n.args[1].attr, a[0][1] * 2 ** n.args[1].attr)),
+    "draw": lambda n, a: (0, (1 << n.attr[2]) - 1),
+    "where": lambda n, a: (min(a[1][0], a[2][0]), max(a[1][1], a[2][1])),
+    "lshr": lambda n, a: (0, (1 << (32 - n.args[1].attr)) - 1),
+    "shl": lambda n, a: _wrap((a[0][0] * 2 ** n.args[1].attr, a[0][1] * 2 ** n.args[1].attr)),
     "block_max": _first, "block_min": _first, "axis_max": _first, "axis_min": _first,
-    "lookup": lambda n, a, s: (min(n.attr.values), max(n.attr.values)),
+    "lookup": lambda n, a: (min(n.attr.values), max(n.attr.values)),
     "search": _numbered, "place": _numbered,
 }  # fmt: skip
 """Rules for operations whose intervals do not follow from the ends of their operands alone."""

@@ -221,7 +221,7 @@ def _signed(spec: Spec) -> Callable[[Node], Node]:
 
     def rule(node: Node) -> Node:
         if node.op == "load":
-            intervals.known[node.uid] = (0.0, math.inf) if node.attr in nonneg else ANY
+            intervals.known[node] = (0.0, math.inf) if node.attr in nonneg else ANY
         if node.op in ("cbrt", "power") and node.space != spaces.host and intervals(node.args[0])[0] < 0:
             return ir.op(f"{node.op}_signed", *node.args)
         return node

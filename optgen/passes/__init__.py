@@ -20,7 +20,6 @@ from optgen.passes.linear import linear
 from optgen.passes.name import name
 from optgen.passes.place import place
 from optgen.passes.share import share
-from optgen.passes.sweeps import sweeps
 
 Log = Callable[[str, Program | Schedule, Program | Schedule], None]
 
@@ -33,8 +32,7 @@ PROGRAM_PASSES: tuple[Callable[[Program], Program], ...] = (
     share,  #   equal nodes become one let
 )
 SCHEDULE_PASSES: tuple[Callable[[Any], Schedule], ...] = (
-    sweeps,  #  a program becomes the schedule of one kernel
-    place,  #   a state is stored in the last sweep that needs it
+    place,  #   a program becomes the schedule of one kernel
     name,  #    the author's names first
 )
 
@@ -105,5 +103,5 @@ def step(
 
 __all__ = [
     "PROGRAM_PASSES", "SCHEDULE_PASSES", "convert", "cut", "decompose", "fold", "fuse", "hoist", "linear", "name",
-    "place", "run", "share", "step", "sweeps",
+    "place", "run", "share", "step",
 ]  # fmt: skip

@@ -14,21 +14,18 @@ from dataclasses import replace
 
 from optgen.ir.node import Node
 from optgen.ir.program import Let, Schedule, Sweep
+from optgen.lang.optimizer import CALLED, VARIABLES
 from optgen.ops.prims import PRIMS
 
 # Names that generated functions define, import or call: a let of that name gets an underscore.
 RESERVED = {
     *keyword.kwlist,
     *dir(builtins),
-    *"tl triton torch g_ptr step_key stream_key place MASKED at at_block live live_block index".split(),
-    *"get put pointer reciprocal inverse minus block_magnitude".split(),
-    *"widened counter joined byte apart rounded within numbered opaque packed unpacked at_eight live_eight".split(),
-    *"at_row at_col at_mat live_row live_col live_mat extent_rows extent_columns extent_elements".split(),
-    *"term fold down larger axes dims indices".split(),
-    *"both choose cube_root divide either negated root smaller".split(),
-    *"ALIGNED ALL BLOCKS DENSE FEW GRAD LANES LESS OPTIONS RAGGED ROUND ROWS STORED TILE TILES WARPS".split(),
-    *"PLAN SHIFT beside draws fraction integer kept middle plus read times".split(),
-    *"b stored values scalars quotient Blocks few_sum few_max newton_schulz put".split(),
+    *VARIABLES,
+    *CALLED,
+    *"g_ptr at_row at_col at_mat at_eight live_row live_col live_mat live_eight axes dims indices".split(),
+    *"extent_rows extent_columns extent_elements few_sum few_max newton_schulz draws fraction integer middle".split(),
+    *"SHIFT stored Blocks".split(),
 }
 
 

@@ -1,20 +1,18 @@
-"""place: stores stand in the last sweep, in the order of the buffers, and lets in the order in which stores need them.
+"""place: a program becomes the schedule of one kernel: stores in buffer order, lets in the order stores need them.
 
 The operands of the first store are computed first, within the three stages, so that a kernel that stores as soon as it
 can holds few values at a time: the weight, which every rule reads and no encoder does, is done before moments are
 encoded. A state is never read back after it was encoded.
 
 rewrite:
-    stores in the order in which formats made them  ->  stores in buffer order
+    program  ->  sweep reads the buffers that it loads; stores in buffer order
     encode b = ... ; encode a = ... ; store a ; store b  ->  encode a = ... ; encode b = ... ; store a ; store b
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from optgen.ir.node import postorder
-from optgen.ir.program import Let, Schedule, Section, Store
+from optgen.ir.node import loads, postorder
+from optgen.ir.program import Let, Program, Schedule, Section, Store, Sweep
 
 _STAGES: tuple[Section, ...] = ("decode", "update", "encode")
 
@@ -28,12 +26,9 @@ def _ordered(lets: tuple[Let, ...], stores: tuple[Store, ...]) -> tuple[Let, ...
     return tuple(sorted([*needed, *rest], key=lambda let: _STAGES.index(let.stage)))
 
 
-def place(schedule: Schedule) -> Schedule:
+def place(program: Program) -> Schedule:
     """See the module's docstring."""
-    order = {b.name: i for i, b in enumerate(schedule.program.buffers)}
-    last = schedule.sweep
-    stores = tuple(sorted(last.stores, key=lambda s: order[s.buffer]))
-    lets = _ordered(last.lets, stores)
-    if (stores, lets) == (last.stores, last.lets):
-        return schedule
-    return replace(schedule, sweep=replace(last, stores=stores, lets=lets))
+    read = set(loads(program.roots()))
+    order = [b.name for b in program.buffers]
+    stores = tuple(sorted(program.stores, key=lambda s: order.index(s.buffer)))
+    return Schedule(program, Sweep(tuple(n for n in order if n in read), _ordered(program.body, stores), stores))
