@@ -120,10 +120,23 @@ class Format(ABC):
 
     `encode` without `noise` rounds to nearest, whatever `rounding` says.
 
-    compander  the curve that the codes follow, which is proven before a plan is built; None for other formats
+    compander   the curve that the codes follow, which is proven before a plan is built; None for other formats
+    rounding    "auto" is stochastic until a plan has looked at the state's recurrence (Plan.storage)
+    still       whether a number that is stored again and again to nearest stays, whatever its neighbours do meanwhile.
+                Codes under a scale do not: one that keeps itself is read under the next step's scale, and follows it
+    of          the quantity that the codes count: the value, or the root of a nonnegative one
+    plus_zero   whether a zero to be encoded must be +0: formats that order values by their bit patterns
+    relative    whether values are stored relative to the root of the rule's second moment
+    is_float    whether each element is a float of its own, on a grid that never moves
     """
 
     compander: Any = None
+    rounding: Rounding = "nearest"
+    still: bool = False
+    of: Literal["value", "sqrt"] = "value"
+    plus_zero: bool = False
+    relative: bool = False
+    is_float: bool = False
 
     def __init_subclass__(cls) -> None:
         """Forget what a base states of its error where a subclass of a whole format encodes or decodes otherwise."""
@@ -132,11 +145,6 @@ class Format(ABC):
             for name in {"bound", "enclose", "stuck", "cell", "keeps_zero"} - vars(cls).keys():
                 setattr(cls, name, getattr(Format, name))
 
-    @property
-    def rounding(self) -> Rounding:
-        """ "auto" is stochastic until a plan has looked at the state's recurrence (Plan.storage)."""
-        return "nearest"
-
     def rounded(self, rounding: Rounding) -> Format:
         """The same format with this rounding; itself where it does not round."""
         return self
@@ -144,14 +152,6 @@ class Format(ABC):
     @property
     def positive(self) -> bool:
         """True if no encoded value decodes to 0, so that it may be divided by."""
-        return False
-
-    @property
-    def still(self) -> bool:
-        """True if a number that is stored again and again to nearest stays, whatever its neighbours do meanwhile.
-
-        Codes under a scale do not: one that keeps itself is read under the scale of the next step, and follows it.
-        """
         return False
 
     @property
@@ -185,21 +185,6 @@ class Format(ABC):
     def signed(self) -> bool:
         """True if negative values can be held."""
         return True
-
-    @property
-    def of(self) -> Literal["value", "sqrt"]:
-        """The quantity that the codes count: the value, or the root of a nonnegative one."""
-        return "value"
-
-    @property
-    def plus_zero(self) -> bool:
-        """True if a zero to be encoded must be +0: formats that order values by their bit patterns."""
-        return False
-
-    @property
-    def relative(self) -> bool:
-        """True if values are stored relative to the root of the rule's second moment."""
-        return False
 
     def absolute(self) -> Format:
         """The same format, not relative."""
@@ -293,11 +278,6 @@ class Format(ABC):
     def keeps_zero(self) -> bool:
         """Return True if 0 next to other values comes back as 0."""
         return measured.keeps_zero(self)
-
-    @property
-    def is_float(self) -> bool:
-        """True if each element is a float of its own, on a grid that never moves."""
-        return False
 
     @property
     def exact(self) -> bool:
