@@ -102,29 +102,25 @@ def _load(file: Path, weights: bool = False) -> dict[str, Any]:
     weights   any safetensors file will do
     """
     try:
-        if container.is_of_torch(file):
-            return load_torch(file)
-        return dict(container.tensors_of(file)) if weights and file.suffix == ".safetensors" else container.read(file)
+        if not container.is_of_torch(file):
+            plain = weights and file.suffix == ".safetensors"
+            return container.tensors_of(file) if plain else container.read(file)
+        try:
+            found = container.load_torch(file)
+        except CheckpointError as error:
+            # Newer torch names an unknown class after the first line of its message; torchao registers its own.
+            if "torchao" not in str(error.__cause__):
+                raise
+            try:
+                import torchao.optim  # noqa: F401
+            except ImportError as missing:
+                raise ImportError("torchao, whose tensors are in the checkpoint: pip install torchao") from missing
+            found = container.load_torch(file)
+        if "optgen_checkpoint" in found:
+            raise CheckpointError(f"{file} was cut short: its checksum is missing")
+        return found
     except CheckpointError as error:
         raise refuse(file, str(error).removeprefix(f"{file} ").removeprefix(f"{file}: ")) from error
-
-
-def load_torch(file: Path) -> dict[str, Any]:
-    """Read a file of torch.save; CheckpointError for a file of save_checkpoint without its checksum."""
-    try:
-        found = container.load_torch(file)
-    except CheckpointError as error:
-        # Newer torch names an unknown class after the first line of its message; torchao registers its own.
-        if "torchao" not in str(error.__cause__):
-            raise
-        try:
-            import torchao.optim  # noqa: F401
-        except ImportError as missing:
-            raise ImportError("torchao, whose tensors are in the checkpoint: pip install torchao") from missing
-        found = container.load_torch(file)
-    if "optgen_checkpoint" in found:
-        raise CheckpointError(f"{file} was cut short: its checksum is missing")
-    return found
 
 
 def read(file: Path, spec: str | None, weights: str | None, find: Find) -> tuple[Source, str]:

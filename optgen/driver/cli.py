@@ -434,8 +434,8 @@ def verify_checkpoint(
 
         found = checkpoints.verify(file, spec)
         t.result |= {
-            "file": file, "kind": found.kind, "parameters": found.parameters, "elements": found.elements,
-            "findings": found.findings, "unchecked": found.unchecked,
+            "file": file, "parameters": found.parameters, "elements": found.elements, "findings": found.findings,
+            "unchecked": found.unchecked,
         }  # fmt: skip
         for line in found.findings:
             t.log(line, "red")
@@ -444,7 +444,7 @@ def verify_checkpoint(
             t.show(f"not checked: {line}")
         if not found.findings:
             partly = " in what was checked: that is not all, see above" if found.unchecked else ""
-            t.show(f"{file}: {found.kind}, {found.parameters} parameters, nothing wrong found{partly}")
+            t.show(f"{file}: {found.parameters} parameters, nothing wrong found{partly}")
 
 
 @app.command()
