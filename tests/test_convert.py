@@ -324,7 +324,7 @@ def test_checkpoints_of_other_packages(tmp_path: Path, package: Callable[[], Any
     train(coded, range(2, 3))
 
 
-def test_the_commands_import_torchao_where_a_file_needs_it(tmp_path: Path) -> None:
+def test_the_command_imports_torchao_where_a_file_needs_it(tmp_path: Path) -> None:
     """In a process that has not: torch says only behind the first line of its message what the file holds."""
     theirs, _ = of_torchao()
     with torch.compiler.set_stance("force_eager"):
@@ -334,18 +334,12 @@ def test_the_commands_import_torchao_where_a_file_needs_it(tmp_path: Path) -> No
         import sys
         from optgen.driver.cli import main
         assert "torchao" not in sys.modules
-        done = []
-        for arguments in ("verify-checkpoint x.pt", "convert x.pt o.pt --plan fp32 --spec adamw"):
-            sys.argv = ["optgen", *arguments.split()]
-            try:
-                done.append(main())
-            except SystemExit as error:
-                done.append(error.code)
-        print(done)
+        sys.argv = "optgen convert x.pt o.pt --plan fp32 --spec adamw".split()
+        main()
     """
     command = [sys.executable, "-c", textwrap.dedent(code)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.stdout.splitlines()[-1] in ("[0, 0]", "[None, None]"), done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "o.pt").is_file()
 
 

@@ -18,10 +18,7 @@ from optgen.runtime.layout import plans
 
 def verify(path: str, spec: str | None = None) -> checking.Checked:
     """Check every byte of a checkpoint, then its shapes, codes and numbers."""
-    try:
-        return checking.verify(path, _class, spec)
-    except ImportError as error:
-        raise Missing(str(error)) from error
+    return checking.verify(path, _class, spec)
 
 
 def convert(
