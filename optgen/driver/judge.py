@@ -55,7 +55,7 @@ def discouraged(spec: Spec, cases: Iterable[targets.Case]) -> dict[str, str]:
 
 
 def _linted(spec: Spec, case: targets.Case) -> list[Finding]:
-    lint.prove_companders(case.storage)
+    lint.check_companders(case.storage)
     still = untouched(spec, case.storage, case.flags)
     found = lint.lint(lint.recurrences(spec, case.flags), case.storage, still)
     return [replace(f, where=_where(case)) for f in found]

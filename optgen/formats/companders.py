@@ -2,7 +2,7 @@
 
 A magnitude n = |x| / scale is stored as round(N * curve(n)) and read back as inverse(code / N): where the
 curve is steep, codes are dense.  A compander is two functions over `optgen.lang`; `optgen.verify.bounds`
-proves them monotone and each other's inverse with SymPy and derives the error bound from them.
+derives the error bound from them, and `check` sees to it that they rise and undo each other.
 
 The well-known ones also say how to encode and decode with as few operations as possible: the scale folded in
 with the number of codes, per block; one division per element.
@@ -10,6 +10,7 @@ with the number of codes, per block; one division per element.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -33,7 +34,7 @@ STEEPEST = 2.0**16
 
 @dataclass(frozen=True)
 class _Asked:
-    """An author's function, whose failures are E304: it runs wherever a plan is shown, before anything is proved."""
+    """An author's function, whose failures are E304: it runs wherever a plan is shown, before it is checked."""
 
     function: Callable[..., Num]
     key: str = field(compare=False)
@@ -112,6 +113,32 @@ class Compander:
         return where(x < 0, -magnitude, magnitude)
 
 
+@lru_cache(maxsize=256)
+def check(compander: Compander) -> None:
+    """Raise UserError with a place where a compander does not rise from 0 to 1 or its inverse does not undo it, if one
+    of 1025 points is such a place, or one of the ends of 8-bit codes' cells."""
+
+    def wrong(why: str) -> UserError:
+        return UserError("E304", loc=compander.loc, name=compander.name, why=why)
+
+    last = -1.0
+    for i in range(1025):
+        n = i / 1024
+        code = float(compander.curve(n))
+        back = float(compander.inverse(code))
+        if not code > last:
+            raise wrong(f"the curve does not increase at {n:g}: curve = {code:g} after {last:g}")
+        if not abs(back - n) <= 1e-9:
+            raise wrong(f"inverse(curve({n:g})) = {back:g}, not {n:g}")
+        if i in (0, 1024) and not abs(code - n) <= 1e-12:
+            raise wrong(f"curve({n:g}) = {code:g}, not {n:g}")
+        last = code
+    ends = [float(compander.inverse(i / 510)) for i in range(511)]
+    for i, (low, high) in enumerate(itertools.pairwise(ends), 1):
+        if not high > low:
+            raise wrong(f"the inverse does not increase at {i / 510:g}: inverse = {high:g} after {low:g}")
+
+
 HALF = 0.5 - 2.0**-10
 """The value of code 0 in formats that never decode to 0: less than half of the next code."""
 
@@ -177,5 +204,5 @@ def _softsign(k: float) -> Compander:
 
 
 def compander(name: str, curve: Curve, inverse: Curve) -> Compander:
-    """Your own: `compander("cosine", lambda n: ..., lambda y: ...)`, proven before it is used."""
+    """Your own: `compander("cosine", lambda n: ..., lambda y: ...)`, checked before it is used."""
     return Compander(name, curve, inverse, loc=locs.here())

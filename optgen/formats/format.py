@@ -120,7 +120,7 @@ class Format(ABC):
 
     `encode` without `noise` rounds to nearest, whatever `rounding` says.
 
-    compander   the curve that the codes follow, which is proven before a plan is built; None for other formats
+    compander   the curve that the codes follow, which is checked before a plan is built; None for other formats
     rounding    "auto" is stochastic until a plan has looked at the state's recurrence (Plan.storage)
     still       whether a number that is stored again and again to nearest stays, whatever its neighbours do meanwhile.
                 Codes under a scale do not: one that keeps itself is read under the next step's scale, and follows it

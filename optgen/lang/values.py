@@ -4,7 +4,7 @@ Every function here (`sqrt`, `where`, `block_max`, `bits` ...) and every operato
 
 - `Value`        traces: builds an IR node (a spec or a format being compiled);
 - torch tensors  computes, elementwise, in the tensors' own dtype (the oracle, the eager codecs);
-- SymPy          builds the expression (proofs, derivatives);
+- SymPy          builds the expression (derivatives);
 - numbers        computes with `math`;
 - anything with a `reader` attribute: another reading (intervals with error bounds, see verify/).
 

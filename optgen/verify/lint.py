@@ -33,9 +33,9 @@ from functools import lru_cache
 from typing import Any
 
 from optgen.base.errors import UserError
+from optgen.formats import companders
 from optgen.formats.format import Format, FormatFinding, Severity, wide_reductions
 from optgen.formats.plan import Plan, Storage
-from optgen.formats.proofs import prove
 from optgen.lang import probe
 from optgen.lang.spec import Recurrence, Spec
 from optgen.lower import needs_matrix, untouched
@@ -257,22 +257,22 @@ def stuck_set(fmt: Format, decay: float) -> tuple[int, float, str]:
 # -- refusing
 
 
-def prove_companders(storage: Storage) -> None:
-    """Raise UserError for a compander that is wrong, or that cannot be shown to be right."""
+def check_companders(storage: Storage) -> None:
+    """Raise UserError for a compander that is wrong."""
     for fmt in storage.states.values():
         if fmt.compander is not None:
-            prove(fmt.compander)
+            companders.check(fmt.compander)
 
 
 def check(
     spec: Spec, plan: Plan, storage: Storage, flags: Mapping[str, bool] | None = None, where: str = ""
 ) -> list[Finding]:
-    """Return the findings.  Raises UserError for the first error of a plan that is not `discouraged`, and for unproven
+    """Return the findings.  Raises UserError for the first error of a plan that is not `discouraged`, and for wrong
     companders.
 
     where  as in Finding
     """
-    prove_companders(storage)
+    check_companders(storage)
     still = untouched(spec, storage, {f.name: f.default for f in spec.flags} | dict(flags or {}))
     findings = [replace(f, where=where) for f in lint(recurrences(spec, flags), storage, still)]
     errors = [f for f in findings if f.severity == "error"]

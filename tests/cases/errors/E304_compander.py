@@ -1,8 +1,8 @@
 from optgen.formats import Compander
-from optgen.formats.proofs import prove
+from optgen.formats.companders import check
 
 halved = Compander("halved", lambda x: x * x, lambda y: y / 2)
 
 
 def case():
-    prove(halved)
+    check(halved)
