@@ -58,9 +58,8 @@ def cast_model(model: nn.Module, dtype: torch.dtype, keep: Sequence[str] = (), *
             done.add(id(tensor))
             _cast(tensor, dtype, low_bits)
     bits.carry(model)
-    for name, module in modules.items():
-        if not _below(name, kept_modules):
-            _no_boundary(module)
+    for module in modules.values():
+        _no_boundary(module)
     for name in sorted(kept_modules):
         if not _below(name.rpartition(".")[0], kept_modules):
             _at_boundary(modules[name], dtype)
@@ -149,7 +148,7 @@ def _convert(value: Any, dtype: torch.dtype | None) -> Any:
 
 
 def _no_boundary(module: nn.Module) -> None:
-    """Remove the hooks of an earlier call from a module that is now cast like the rest."""
+    """Remove the hooks of an earlier call."""
     for key in [key for key, hook in module._forward_hooks.items() if isinstance(hook, _Out)]:
         del module._forward_hooks[key]
     for key in [key for key, hook in module._forward_pre_hooks.items() if isinstance(hook, _In)]:
@@ -158,10 +157,6 @@ def _no_boundary(module: nn.Module) -> None:
 
 
 def _at_boundary(module: nn.Module, dtype: torch.dtype) -> None:
-    """Convert the inputs and outputs of a kept module; a second call only changes the outputs' dtype."""
-    present = [hook for hook in module._forward_hooks.values() if isinstance(hook, _Out)]
-    for hook in present:
-        hook.dtype = dtype
-    if not present:
-        module.register_forward_pre_hook(_In(), with_kwargs=True)
-        module.register_forward_hook(_Out(dtype))
+    """Convert the inputs and outputs of a kept module."""
+    module.register_forward_pre_hook(_In(), with_kwargs=True)
+    module.register_forward_hook(_Out(dtype))

@@ -25,27 +25,11 @@ class StableEmbedding(nn.Embedding):
 
     norm: nn.LayerNorm
 
-    def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        padding_idx: int | None = None,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
-        sparse: bool = False,
-        _weight: Tensor | None = None,
-        _freeze: bool = False,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        if sparse:
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        if self.sparse:
             raise ValueError("StableEmbedding: sparse must be False, got True: its optimizers read dense gradients")
-        super().__init__(
-            num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse,
-            _weight, _freeze, device, dtype,
-        )  # fmt: skip
-        self.norm = nn.LayerNorm(embedding_dim, device=self.weight.device, dtype=self.weight.dtype)
+        self.norm = nn.LayerNorm(self.embedding_dim, device=self.weight.device, dtype=self.weight.dtype)
         keep_states_fp32(self)
 
     def reset_parameters(self) -> None:

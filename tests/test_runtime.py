@@ -254,7 +254,7 @@ def test_partial_and_cleared_states_are_filled() -> None:
         (lambda p: AdamW([p], lr="fast"), TypeError, "lr must be a number, got 'fast'"),
         (lambda p: AdamW([p], lr=torch.ones(2)), TypeError, "lr must be a number"),
         (lambda p: AdamW([p], betas=(0.9, 1.0)), ValueError, r"betas\[1\] must be >= 0 and < 1, got 1.0"),
-        (lambda p: AdamW([p], betas=(0.9,)), ValueError, "betas must be 2 numbers, got 1"),
+        (lambda p: AdamW([p], betas=(0.9,)), ValueError, r"betas must be 2 numbers, got \(0.9,\)"),
         (lambda p: AdamW([p], betas=0.9), TypeError, "betas must be 2 numbers, got 0.9"),
         (lambda p: AdamW([p], amsgrad=1), TypeError, "amsgrad must be True or False, got 1"),
         (lambda p: AdamW([p], maximize=None), TypeError, "maximize must be True or False"),

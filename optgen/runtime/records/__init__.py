@@ -53,79 +53,59 @@ class Hyper:
     def check(
         self, value: object, owner: str, tensors: bool = False
     ) -> float | torch.Tensor | tuple[float | torch.Tensor, ...]:
-        """`value` as a group keeps it: Python floats; a learning rate given as a tensor stays that tensor (schedulers
-        fill it in place), and where `tensors` are kept, so does any number; None for a part of a tuple is its default,
-        as torch writes what it chooses itself (Adafactor's eps).  Raises TypeError or ValueError naming `owner` and the
-        range."""
-        if isinstance(self.default, tuple):
-            if _is_tensor(value) and value.ndim == 1:
-                value = value.unbind() if tensors else value.tolist()
-            if not isinstance(value, Sequence) or isinstance(value, str):
-                raise TypeError(f"{owner}: {self.name} must be {len(self.default)} numbers, got {value!r}")
-            if len(value) != len(self.default):
-                raise ValueError(
-                    f"{owner}: {self.name} must be {len(self.default)} numbers, got {len(value)}: {value!r}"
-                )
-            parts = [default if part is None else part for part, default in zip(value, self.default, strict=True)]
-            numbers = [self._one(part, f"{self.name}[{i}]", owner) for i, part in enumerate(parts)]
-            return tuple(
-                part if tensors and _is_tensor(part) else number
-                for part, number in zip(parts, numbers, strict=True)
-            )
-        number = self._one(value, self.name, owner)
-        return value if _is_tensor(value) and (tensors or self.name == "lr") else number
-
-    def _one(self, value: object, name: str, owner: str) -> float:
-        number = as_float(value)
-        if number is None:
-            raise TypeError(f"{owner}: {name} must be a number, got {value!r}")
-        if self.allows(number):
-            return number
-        if self._is_almost_zero(number):
-            return 0.0
-        raise ValueError(f"{owner}: {name} must be {self.range or 'a number'}, got {number!r}")
+        """Return `value` as a group keeps it: Python floats; a learning rate given as a tensor stays that tensor
+        (schedulers fill it in place), and where `tensors` are kept, so does any number; None for a part of a tuple is
+        its default, as torch writes what it chooses itself (Adafactor's eps).  Raises TypeError or ValueError naming
+        `owner` and the range."""
+        where = f"{owner}: {self.name}"
+        if not isinstance(self.default, tuple):
+            number = self._number(value, where)
+            return value if _is_tensor(value) and (tensors or self.name == "lr") else number
+        given = zip(self._parts(value, where), self.default, strict=True)
+        parts = [default if part is None else part for part, default in given]
+        numbers = [self._number(part, f"{where}[{i}]") for i, part in enumerate(parts)]
+        return tuple(
+            part if tensors and _is_tensor(part) else number for part, number in zip(parts, numbers, strict=True)
+        )
 
     def read(self, value: object) -> float | tuple[float, ...]:
-        """The current value of the option, which schedulers may have set to anything number-like."""
+        """Return the current value of the option, which schedulers may have set to anything number-like."""
         if isinstance(self.default, tuple):
-            return tuple(self._read_one(part) for part in self._parts(value))
-        return self._inside(value) if type(value) is float else self._read_one(value)
+            return tuple(self._number(part, self.name) for part in self._parts(value, self.name))
+        return self._number(value, self.name)
 
     def read_on(self, value: object, device: torch.device) -> Scalar | tuple[Scalar, ...]:
         """`read` without looking at tensors on that device: they come as 0-dim fp64 ones, not held to the range."""
         if isinstance(self.default, tuple):
-            return tuple(self._read_one_on(part, device) for part in self._parts(value))
-        return self._read_one_on(value, device)
+            return tuple(self._number_on(part, device) for part in self._parts(value, self.name))
+        return self._number_on(value, device)
 
-    def _parts(self, value: object) -> Sequence[object]:
-        """The numbers of a tuple, as many as there are to be; errors are those of its group."""
+    def _parts(self, value: object, where: str) -> Sequence[object]:
+        """Return the numbers of a tuple, as many as there are to be."""
         assert isinstance(self.default, tuple)
         if _is_tensor(value) and value.ndim == 1:
             value = value.unbind()
         if not isinstance(value, Sequence) or isinstance(value, str):
-            raise TypeError(f"{self.name} must be {len(self.default)} numbers, got {value!r}")
+            raise TypeError(f"{where} must be {len(self.default)} numbers, got {value!r}")
         if len(value) != len(self.default):
-            raise ValueError(f"{self.name} must be {len(self.default)} numbers, got {value!r}")
+            raise ValueError(f"{where} must be {len(self.default)} numbers, got {value!r}")
         return value
 
-    def _read_one_on(self, value: object, device: torch.device) -> Scalar:
+    def _number_on(self, value: object, device: torch.device) -> Scalar:
         if _is_tensor(value) and value.device == device and value.numel() == 1 and not value.is_complex():
             return value.detach().reshape(()).double()
-        return self._read_one(value)
+        return self._number(value, self.name)
 
-    def _read_one(self, value: object) -> float:
-        number = as_float(value)
+    def _number(self, value: object, where: str) -> float:
+        """Return one number, if it is in the range."""
+        number = value if type(value) is float else as_float(value)
         if number is None:
-            raise TypeError(f"{self.name} must be a number, got {value!r}")
-        return self._inside(number)
-
-    def _inside(self, number: float) -> float:
-        """`number`, or ValueError: a schedule or a user set what the constructor would have refused."""
+            raise TypeError(f"{where} must be a number, got {value!r}")
         if self.allows(number):
             return number
         if self._is_almost_zero(number):
             return 0.0
-        raise ValueError(f"{self.name} must be {self.range or 'a number'}, got {number!r}")
+        raise ValueError(f"{where} must be {self.range or 'a number'}, got {number!r}")
 
     def _is_almost_zero(self, number: float) -> bool:
         """Return True for a 0 that rounding has put below a range that begins there, as LinearLR(end_factor=0) does."""

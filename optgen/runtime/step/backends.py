@@ -50,26 +50,34 @@ def meaning(option: str) -> str:
 def choose(option: str, device: torch.device, plan: Pair) -> Backend:
     """Resolve a group's `backend` option for a device.  Raises RuntimeError naming the missing component."""
     option = meaning(option)
-    if option == "reference":
-        return "reference"
-    if option == "cpp" or (option == "auto" and device.type == "cpu"):
-        return _choose_cpp(option == "cpp", device, plan)
-    return "triton" if _choose_triton(option, device, plan) else "reference"
+    usual: dict[str, Backend] = {"cpu": "cpp", "cuda": "triton"}
+    named: dict[str, Backend] = {"cpp": "cpp", "triton": "triton"}
+    backend = usual.get(device.type, "reference") if option == "auto" else named.get(option, "reference")
+    missing = _missing(backend, device, plan)
+    if missing and option != "auto":
+        raise RuntimeError(f"backend={option!r}{missing}")
+    if missing:
+        _warn_slow(missing.removeprefix(", but "))
+    return "reference" if missing else backend
 
 
-def _choose_cpp(asked: bool, device: torch.device, plan: Pair) -> Backend:
-    if device.type != "cpu":
-        raise RuntimeError(f"backend='cpp' does not run on {device.type} tensors")
-    if cpu.source(plan) is None:
-        if asked:
-            raise RuntimeError(f"backend='cpp', but plan {plan.name!r} was built without C++ kernels")
-        return "reference"
-    if native.compiler() is None:
-        if asked:
-            raise RuntimeError(f"backend='cpp', but {native.no_compiler()}")
-        _warn_slow(native.no_compiler())
-        return "reference"
-    return "cpp"
+def _missing(backend: Backend, device: torch.device, plan: Pair) -> str:
+    """Return why a backend cannot make steps under a plan on a device, "" if it can."""
+    if backend == "reference":
+        return ""
+    if backend == "cpp":
+        if device.type != "cpu":
+            return f" does not run on {device.type} tensors"
+        if cpu.source(plan) is None:
+            return f", but plan {plan.name!r} was built without C++ kernels"
+        return "" if native.compiler() else f", but {native.no_compiler()}"
+    if not installed():
+        return ", but triton is not installed"
+    if not compiled.has_kernels(plan):
+        return f", but plan {plan.name!r} was built without Triton kernels"
+    if device.type == "cuda" or (device.type == "cpu" and interpreted()):
+        return ""
+    return f" does not run on {device.type} tensors (on the CPU: TRITON_INTERPRET=1)"
 
 
 def able(backend: Backend, plan: Pair, variant: Variant) -> Backend:
@@ -100,18 +108,3 @@ def compile_all(buckets: Sequence[Bucket], asked: Sequence[str]) -> None:
         else:
             _warn_slow(f"{bucket.variant.kernel_name}: {made}")
             bucket.backend = "reference"
-
-
-def _choose_triton(option: str, device: torch.device, plan: Pair) -> bool:
-    able = device.type == "cuda" and installed() and compiled.has_kernels(plan)
-    if able or option == "auto":
-        if device.type == "cuda" and not able:
-            _warn_slow("triton is not installed" if not installed() else f"{plan.name} has no Triton kernels")
-        return able
-    if not installed():
-        raise RuntimeError("backend='triton', but triton is not installed")
-    if not compiled.has_kernels(plan):
-        raise RuntimeError(f"backend='triton', but plan {plan.name!r} was built without Triton kernels")
-    if device.type == "cpu" and interpreted():
-        return True
-    raise RuntimeError(f"backend='triton' does not run on {device.type} tensors (on the CPU: TRITON_INTERPRET=1)")
