@@ -156,7 +156,7 @@ def test_the_step_is_that_of_the_plan_it_names() -> None:
     ("key", "said"),
     [
         ("emebd.weight", "'emebd.weight' matches no parameter; did you mean 'embed.weight'"),
-        ("*embd*", "'*embd*' matches no parameter; did you mean '*embed*'?"),
+        ("*embd*", "'*embd*' matches no parameter; did you mean 'embed'?"),
         ("bdoy", "'bdoy' matches no parameter; did you mean 'body'?"),
         ("decoder.*", "matches no parameter"),
         (nn.BatchNorm1d, "BatchNorm1d matches no parameter"),

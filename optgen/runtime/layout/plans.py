@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from optgen.runtime.records import Flag, Rule, Variant, dtype_name, in_blocks, join
+from optgen.runtime.records import Flag, Rule, Variant, dtype_name, in_blocks, join, keys
 from optgen.runtime.records.join import Pair, PlanRecord, Reference, RuleRecord
 from optgen.runtime.reference import stored
 
@@ -201,29 +201,19 @@ def at_steps(pair: Pair, variant: Variant, flags: Sequence[Flag]) -> Iterator[Va
         yield at_step(pair, variant, tuple((name, on[every]) for name, every in following))
 
 
-_tables: dict[int, tuple[object, Mapping[Label, str]]] = {}
-
-
 def own(group: Mapping[str, Any]) -> Mapping[Label, str]:
-    """The plans of single parameters in a group; empty where it has none.  TypeError for what is no record of them.
+    """The plans of single parameters in a group; empty where it has none.  TypeError for what is no record of them."""
+    return keys.table(group.get("overrides"), _recorded)
 
-    Asked for each parameter: a table is found by the identity of what is recorded, which is never changed in place.
-    """
-    recorded = group.get("overrides")
-    if not recorded:
-        return {}
-    known = _tables.get(id(recorded))
-    if known is None or known[0] is not recorded:
-        if not isinstance(recorded, (tuple, list)):
-            raise TypeError(
-                f"'overrides' of a parameter group: expected the record of what was decided, (name or position, plan) "
-                f"pairs, got {recorded!r:.80}; rules are given where parameters come in: overrides= of the optimizer, "
-                f"or a group in add_param_group"
-            )
-        if len(_tables) >= 256:
-            _tables.clear()
-        known = _tables[id(recorded)] = recorded, dict(recorded)
-    return known[1]
+
+def _recorded(pairs: Any) -> Recorded:
+    if not isinstance(pairs, (tuple, list)):
+        raise TypeError(
+            f"'overrides' of a parameter group: expected the record of what was decided, (name or position, plan) "
+            f"pairs, got {pairs!r:.80}; rules are given where parameters come in: overrides= of the optimizer, "
+            f"or a group in add_param_group"
+        )
+    return tuple(pairs)
 
 
 def chosen(cls: type, group: Mapping[str, Any], dtype: torch.dtype, label: Label | None) -> Chosen:

@@ -11,6 +11,7 @@ What is asked for is decided once, when a parameter comes into the optimizer, an
 
 from __future__ import annotations
 
+import functools
 import glob
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from optgen.runtime.layout import plans
 from optgen.runtime.options import overrides
-from optgen.runtime.records import Variant, as_int, in_blocks
+from optgen.runtime.records import Variant, as_int, in_blocks, keys
 
 Recorded = tuple[tuple[plans.Label, int], ...]
 """Into how many blocks single parameters fall."""
@@ -110,22 +111,10 @@ def height(shape: torch.Size, count: int) -> int:
     return shape[0] // count
 
 
-_tables: dict[int, tuple[object, Mapping[plans.Label, int]]] = {}
-"""By the identity of what is recorded, which is never changed in place: asked for each parameter at each step."""
-
-
 def of(cls: Any, group: Mapping[str, Any]) -> Mapping[plans.Label, int]:
     """Into how many blocks single parameters of a group fall; empty where none is said to.  TypeError for what is no
     record."""
-    given = group.get("blocks") if cls.BLOCKS else None
-    if not given:
-        return {}
-    known = _tables.get(id(given))
-    if known is None or known[0] is not given:
-        if len(_tables) >= 256:
-            _tables.clear()
-        known = _tables[id(given)] = given, dict(Rules.recorded(cls, given))
-    return known[1]
+    return keys.table(group.get("blocks") if cls.BLOCKS else None, functools.partial(Rules.recorded, cls))
 
 
 def seen(variant: Variant, p: Tensor, count: int | None) -> Variant:

@@ -223,28 +223,15 @@ class Rules:
                 f"{self.where}: {rule.shown} is a pattern of names, and the parameters have none: give "
                 f"model.named_parameters(), or the model as well, {self.where.partition(':')[0]}(..., module=model)"
             )
-        close = "" if rule.pattern is None else near(rule.pattern, members)
-        guess = f"; did you mean {close!r}?" if close else ""
+        names = [name for m in members for name in m.names] if rule.pattern is not None else []
+        close = difflib.get_close_matches(rule.pattern or "", names, n=1)
+        guess = f"; did you mean {close[0]!r}?" if close else ""
         if rule.pattern is None and rule.kind is None:
             guess = (
                 ": it has been replaced, copied or sharded since, or its parameters were not given; make the optimizer "
                 "from the model as it is now"
             )
         raise ValueError(f"{self.where}: {rule.shown} matches no parameter{guess}")
-
-
-def near(pattern: str, members: Sequence[Member]) -> str:
-    """Return the pattern nearest to this one that matches a member: a name, or one word spelt as names have it; ""
-    where there is none."""
-    names = dict.fromkeys(name for m in members for name in m.names)
-    parts = {part for name in names for part in name.split(".")}
-    words = [*parts, *{word for part in parts for word in part.split("_")}]
-    for word in re.findall(r"\w+", pattern):
-        for close in difflib.get_close_matches(word, words, n=3):
-            found = pattern.replace(word, close)
-            if any(fnmatchcase(name, found) for name in names):
-                return found
-    return next(iter(difflib.get_close_matches(pattern, names, n=1)), "")
 
 
 def bare(name: str) -> str:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 _MASK = 2**64 - 1
@@ -137,6 +137,24 @@ def are_labelled(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and all(
         isinstance(pair, (list, tuple)) and len(pair) == 2 and type(pair[0]) in (str, int) for pair in value
     )
+
+
+_tables: dict[int, tuple[object, Mapping[Label, Any]]] = {}
+
+
+def table(pairs: Any, checked: Callable[[Any], Iterable[tuple[Label, Any]]]) -> Mapping[Label, Any]:
+    """Return the dict of (name or position, anything) pairs that a group records, if there are any.
+
+    Asked for each parameter: a table is found by the identity of what is recorded, which is never changed in place.
+    """
+    if not pairs:
+        return {}
+    known = _tables.get(id(pairs))
+    if known is None or known[0] is not pairs:
+        if len(_tables) >= 256:
+            _tables.clear()
+        known = _tables[id(pairs)] = pairs, dict(checked(pairs))
+    return known[1]
 
 
 def recorded(value: Any, owner: str) -> tuple[tuple[Label, Label], ...]:

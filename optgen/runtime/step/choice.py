@@ -15,54 +15,26 @@ from optgen.runtime.step import backends
 
 
 class Choice:
-    """The plan and the backend of a group's parameters of one dtype and device, and their variants by size.
+    """The plan and the backend of a group's parameters of one dtype and device.
 
-    own      the plan that they have for themselves; None: that of the group
-    counted  True if their steps are counted on the device, as capturable=True asks, and fused=True if there is a
-             GradScaler; None: as in their states.  Only Triton kernels can be told
+    own       the plan that they have for themselves; None: that of the group
+    counted   True if their steps are counted on the device, as capturable=True asks, and fused=True if there is a
+              GradScaler; None: as in their states.  Only Triton kernels can be told
+    limit     elements below which a tensor takes the variant for small ones
+    variants  by shape
     """
 
-    __slots__ = (
-        "_by_shape", "_cls", "_group", "backend", "counted", "device", "dtype", "large", "limit", "own", "plan",
-        "small", "vector",
-    )  # fmt: skip
+    __slots__ = ("backend", "counted", "device", "dtype", "limit", "own", "plan", "variants")
 
     def __init__(self, cls: Any, group: dict[str, Any], p: Tensor, scaled: bool, own: str | None) -> None:
         self.dtype, self.device, self.own = p.dtype, p.device, own
-        chosen = plans.resolved(cls, group.get("plan"), p.dtype, own)
-        self.plan = chosen.pair
+        _, self.plan, self.limit = plans.resolved(cls, group.get("plan"), p.dtype, own)
         self.backend = backends.choose(group["backend"], p.device, self.plan)
         self.counted: bool | None = False
         if self.backend == "triton" and all(flag.every is None for flag in cls.FLAGS):
-            self.counted = True if group.get("capturable") else None if group.get("fused") else False
-            if self.counted is None and scaled:
-                self.counted = True
-        self.limit = chosen.limit
-        self._by_shape: dict[torch.Size, Variant] | None = None
-        self._cls, self._group = cls, group
-        if any(flag.shape is not None for flag in cls.FLAGS):
-            self._by_shape = {}
-            return
-        flags = options.flags_of(cls, group)
-        self.large = plans.variant(self.plan, p.dtype, False, flags)
-        self.small = plans.variant(self.plan, p.dtype, True, flags)
-        self.vector = plans.variant(self.plan, p.dtype, False, flags, True)
-
-    def variant(self, p: Tensor) -> Variant:
-        """Return the variant of a parameter."""
-        if self._by_shape is not None:
-            return self._by_shape.get(p.shape) or self._find(p)
-        if self.limit and p.numel() < self.limit:
-            return self.small
-        return self.large if p.ndim >= 2 else self.vector
-
-    def _find(self, p: Tensor) -> Variant:
-        """Return the variant for the parameter's shape, which flags follow."""
-        assert self._by_shape is not None
-        flags = options.flags_of(self._cls, self._group, tuple(p.shape))
-        found = plans.variant(self.plan, p.dtype, p.numel() < self.limit, flags, p.ndim < 2)
-        self._by_shape[p.shape] = found
-        return found
+            fused = (scaled or None) if group.get("fused") else False
+            self.counted = True if group.get("capturable") else fused
+        self.variants: dict[torch.Size, Variant] = {}
 
 
 class GroupChoices:
@@ -84,7 +56,11 @@ class GroupChoices:
             if last is None:
                 last = self._made[kind] = Choice(self._cls, self._group, p, self._scaled, own)
             self._last = last
-        variant = last.variant(p)
+        variant = last.variants.get(p.shape)
+        if variant is None:
+            flags = options.flags_of(self._cls, self._group, tuple(p.shape))
+            variant = plans.variant(last.plan, dtype, p.numel() < last.limit, flags, p.ndim < 2)
+            last.variants[p.shape] = variant
         if self._blocks:
             try:
                 variant = blocks.seen(variant, p, self._blocks.get(name))
