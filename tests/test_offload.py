@@ -22,7 +22,7 @@ from tests.test_release import Net, net, pair, train
 from tests.training import same, through_file
 
 
-class Watched(offload.Plain):
+class Watched(offload.Mover):
     """Slow copies that say when each piece of work began and ended."""
 
     def __init__(self, events: list[str], pause: float = 0.0) -> None:
@@ -243,7 +243,7 @@ def test_rules_over_the_model_are_all_or_nothing() -> None:
 
 @pytest.mark.usefixtures("small_chunks")
 def test_an_error_of_the_host_reaches_the_caller() -> None:
-    class Broken(offload.Plain):
+    class Broken(offload.Mover):
         def send(self, pairs: Sequence[offload.Pair]) -> Any:
             raise OSError("the link is down")
 
@@ -294,7 +294,7 @@ def test_released_parameters_take_turns_in_two_rooms(monkeypatch: pytest.MonkeyP
     """Not a room for each: that would be pinned memory of the size of the model."""
     made: list[int] = []
 
-    def room(self: offload.Plain, size: int) -> Tensor:
+    def room(self: offload.Mover, size: int) -> Tensor:
         made.append(size)
         return torch.empty(size, dtype=torch.uint8)
 

@@ -102,13 +102,10 @@ def own_names(cls: Any, groups: Groups, states: Mapping[Any, Any]) -> list[dict[
     """Return the names of a user's own entries, for each group of a state dict."""
     found: list[dict[str, list[str]]] = []
     for group, labels in zip(groups, labels_of(groups), strict=True):
-        known: set[str] = set()
         names: dict[str, None] = {}
         for p, label in zip(group["params"], labels, strict=True):
-            entry = states.get(p, {})
-            if not known.issuperset(entry):
-                known |= _names(cls, group, p, label)
-                names |= dict.fromkeys(key for key in entry if isinstance(key, str) and key not in known)
+            own = states.get(p, {}).keys() - _names(cls, group, p, label) if states.get(p) else ()
+            names |= dict.fromkeys(sorted(key for key in own if isinstance(key, str)))
         found.append({options.ENTRIES: list(names)} if names else {})
     beside = [key for key in states if isinstance(key, str)]
     if beside and found:
@@ -352,9 +349,6 @@ def _merge(
         names = dict(zip(saved["params"], given, strict=True))
         taken["param_names"] = [names[order[id(p)]] for p in group["params"]]
     merged = {**group, **taken}
-    for key in ("overrides", "blocks"):
-        if "plan" in saved and key not in saved:
-            merged.pop(key, None)
     try:
         merged.update(options.check(cls, merged))
         merged["plan"] = options.record_plan(cls, merged["plan"], merged["params"])
@@ -603,7 +597,10 @@ class _Source:
         for key in sorted(map(str, self.entry.keys() - expected)):
             self.misfit(f"{key}: not expected (it has {', '.join(sorted(expected))})")
         made = self._scalars(dense)
-        whole, shown = self._assembled() if dense else {}, None
+        whole, shown, parts = dict[str, Tensor](), None, self.parts
+        if dense and variant.of_whole and parts is not None and not parts.gathered and parts.layout.dims():
+            # Their formats need statistics of all ranks, which all ask, also those that found misfits.
+            whole = parts.assembled({key: self.entry[key].to(self.p.device) for key in variant.states})
         if dense:
             self._numbers({**self.entry, **whole}, variant.states, variant.nonneg)
         else:
@@ -611,13 +608,13 @@ class _Source:
         if len(misfits) == before:
             shown = self._encode(made, arena, whole) if dense else self._checked(made)
         if shown is not None:
-            p = self.target if self.parts is None else self.p
-            if self.parts is not None and self.parts.gathered:  # p is a copy of all of it
-                p, shown = sharding.local(self.target), sharding.part_of(shown, self.parts.layout)
+            p = self.target if parts is None else self.p
+            if parts is not None and parts.gathered:  # p is a copy of all of it
+                p, shown = sharding.local(self.target), sharding.part_of(shown, parts.layout)
             if state.of_inference(p):
                 self.misfit(f"the parameter {state.INFERENCE}")
             self.reading.loaded.rounded.append((p, shown))
-        return made if self.parts is None else self.parts.wrapped(made)
+        return made if parts is None else parts.wrapped(made)
 
     def _scalars(self, dense: bool) -> dict[str, Any]:
         """Return `step` and the host states.
@@ -703,16 +700,6 @@ class _Source:
                 self.misfit(f"{f.name}: expected headers of its blocks, {wrong} of {value.numel()} are none")
             if f.owner in read and (wrong := int(read[f.owner].isinf().sum())):
                 self.misfit(f"{f.owner}: expected finite numbers, {wrong} of {read[f.owner].numel()} are infinite")
-
-    def _assembled(self) -> dict[str, Tensor]:
-        """Return the dense states of the whole tensor, if their formats need its statistics and ranks hold parts.
-
-        All ranks call this, also those that found misfits: the others would wait for them.
-        """
-        parts = self.parts
-        if parts is None or not self.variant.of_whole or parts.gathered or not parts.layout.dims():
-            return {}
-        return parts.assembled({key: self.entry[key].to(self.p.device) for key in self.variant.states})
 
     def _encode(self, made: dict[str, Any], arena: Arena, whole: Mapping[str, Tensor]) -> Tensor | None:
         """Encode dense states into `made`; returns the new values of p if its full weight is known.

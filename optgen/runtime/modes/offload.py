@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,46 +37,31 @@ Pair = tuple[Tensor, Tensor]
 """(written, read)."""
 
 
-class Mover(Protocol):
-    """Copies between a device and the host."""
+class Mover:
+    """Copies between any device and the host, done when they return."""
 
     def room(self, size: int) -> Tensor:
         """Allocate host memory of that many bytes."""
+        return torch.empty(size, dtype=torch.uint8, device="cpu")
 
     def fetch(self, pairs: Sequence[Pair]) -> Any:
         """Start copies to the host, after all work that the device was given so far; return a token for `wait`."""
+        for written, read in pairs:
+            written.copy_(read)
 
     def wait(self, token: Any) -> None:
         """Wait until those copies are done."""
 
     def send(self, pairs: Sequence[Pair]) -> Any:
         """Start copies to the device; return a token for `join` and `wait`."""
-
-    def join(self, tokens: Sequence[Any]) -> None:
-        """Let what the device is given from now on wait for those copies."""
-
-
-class Plain:
-    """Copies that are done when they return: any device."""
-
-    def room(self, size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.uint8, device="cpu")
-
-    def fetch(self, pairs: Sequence[Pair]) -> None:
         for written, read in pairs:
             written.copy_(read)
 
-    def wait(self, token: None) -> None:
-        pass
-
-    def send(self, pairs: Sequence[Pair]) -> None:
-        self.fetch(pairs)
-
-    def join(self, tokens: Sequence[None]) -> None:
-        pass
+    def join(self, token: Any) -> None:
+        """Let what the device is given from now on wait for those copies."""
 
 
-class Cuda:
+class Cuda(Mover):
     """Copies on two streams beside the one that computes."""
 
     def __init__(self, device: torch.device) -> None:
@@ -107,13 +92,12 @@ class Cuda:
     def send(self, pairs: Sequence[Pair]) -> torch.cuda.Event:
         return self._copy(self.up, pairs)
 
-    def join(self, tokens: Sequence[torch.cuda.Event]) -> None:
-        for token in tokens:
-            torch.cuda.current_stream(self.device).wait_event(token)
+    def join(self, token: torch.cuda.Event) -> None:
+        torch.cuda.current_stream(self.device).wait_event(token)
 
 
 def mover(device: torch.device) -> Mover:
-    return Cuda(device) if device.type == "cuda" else Plain()
+    return Cuda(device) if device.type == "cuda" else Mover()
 
 
 class Room:
@@ -327,7 +311,7 @@ class Offload:
             for chunk, room, future in back:
                 if future.exception() is None:
                     chunk.stepped = True
-                    self._mover(chunk).join([future.result()])
+                    self._mover(chunk).join(future.result())
                 else:
                     room.busy, failed = None, failed or future.exception()
             if failed is not None:
