@@ -68,11 +68,6 @@ class ReleasedParameter:
     roomy    True if a step, this or another one, needs a buffer as large as the parameter
     """
 
-    __slots__ = (
-        "flags", "group", "name", "number", "offload", "p", "place", "roomy", "stepper", "summed", "sums", "updates",
-        "variant",
-    )  # fmt: skip
-
     def __init__(self, optimizer: Releasing, entry: Entry) -> None:
         self.p, _, self.number, self.place, _, self.name = entry
         self.group: dict[str, Any] = {"params": [self.p], "param_names": [self.name]}
@@ -111,15 +106,11 @@ class ReleasedParameter:
 
 
 def _give_room(owner: Owner, released: Iterable[ReleasedParameter]) -> None:
-    """Give all on the CPU one buffer for states by group: huge pages of many small ones go to waste."""
-    sizes: dict[int, list[int]] = {}
+    """Give all on the CPU one buffer for their first states: huge pages of many small ones go to waste."""
     lacking = [one for one in released if state.home(one.p).type == "cpu" and not owner.states.get(one.p)]
+    room = Arena([size for one in lacking if one.variant for size in state.sizes(one.variant, one.p, {})])
     for one in lacking:
-        assert one.variant is not None
-        sizes.setdefault(one.number, []).extend(state.sizes(one.variant, one.p, {}))
-    rooms = {number: Arena(found) for number, found in sizes.items()}
-    for one in lacking:
-        one.stepper.arena = rooms[one.number]
+        one.stepper.arena = room
 
 
 def refuse_sums(cls: Any, group: dict[str, Any], p: Tensor, name: Label) -> list[Variant]:
@@ -581,8 +572,6 @@ class GradientAccumulator:
 
     count   the sums before this one: each draws other random bits
     """
-
-    __slots__ = ("_cls", "_entry", "_first", "_group", "_seed", "_zeros", "count")
 
     def __init__(
         self, make: Callable[[list[Tensor]], torch.optim.Optimizer], p: Tensor, name: Label, count: int = 0
