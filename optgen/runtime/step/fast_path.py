@@ -159,17 +159,14 @@ class CachedBucket:
 
     def count(self, group: CachedGroup, scaler: counting.Scaler | None) -> counting.Counted:
         """Compute the scalars."""
-        names = self.names[1:]
+        names, sign, (number, *host) = self.names[1:], group.sign, self.numbers
         if self.control is not None:
-            step = counting.Step(self.numbers[0], self.numbers[1:], scaler.found if scaler else None)
-            step.fill(
-                self.control, self.host, self.width, group.sign, scaler.scale if scaler else None,
-                group.hypers_on(self.device), names, group.seed if self.variant.stochastic else None,
-            )  # fmt: skip
-            return counting.Counted(self.control, 0, step)
-        sign = group.sign if scaler is None else scaler.factor(group.sign)
-        number, *host = self.numbers
-        return counting.on_host(self.host, self.width, number + 1, sign, group.hypers, names, host, group.seed)
+            hypers, seed = group.hypers_on(self.device), group.seed if self.variant.stochastic else None
+            return counting.on_device(
+                self.control, self.host, self.width, number, sign, hypers, names, host, seed, scaler
+            )
+        factor = sign if scaler is None else scaler.factor(sign)
+        return counting.on_host(self.host, self.width, number + 1, factor, group.hypers, names, host, group.seed)
 
     def run(self, counted: counting.Counted) -> None:
         """Launch the step, then count it in the states."""

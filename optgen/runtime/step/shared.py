@@ -15,20 +15,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optgen.runtime.layout import sharding
+from optgen.runtime.layout import layout, plans, sharding
 from optgen.runtime.records import Variant, sums
 from optgen.runtime.states import state
-from optgen.runtime.work.bucket import Bucket, reference_calls
+from optgen.runtime.work.bucket import Bucket
 from optgen.runtime.work.staged import Runner
 
 
 def reference_runner(bucket: Bucket, scalars: Sequence[float], step_key: int) -> Runner:
-    """Make the step of a bucket in eager torch, one parameter beside the other, in parts."""
-    parts: list[Generator[Tensor, Tensor, None]] = list(reference_calls(bucket, scalars, step_key))
-    if not bucket.variant.model_temps:
+    """Make the step of a bucket in eager torch, one parameter beside the other: on any device, in strict maths."""
+    variant = bucket.variant
+    function = plans.reference(bucket.plan, variant).step
+    wide = {f.name for f in variant.fields if f.per == 1 and f.space == "elem"}
+    places: Sequence[layout.Place | None] = bucket.places or [None] * len(bucket.params)
+    parts: list[Generator[Tensor, Tensor, None]] = []
+    for p, g, s, stream, place in zip(bucket.params, bucket.grads, bucket.states, bucket.streams, places, strict=True):
+        shape = layout.matrix_shape(variant.matrix, p.shape)
+        if p.numel():
+            fields = (s[name].view(shape) if name in wide else s[name] for name in variant.names)
+            where: dict[str, Any] = {} if place is None else {"place": place[:3]}
+            if variant.has_axes:
+                where["dims"] = layout.column_dims(variant.matrix, p.shape)
+            parts.append(function(p.view(shape), g.view(shape), *fields, *scalars, step_key, stream, **where))
+    if not variant.model_temps:
         return
     total: Tensor | None = None
-    for _ in bucket.variant.model_temps:
+    for _ in variant.model_temps:
         values = [next(part) if total is None else part.send(total.to(bucket.device)) for part in parts]
         total = yield values
     assert total is not None

@@ -128,13 +128,12 @@ class Stepper:
         kernels = None if bucket.backend == "reference" else self.launcher.prepare(bucket)
         if counted is not None:
             return ReadyBucket(bucket, kernels, counted)
-        assert kernels is not None and kernels.control is not None
+        assert kernels is not None
         alone = counting.sharing(owner.states, bucket.step) == len(bucket.params)
         if not alone and counting.capturing():
             raise counting.not_ready(f"not every parameter that steps with {state.label(*bucket.first)}")
         bucket.move_count(alone)
-        step = _on_device(owner.cls, owner.groups[bucket.group], bucket, kernels.control, scaler)
-        return ReadyBucket(bucket, kernels, counting.Counted(kernels.control, 0, step))
+        return ReadyBucket(bucket, kernels, _on_device(owner.cls, owner.groups[bucket.group], bucket, kernels, scaler))
 
 
 def _has_fast_path(cls: Any, ready: Sequence[ReadyBucket]) -> bool:
@@ -165,24 +164,19 @@ def _run(ready: Sequence[ReadyBucket]) -> None:
 
 
 def _on_device(
-    cls: Any, group: Mapping[str, Any], bucket: Bucket, control: counting.Control, scaler: counting.Scaler | None
-) -> counting.Step:
-    """Return a bucket's step on the device, its scalars computed into `control`."""
-    variant = bucket.variant
-    assert isinstance(bucket.step, torch.Tensor)
+    cls: Any, group: Mapping[str, Any], bucket: Bucket, kernels: launch.Kernels, scaler: counting.Scaler | None
+) -> counting.Counted:
+    """Return a bucket's step on the device."""
+    variant, control = bucket.variant, kernels.control
+    assert control is not None and isinstance(bucket.step, torch.Tensor)
+    hypers = {hyper.name: hyper.read_on(group[hyper.name], bucket.device) for hyper in cls.HYPERS}
     host = [x for x in bucket.host if isinstance(x, torch.Tensor)]
-    step = counting.Step(bucket.step, host, scaler.found if scaler else None)
-    step.fill(
-        control,
-        *variant.host_for(bucket.backend),
-        sign=-1.0 if group["maximize"] else 1.0,
-        scale=scaler.scale if scaler else None,
-        hypers={hyper.name: hyper.read_on(group[hyper.name], bucket.device) for hyper in cls.HYPERS},
-        names=variant.host_names,
-        seed=group["seed"] if variant.stochastic else None,
-    )
+    made = counting.on_device(
+        control, *variant.host_for(bucket.backend), bucket.step, -1.0 if group["maximize"] else 1.0, hypers,
+        variant.host_names, host, group["seed"] if variant.stochastic else None, scaler,
+    )  # fmt: skip
     counting.check_calls(variant, control)
-    return step
+    return made
 
 
 def _on_host(

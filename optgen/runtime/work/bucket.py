@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from optgen.runtime.layout import layout, plans, sharding
+from optgen.runtime.layout import layout, sharding
 from optgen.runtime.records import Variant
 from optgen.runtime.records.join import Pair
 from optgen.runtime.states import low_bits, state
@@ -150,19 +150,3 @@ class Bucket:
             else:
                 places.append(shard.layout.place(matrix))
         self.places = places
-
-
-def reference_calls(bucket: Bucket, scalars: Sequence[float], step_key: int) -> Iterator[Any]:
-    """Calls the eager function for each parameter that has elements; what it returns."""
-    function = plans.reference(bucket.plan, bucket.variant).step
-    names = bucket.variant.names
-    wide = {f.name for f in bucket.variant.fields if f.per == 1 and f.space == "elem"}
-    places: Sequence[layout.Place | None] = bucket.places or [None] * len(bucket.params)
-    for p, g, s, stream, place in zip(bucket.params, bucket.grads, bucket.states, bucket.streams, places, strict=True):
-        shape = layout.matrix_shape(bucket.variant.matrix, p.shape)
-        if p.numel():
-            fields = (s[name].view(shape) if name in wide else s[name] for name in names)
-            where: dict[str, Any] = {} if place is None else {"place": place[:3]}
-            if bucket.variant.has_axes:
-                where["dims"] = layout.column_dims(bucket.variant.matrix, p.shape)
-            yield function(p.view(shape), g.view(shape), *fields, *scalars, step_key, stream, **where)

@@ -81,10 +81,11 @@ def on_host(
     host: Sequence[Any],
     seed: int,
 ) -> Counted:
-    """Compute the scalars of a step of that number in fp64; arguments as in `Step.fill`.
+    """Compute the scalars of a step of that number in fp64.
 
-    factor  what gradients are multiplied with
-    host    the host states before the step
+    function, scalars  the host function, and how many of its results are kernel scalars
+    factor             what gradients are multiplied with
+    names, host        of the host states, and these before the step
     """
     values = function(number, factor, **hypers, **dict(zip(names, host, strict=True)))
     rounded = (ctypes.c_float * scalars)(*values[:scalars])
@@ -180,49 +181,49 @@ class Step:
 
     count  int64: steps done, before it
     host   fp64: the host states, before it
-    found  of a GradScaler: whether there was an infinity; None: there is no scaler
+    made   the host states after it
+    skip   bool: True if a GradScaler found an infinity; None: there is no scaler
     """
 
-    def __init__(self, count: Tensor, host: Sequence[Tensor], found: Tensor | None) -> None:
-        self.count, self.host = count, host
-        self.skip = None if found is None else found.reshape(()).to(count.device, non_blocking=True) != 0
-        self.made: Sequence[Scalar] = ()
-
-    def fill(
-        self,
-        control: Control,
-        function: HostFunction,
-        scalars: int,
-        sign: float,
-        scale: Tensor | None,
-        hypers: Mapping[str, Any],
-        names: Sequence[str],
-        seed: int | None,
-    ) -> None:
-        """Computes the scalars in fp64.
-
-        function, scalars  the host function, and how many of its results are kernel scalars
-        sign, scale        what gradients are multiplied with, and divided by
-        names              of the host states
-        seed               None where no random bits are drawn
-        """
-        number = control.count(self.count)
-        factor: Scalar = sign
-        if scale is not None:
-            factor = sign / scale.reshape(()).to(self.count.device, torch.float64, non_blocking=True)
-        values = function(number, factor, **hypers, **dict(zip(names, self.host, strict=True)))
-        self.made = values[scalars:]
-        control.fill(values[:scalars], seed, self.skip)
+    def __init__(self, count: Tensor, host: Sequence[Tensor], made: Sequence[Scalar], skip: Tensor | None) -> None:
+        self.count, self.host, self.made, self.skip = count, host, made, skip
 
     def finish(self) -> None:
-        """Counts the step, and keeps the host states, unless it was skipped."""
-        if self.skip is None:
-            self.count.add_(1)
-        else:
-            self.count.add_(~self.skip)
+        """Count the step, and keep the host states, unless it was skipped."""
+        self.count.add_(1 if self.skip is None else ~self.skip)
         for kept, value in zip(self.host, self.made, strict=True):
             new = value if isinstance(value, Tensor) else torch.full_like(kept, value)
             kept.copy_(new if self.skip is None else torch.where(self.skip, kept, new))
+
+
+def on_device(
+    control: Control,
+    function: HostFunction,
+    scalars: int,
+    count: Tensor,
+    sign: float,
+    hypers: Mapping[str, Any],
+    names: Sequence[str],
+    host: Sequence[Tensor],
+    seed: int | None,
+    scaler: Scaler | None,
+) -> Counted:
+    """Compute the scalars of a step into `control`, in fp64; arguments as in `on_host`.
+
+    count  the steps done
+    sign   what gradients are multiplied with, before the scaler
+    seed   None where no random bits are drawn
+    """
+    device, skip = count.device, None
+    factor: Scalar = sign
+    number = control.count(count)
+    if scaler is not None and scaler.found is not None:
+        skip = scaler.found.reshape(()).to(device, non_blocking=True) != 0
+    if scaler is not None and scaler.scale is not None:
+        factor = sign / scaler.scale.reshape(()).to(device, torch.float64, non_blocking=True)
+    values = function(number, factor, **hypers, **dict(zip(names, host, strict=True)))
+    control.fill(values[:scalars], seed, skip)
+    return Counted(control, 0, Step(count, host, values[scalars:], skip))
 
 
 def check_calls(variant: Variant, control: Control) -> None:
