@@ -63,13 +63,6 @@ class Tuning:
         own = kernels.TILE[function] * (1 if torch.version.hip is None else 2)
         return self.tile or own, self.tiles or planned.get(function, TILES)
 
-    def options(self, kernels: ModuleType, function: str, device: torch.device) -> dict[str, int]:
-        """Further keyword arguments of a launch."""
-        tile = self.sizes(kernels, function)[0]
-        if tile != kernels.TILE[function]:
-            return {"TILE": tile}
-        return dict(_limits(kernels, device, function))
-
 
 def _limits(kernels: ModuleType, device: torch.device, function: str) -> dict[str, int]:
     """`limits` on that device."""
@@ -384,8 +377,8 @@ class OneKernel(Triton):
         self.kernel: Any = getattr(self.module, name)
         self.numbers = workspace.numbers(self.module, variant, bucket.device)
         tile, tiles = tuning.sizes(self.module, name)
-        self.options = {"num_warps": tuning.warps, **tuning.options(self.module, name, self.device)}
-        self.options.pop("TILE", None)
+        own = tile == self.module.TILE[name]  # else what is planned for it does not hold
+        self.options = {"num_warps": tuning.warps} | (_limits(self.module, self.device, name) if own else {})
         self.constants = {"GRAD": self.grad, "TILES": tiles, "TILE": tile, **self.module.CONSTANTS.get(name, {})}
         self.which = variant.single.stages[0].scalars if variant.single else range(variant.host_for("triton")[1])
         self.launches = self._build(now, tile, tiles, old)

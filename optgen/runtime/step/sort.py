@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -43,23 +42,13 @@ class _Count(NamedTuple):
     on_device: bool
     ready: bool
 
-    def is_of(self, bucket: Bucket) -> bool:
-        """Return True if the bucket's parameters are counted alike."""
-        if self.on_device:  # by these very tensors
-            return self.step is bucket.step and all(map(is_, self.host, bucket.host))
-        return type(bucket.step) is int and self.step == bucket.step and self.host == bucket.host
-
     @property
     def key(self) -> tuple[object, ...]:
         return (id(self.step), *map(id, self.host)) if self.on_device else (self.step, self.host)
 
 
 class _Sorter:
-    """The buckets of a step, as parameters are added in order.
-
-    Runs once per parameter, between kernels that may take less time than it.  So it looks first at the bucket of the
-    parameter before, which is nearly always the right one.
-    """
+    """The buckets of a step, as parameters are added in order."""
 
     def __init__(self, owner: Owner, dtypes: Dtypes, scaled: bool) -> None:
         self.cls, self.states, self.dtypes, self.scaled = owner.cls, owner.states, dtypes, scaled
@@ -73,7 +62,6 @@ class _Sorter:
         options.check_again(self.cls, group)
         self.number, self.group = number, group
         self.choices, self.streams = GroupChoices(self.cls, group, self.scaled), keys.streams(group)
-        self.last: Bucket | None = None
 
     def add(self, entry: Entry, g: Tensor) -> None:
         """Add a parameter to its bucket, a new one if there is none."""
@@ -87,16 +75,14 @@ class _Sorter:
             if not shard.gathered:
                 cut = shard.layout.roles(variant.matrix)
         count = self._count(choice, variant, kept, p, name)
-        bucket = self.last
-        if (
-            bucket is None
-            or variant is not bucket.variant
-            or grad_dtype is not bucket.grad_dtype
-            or choice.device != bucket.device
-            or cut != bucket.cut
-            or not count.is_of(bucket)
-        ):
-            bucket = self.last = self._bucket(choice, variant, grad_dtype, cut, count)
+        key = (self.number, variant, grad_dtype, choice.device, cut, *count.key)
+        bucket = self.buckets.get(key)
+        if bucket is None:
+            backend = backends.able(choice.backend, choice.plan, variant)
+            bucket = self.buckets[key] = Bucket(
+                self.number, choice.plan, variant, backend, choice.device, grad_dtype, count.step, count.host, cut=cut,
+                counted=backend == "triton" and (count.on_device or bool(choice.counted)),
+            )  # fmt: skip
         if not count.ready or (self.switched and self._begins(variant, p, kept, name)):
             self.fresh.append((bucket, len(bucket.params)))
         if shard is not None:
@@ -116,25 +102,6 @@ class _Sorter:
         bucket.states.append(kept if kept is not None else {})
         bucket.streams.append(keys.stream_key(self.streams.get(name, name) if self.streams else name))
         bucket.names.append(name)
-
-    def _bucket(
-        self,
-        choice: Choice,
-        variant: Variant,
-        grad_dtype: torch.dtype,
-        cut: frozenset[str],
-        count: _Count,
-    ) -> Bucket:
-        """Return the bucket of such parameters."""
-        device = choice.device
-        key = (self.number, variant, grad_dtype, device, cut, *count.key)
-        if key not in self.buckets:
-            backend = backends.able(choice.backend, choice.plan, variant)
-            self.buckets[key] = Bucket(
-                self.number, choice.plan, variant, backend, device, grad_dtype, count.step, count.host, cut=cut,
-                counted=backend == "triton" and (count.on_device or bool(choice.counted)),
-            )  # fmt: skip
-        return self.buckets[key]
 
     def _count(self, choice: Choice, variant: Variant, kept: state.State | None, p: Tensor, name: Label) -> _Count:
         """Return how many steps a parameter has made."""
