@@ -182,12 +182,6 @@ def _watch_clipping() -> None:
     module._clip_grads_with_norm_ = watched
 
 
-def _materialize(p: Tensor) -> None:
-    """Give a gradient of zeros without memory its own: sums and clipping write it."""
-    if p.grad is not None and p.grad._is_zerotensor():
-        p.grad = state.materialized(p.grad)
-
-
 def _unhook(hooks: dict[int, Any]) -> None:
     for hook in hooks.values():
         hook.remove()
@@ -330,7 +324,7 @@ class Release:
                 self._refuse_wrappers(owner)
                 self._looked = True
             one = self._current(owner, one)
-            _materialize(p)
+            p.grad = state.materialized(p.grad)  # sums and clipping write it
             if one.summed + 1 < self.accumulate:
                 if one.sums is not None:
                     one.sums.add(p.grad)
@@ -498,12 +492,13 @@ class Release:
 
     def _hand_over(self, one: ReleasedParameter) -> None:
         """Move a sum that was kept elsewhere to p.grad."""
+        if one.p.grad is not None:
+            one.p.grad = state.materialized(one.p.grad)
         if one.sums is not None and one.summed:
             if one.p.grad is None:
                 one.p.grad = torch.zeros_like(one.p)
             one.sums.add(one.p.grad)
             one.sums.clear()
-        _materialize(one.p)
         one.summed = 0
 
 class Handle:

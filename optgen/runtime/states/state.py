@@ -185,7 +185,7 @@ def create(
     missing = [f for f in variant.fields if f.name not in state]
     made = {f.name: zeros(f, p, arena) for f in missing}
     values = first_values(variant, p, hypers or {})
-    encoded = [f.name for f in missing if f.owner == "p" or not _is_zero(values[f.owner])]
+    encoded = [f.name for f in missing if f.owner == "p" or isinstance(values[f.owner], Tensor) or values[f.owner] != 0]
     if encoded:
         own = {f.name for f in variant.fields if f.owner == "p"}
         exact = low_bits.exact(p) if rounded is not None and own.isdisjoint(state) else None
@@ -204,10 +204,6 @@ def sizes(variant: Variant, p: Tensor, present: Mapping[str, Any]) -> list[int]:
         return []
     fields = [f for f in variant.fields if f.name not in present]
     return [nbytes(layout.field_shape(f, p.shape), f.torch_dtype) for f in fields]
-
-
-def _is_zero(start: Tensor | float) -> bool:
-    return not isinstance(start, Tensor) and start == 0
 
 
 def first_values(variant: Variant, p: Tensor, hypers: Mapping[str, Any]) -> dict[str, Tensor | float]:
