@@ -22,6 +22,7 @@ from torch import Tensor
 
 from optgen.runtime.layout import sharding
 from optgen.runtime.options import options
+from optgen.runtime.options.entries import Owner
 from optgen.runtime.step import launch
 from optgen.runtime.step.launch import Kernels
 from optgen.runtime.step.partial_step import StepError
@@ -196,22 +197,16 @@ def _placed(g: Any, spec: Any) -> bool:
 class CachedStep:
     """The plan of a step, valid while parameters, states and options are unchanged."""
 
-    def __init__(
-        self,
-        cls: Any,
-        groups: Sequence[Mapping[str, Any]],
-        state: Mapping[Any, State],
-        prepared: Prepared,
-        scaled: bool,
-    ) -> None:
-        self.buckets = [CachedBucket(*one, state) for one in prepared]
+    def __init__(self, owner: Owner, prepared: Prepared, scaled: bool) -> None:
+        self.buckets = [CachedBucket(*one, owner.states) for one in prepared]
         counted = {bucket.group for bucket in self.buckets if bucket.control is not None}
-        self.groups = [CachedGroup(cls, group, number in counted) for number, group in enumerate(groups)]
+        self.groups = [CachedGroup(owner.cls, group, number in counted) for number, group in enumerate(owner.groups)]
         self.scaled, self.on_host = scaled, any(bucket.control is None for bucket in self.buckets)
         stepped = {id(p) for bucket in self.buckets for p in bucket.params}
-        self.idle = [[i for i, known in enumerate(group.ids) if known not in stepped] for group in self.groups]
+        params = [p for group in owner.groups for p in group["params"]]
+        self.idle = [p for p in params if id(p) not in stepped]
         # Ranks may wait for one another once these are trained.
-        self.frozen = [p for group in groups for p in group["params"] if sharding.is_sharded(p) and not p.requires_grad]
+        self.frozen = [p for p in params if sharding.is_sharded(p) and not p.requires_grad]
         self.launch_settings = self._launch_settings()
         # torch asks subclasses for a handler at each attribute, which takes longer than the comparison itself.
         sharded = any(bucket.sharded for bucket in self.buckets)
@@ -224,30 +219,28 @@ class CachedStep:
         devices = [bucket.device for bucket in self.buckets if bucket.device.type == "cuda"]
         return [launch.tuning, *(torch.cuda.current_stream(device).cuda_stream for device in devices)]
 
-    def matches(self, groups: Sequence[State], state: Mapping[Any, State], scaled: bool) -> bool:
+    def matches(self, owner: Owner, scaled: bool) -> bool:
         """Return True if the kept launches make this step.  Raises ValueError for a hyper-parameter out of range."""
+        groups = owner.groups
         if len(groups) != len(self.groups) or scaled != self.scaled or self._launch_settings() != self.launch_settings:
             return False
         if not all(kept.matches(group) for kept, group in zip(self.groups, groups, strict=True)):
             return False
-        if any(p.requires_grad for p in self.frozen):
+        if any(p.requires_grad for p in self.frozen) or any(p.grad is not None for p in self.idle):
             return False
-        for group, idle in zip(groups, self.idle, strict=True):
-            if any(group["params"][i].grad is not None for i in idle):
-                return False
         try:
             with self.plain_reads():
-                return all(bucket.matches(state) for bucket in self.buckets)
+                return all(bucket.matches(owner.states) for bucket in self.buckets)
         except (KeyError, TypeError, AttributeError, RuntimeError):  # no state, no gradient, not a dense tensor
             return False
 
-    def run(self, groups: Sequence[State], state: Mapping[Any, State], scaler: counting.Scaler | None) -> bool:
+    def run(self, owner: Owner, scaler: counting.Scaler | None) -> bool:
         """Make the step if it is like the last one; return False, and nothing has changed, if not.
 
         Raises ValueError, before anything changes, if a hyper-parameter is out of its range, and StepError if a kernel
         raises an error.
         """
-        if not self.matches(groups, state, scaler is not None):
+        if not self.matches(owner, scaler is not None):
             return False
         for bucket in self.buckets:
             bucket.follow()
@@ -277,7 +270,7 @@ class FastPath:
         self._wait = 0
         self._left = 0
 
-    def run(self, groups: Sequence[State], state: Mapping[Any, State], scaler: counting.Scaler | None) -> bool:
+    def run(self, owner: Owner, scaler: counting.Scaler | None) -> bool:
         """Make the step as `CachedStep.run`; forget a cached step that does not match or raises an error.
 
         A CUDA graph captures the ordinary step, which has tables of its own.
@@ -287,21 +280,14 @@ class FastPath:
             return False
         self.last = None  # an error may leave it with addresses that no table on the device has
         try:
-            if not last.run(groups, state, scaler):
+            if not last.run(owner, scaler):
                 return False
         finally:
             last.release()
         self.last, self._wait, self._left = last, 0, 0
         return True
 
-    def keep(
-        self,
-        cls: Any,
-        groups: Sequence[State],
-        state: Mapping[Any, State],
-        prepared: Prepared,
-        scaled: bool,
-    ) -> None:
+    def keep(self, owner: Owner, prepared: Prepared, scaled: bool) -> None:
         """Cache an ordinary step of these buckets; `scaled`: it had a GradScaler."""
         if self._left > 0:
             self._left -= 1
@@ -310,5 +296,5 @@ class FastPath:
             return
         # The kernels of a parameter that is not contiguous ran on a copy.
         copied = any(bucket.written for bucket, _ in prepared)
-        self.last = None if copied else CachedStep(cls, groups, state, prepared, scaled)
+        self.last = None if copied else CachedStep(owner, prepared, scaled)
         self._left, self._wait = self._wait, min(2 * self._wait + 1, PATIENCE)

@@ -75,7 +75,7 @@ class Stepper:
         """Make the step; raise StepError if a kernel fails."""
         try:
             with interrupts.Later():
-                if self.fast_path.run(owner.groups, owner.states, scaler):
+                if self.fast_path.run(owner, scaler):
                     return
             with torch.no_grad():
                 self._sort_and_run(owner, scaler)
@@ -116,7 +116,7 @@ class Stepper:
                 shared.spread(owner.states, buckets)
         if not sending and _has_fast_path(owner.cls, ready):  # else other ranks may wait for this one at any step
             prepared = [(one.bucket, one.kernels) for one in ready if one.kernels is not None]
-            self.fast_path.keep(owner.cls, owner.groups, owner.states, prepared, scaler is not None)
+            self.fast_path.keep(owner, prepared, scaler is not None)
 
     def _prepare(
         self, owner: Owner, bucket: Bucket, scaler: counting.Scaler | None, counted: counting.Counted | None
