@@ -15,7 +15,7 @@ import tempfile
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -67,13 +67,15 @@ def remember(made: Schedule | Step, spec: Spec, case: Case) -> None:
         _cases.popitem(last=False)
 
 
-def _module(path: Path, text: str) -> ModuleType:
+def module(folder: Path, name: str, text: str) -> ModuleType:
+    """Return the module of a text, which is written to a folder."""
+    path = folder / f"{name}.py"
     path.write_text(text, encoding="utf-8")
     found = importlib.util.spec_from_file_location(path.stem, path)
     assert found and found.loader
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    return module
+    made = importlib.util.module_from_spec(found)
+    found.loader.exec_module(made)
+    return made
 
 
 def only(s: Schedule | Step) -> Schedule:
@@ -129,8 +131,8 @@ class Pair:
         s, kernels = only(s), only(self.known)
         self.spec, self.schedule, self.kernels, self.folder = spec, s, kernels, folder
         reference_text, host_text = _texts(spec, s, kernels)
-        self.reference = _module(folder / "ref.py", reference_text)
-        self.host = _module(folder / "host.py", host_text)
+        self.reference = module(folder, "ref", reference_text)
+        self.host = module(folder, "host", host_text)
 
     @cached_property
     def triton(self) -> tuple[Variant, Any]:
@@ -139,9 +141,7 @@ class Pair:
         plan, maths = self.case.storage.plan, self.kernels.program.maths
         name = targets.case_name(self.spec, self.case)
         folder = Path(tempfile.mkdtemp(dir=self.folder))
-        pair, kernels = triton_text.joined(
-            self.spec, plan, maths, lambda name, text: _module(folder / f"{name}.py", text)
-        )
+        pair, kernels = triton_text.joined(self.spec, plan, maths, partial(module, folder))
         return next(v for v in pair.variants if v.function == name), kernels
 
     def buffers(self, shape: tuple[int, ...], weight: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -734,26 +734,9 @@ def test_the_repository_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
     assert outcome.clean, f"run `optgen build`: {outcome.diff[:2000]}"
 
 
-def test_equal_functions_of_stages_are_printed_once() -> None:
-    """Settings of the flags, dtypes and small tensors share what they have in common: two functions of a file differ
-    in more than names, of their own and of what they call."""
-    for path in sorted((ROOT / "generated").glob("*/*/triton_kernels.py")):
-        text = path.read_text(encoding="utf-8")
-        functions = [x.split("\n\n\n", 1)[0] for x in re.split(r"^@triton\.jit.*\n", text, flags=re.MULTILINE)[1:]]
-        known: dict[str, str] = {}
-        first: dict[str, str] = {}
-        for function in functions:
-            name = function.removeprefix("def ").split("(")[0]
-            body = re.sub(rf"\b{name}\b", "@", function)
-            same = re.sub(r"\s+", "", re.sub(r"\w+", lambda m, to=first: to.get(m[0], m[0]), body))
-            first[name] = known.setdefault(same, name)
-            # The twin of a kernel for tensors of any shape stands and falls with it.
-            assert first[name] == name or name.endswith("_flat"), f"{path}: {name} is {first[name]}"
-
-
 def launched_files() -> list[Path]:
     """The generated files that hold kernels."""
-    return sorted([*(ROOT / "generated").glob("*/*/triton_kernels.py"), *(ROOT / "generated").glob("*/triton.py")])
+    return sorted((ROOT / "generated").rglob("triton.py"))
 
 
 def test_kernels_are_compiled_for_all_whole_numbers_at_once() -> None:

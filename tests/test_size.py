@@ -12,8 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 CLASS_LINES, FUNCTION_LINES, COMPLEXITY = 600, 80, 25
 
-LARGER = {"optgen/driver/emit.py: emit_plan"}
-LARGER |= {f"optgen/runtime/gpu/{x}.py: walk_panels" for x in ("matrices", "panels")}
+LARGER = {"optgen/runtime/gpu/matrices.py: walk_panels"}
 """Classes and functions that are still longer.  This list may only shrink."""
 
 

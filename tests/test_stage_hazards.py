@@ -387,7 +387,7 @@ def test_no_sum_is_left_to_atomics() -> None:
         for ending in ("*.py", "*.cpp", "*.h")
         for file in folder.rglob(ending)
     ]
-    assert {"kernels.cpp", "triton_kernels.py", "stages.h", "prelude.py"} <= {file.name for file in texts}
+    assert {"kernels.cpp", "triton.py", "stages.h", "prelude.py"} <= {file.name for file in texts}
     assert [file for file in texts if "atomic" in file.read_text().lower()] == []
 
 

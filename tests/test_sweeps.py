@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-import re
-from types import ModuleType
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 from test_lang import lamb
 
 from optgen import passes
-from optgen.backends import triton_stages
-from optgen.driver import explain, load
+from optgen.driver import explain, load, targets, triton_text
 from optgen.driver.explain import why_last
-from optgen.formats import Blocked, LogMinMax
+from optgen.driver.targets import Case
+from optgen.formats import Blocked, LogMinMax, Plan
 from optgen.ir.program import Step
 from optgen.lang.spec import Spec
 from optgen.lower import lower
 from optgen.ops import dtypes
+from optgen.runtime.gpu.walk import Sweep
+from optgen.runtime.records import Variant
 from optgen.runtime.step import launch
 from specs import plans
 from specs.came import came
 from specs.sm3 import sm3
+from tests import harness
 
 
 def step(spec: Spec, plan: str = "fp32_master") -> Step:
@@ -71,16 +75,17 @@ def test_traffic_counts_every_sweep(spec: Spec, most: float) -> None:
     assert sum(s.traffic) <= most
 
 
-def moved(text: str, function: str, s: Step) -> float:
-    """Bytes per parameter that the printed kernels of a step load and store, counted in their tile functions."""
-    size = {b.name: b.bytes_per_param for stage in s.stages for b in stage.schedule.program.buffers}
+def moved(record: Sweep) -> float:
+    """Bytes per parameter that a sweep loads and stores; gradients are bf16."""
+    values = record.values
+    taken = {*range(record.taken)}
+    taken |= {values[i].base for i in taken if values[i].base >= 0}
+    touched = [i for k in taken for i in values[k].fields] + [i for k, _ in record.stores for i in values[k].fields]
     total = 0.0
-    for k, stage in enumerate(s.stages, 1):
-        if stage.is_sweep:
-            (body,) = re.findall(rf"^def {function}_{k}_tile\(.*?(?=\n\n\n|\Z)", text, re.M | re.S)
-            touched = re.findall(r"\b(get|put)\((\w+)_ptr\b", body)
-            assert len(touched) == len(set(touched)), "nothing is loaded or stored twice"
-            total += sum(size[name] for _, name in touched)
+    for i in touched:
+        bits = 16 if record.buffers[i][1] is None else record.buffers[i][1].primitive_bitwidth
+        of = {"": 1, "block": record.block, "eight": 8}.get(record.kind(i))
+        total += bits / 8 / of if of else 0
     return total
 
 
@@ -96,14 +101,14 @@ def moved(text: str, function: str, s: Step) -> float:
         ("muon", {}, 14.1),
     ],
 )
-def test_printed_kernels_move_what_explain_says(name: str, flags: dict[str, bool], most: float) -> None:
+def test_kernels_move_what_explain_says(name: str, flags: dict[str, bool], most: float, tmp_path: Path) -> None:
     """bf16 weights and gradients under int8_split24."""
     spec = load.find_spec(name)
     said = explain.explain(spec, plans.int8_split24, "bfloat16", flags)
     case = explain.case_of(spec, plans.int8_split24, "bfloat16", flags)
-    s = passes.step(lower(spec, case.flags, case.storage), "fast")
-    lines = triton_stages.kernels(s, "f").lines
-    assert moved("\n".join(lines), "f", s) == pytest.approx(said.traffic)
+    variant, kernels = compiled(spec, plans.int8_split24, case, tmp_path)
+    sweeps = [kernels.CONSTANTS[s.kernel]["SWEEP"] for s in variant.stages if s.space == "elem"]
+    assert sum(map(moved, sweeps)) == pytest.approx(said.traffic)
     assert said.traffic <= most
     assert len(said.sweeps) == 1 or all(let in said.sweeps[-1].why for let in said.sweeps[0].why.split(", ")[:1])
 
@@ -119,27 +124,32 @@ def test_explain_names_the_lines_that_need_all_elements() -> None:
     assert "1 sweep and work on what it reduces: accumulator_row (" in why_last(step(sm3))
 
 
-def kernels_of_wide_blocks(block: int) -> triton_stages.Kernels:
+def compiled(spec: Spec, plan: Plan, case: Case, folder: Path) -> tuple[Variant, Any]:
+    """The variant of a case, and the kernels of its pair."""
+    load_module = partial(harness.module, folder)
+    pair, kernels = triton_text.joined(spec, plan, "fast", load_module)
+    return next(v for v in pair.variants if v.function == targets.case_name(spec, case)), kernels
+
+
+def kernels_of_wide_blocks(block: int, folder: Path) -> Any:
     """CAME's."""
     plan = plans.int8_split24.but(signed=Blocked(8, block), nonneg=LogMinMax(8, block, of="sqrt"), name="wide")
-    flags = {f.name: f.default for f in came.flags}
-    whole = passes.step(lower(came, flags, plan.storage(came.present(flags), dtypes.bf16, False)), "fast")
-    return triton_stages.kernels(whole, "f")
+    return compiled(came, plan, next(targets.cases(came, plan)), folder)[1]
 
 
 @pytest.mark.parametrize("block", [64, 1024, 2048])
-def test_a_panel_takes_no_more_warps_than_a_device_runs_together(block: int) -> None:
+def test_a_panel_takes_no_more_warps_than_a_device_runs_together(block: int, tmp_path: Path) -> None:
     """A panel is 16 blocks wide: where they are of 2048 elements, each of 1024 threads takes 32."""
-    assert max(kernels_of_wide_blocks(block).warps.values()) == min(16 * block // 1024, 32)
+    assert max(kernels_of_wide_blocks(block, tmp_path).WARPS.values()) == min(16 * block // 1024, 32)
 
 
-@pytest.mark.parametrize(("block", "registers"), [(64, 136), (1024, 128), (2048, 64)])
-def test_no_kernel_is_left_more_registers_than_its_warps_can_start_with(block: int, registers: int) -> None:
+@pytest.mark.parametrize(("block", "registers"), [(64, 144), (1024, 128), (2048, 64)])
+def test_no_kernel_is_left_more_registers_than_its_warps_can_start_with(
+    block: int, registers: int, tmp_path: Path
+) -> None:
     """A processor of NVIDIA's has 65,536: 64 for each of 1024 threads, whatever the plan and the device say."""
-    made, module = kernels_of_wide_blocks(block), ModuleType("kernels")
-    options = {name: {"maxnreg": limit} for name, limit in made.limits.items() if limit}
-    vars(module).update(OPTIONS=options, WARPS=made.warps)
-    told = {name: launch.limits(module, name, 10)["maxnreg"] for name in options}
-    assert max(told.values()) == registers
+    made = kernels_of_wide_blocks(block, tmp_path)
+    told = {name: launch.limits(made, name, 10)["maxnreg"] for name in made.OPTIONS}
+    assert max(told[name] for name in told if name in made.WARPS) == registers
     for name, limit in told.items():
-        assert limit * 32 * made.warps.get(name, 1) <= 65536
+        assert limit * 32 * made.WARPS.get(name, 1) <= 65536

@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
-import inspect
 import itertools
 import json
 import re
@@ -108,7 +107,7 @@ def compile_for(
     `options` are Triton's own; contraction is off unless asked for, as in every kernel whose fma are written out.
     Without `listed` the instructions of a kernel for NVIDIA are not read.
     """
-    constexprs = record(fn) | dict(constexprs)
+    constexprs = dict(constexprs)
     types = {name: signature.get(name, "constexpr") for name in fn.arg_names}
     if missing := [name for name in fn.arg_names if name not in signature and name not in constexprs]:
         raise ValueError(f"{fn.__name__}: neither a type nor a value is given for {', '.join(missing)}")
@@ -430,8 +429,8 @@ def jobs_of(name: str, module: Any, function: str, grad: str) -> Iterable[Job]:
     from optgen.runtime.step import launch
 
     limits = {t: launch.limits(module, function, gpu.arch // 10) for t, gpu in TARGETS.items() if gpu.backend == "cuda"}
-    constants = {"GRAD": getattr(tl, grad), "TILES": 16, "RAGGED": False, "ALIGNED": True, **record(fn)}
-    constants |= getattr(module, "CONSTANTS", {}).get(function, {})
+    constants = {"GRAD": getattr(tl, grad), "TILES": 16, "RAGGED": False, "ALIGNED": True}
+    constants |= module.CONSTANTS[function]
     signature = {a: _POINTERS.get(a, "fp32") for a in fn.arg_names if a not in {*constants, "TILE"}}
     for target, gpu in TARGETS.items():
         size = tile * gpu.warp_size // 32
@@ -448,12 +447,6 @@ def jobs_of(name: str, module: Any, function: str, grad: str) -> Iterable[Job]:
         )
 
 
-def record(fn: Any) -> dict[str, Any]:
-    """The record of a sweep that its kernel has as a default."""
-    parameter = inspect.signature(fn.fn).parameters.get("SWEEP")
-    return {} if parameter is None or parameter.default is parameter.empty else {"SWEEP": parameter.default}
-
-
 def generated() -> Iterable[Job]:
     """The kernels of generated/."""
     import generated as ready
@@ -464,27 +457,17 @@ def generated() -> Iterable[Job]:
         for plan in cls.PLANS:
             pair = plans.load(cls, plan)
             yield from of_variants(f"{cls.SPEC}.{plan}", pair, compiled.kernels(pair))
-    for path in sorted(ROOT.glob("generated/*/*/triton_kernels.py")):
-        spec, plan = path.parts[-3:-1]
-        module = importlib.import_module(f"generated.{spec}.{plan}.triton_kernels")
-        yield from of_module(f"{spec}.{plan}", module)
 
 
 def of_variants(name: str, pair: Any, kernels: Any, only: Collection[str] | None = None) -> Iterable[Job]:
-    """The kernels of a pair's single sweeps; `only`: of these variants."""
+    """The kernels of a pair; `only`: of these variants."""
     for v in pair.variants:
-        if v.single and (only is None or v.function in only):
+        if only is not None and v.function not in only:
+            continue
+        if v.stages:
+            yield from of_stages(f"{name}.{v.function}", kernels, v)
+        elif v.single:
             yield from jobs_of(f"{name}.{v.function}", kernels, v.function, v.param)
-
-
-def of_module(name: str, module: Any) -> Iterable[Job]:
-    """Every kernel of a generated module: those of whole steps, of panels, and between sweeps."""
-    for function, kernel in sorted(vars(module).items()):
-        own = getattr(getattr(kernel, "fn", None), "__module__", "") == module.__name__
-        if own and kernel.arg_names[:2] == ["table", "work"]:  # no function that a kernel calls
-            # A function is named after the parameters it is for; the gradient's dtype is theirs.
-            grad = next((d for d in ("bfloat16", "float16") if f"_{d}" in function), "float32")
-            yield from staged_jobs(f"{name}.{function}", module, function, grad)
 
 
 def named(spec_name: str, plan_name: str) -> tuple[Any, Any]:
@@ -630,29 +613,6 @@ def staged() -> Iterable[Job]:
         of_rows = {**constants, "PANEL": 1024, "LANES": 1024, "ROWS": 4}
         yield Job(f"row_partials.{kind}", rows, tables, of_rows, 4096, 4, aligned)
         yield Job(f"col_partials.{kind}", columns, tables, {**constants, "LANES": 256, "PANEL": 64}, 256, 4, aligned)
-
-
-def staged_jobs(name: str, module: Any, function: str, grad: str) -> Iterable[Job]:
-    """A kernel of a step of several stages as jobs."""
-    import triton.language as tl
-
-    from optgen.runtime.step import launch
-
-    if function in module.TILE:
-        yield from jobs_of(name, module, function, grad)
-        return
-    fn = getattr(module, function)
-    panel = record(fn)["SWEEP"].panel() if "ROWS" in fn.arg_names else 0
-    known = {"GRAD": getattr(tl, grad), "ROWS": 1, "ALIGNED": True, "TILES": 16, "LANES": 256}
-    constants = {a: known[a] for a in fn.arg_names if a in known} | record(fn)
-    signature = {a: _POINTERS.get(a, "fp32") for a in fn.arg_names if a not in constants}
-    for target, gpu in TARGETS.items():
-        width = panel or (2048 if "LANES" in constants else 256)
-        warps = getattr(module, "WARPS", {}).get(function, 1 if "TILES" in constants else launch.stages.BETWEEN)
-        warps = max(warps * 32 // gpu.warp_size, 1)
-        told = launch.limits(module, function, gpu.arch // 10) if gpu.backend == "cuda" and panel else {}
-        aligned, is_panel = ("table", "work"), panel > 0
-        yield Job(name, fn, signature, constants, width, warps, aligned, (target,), is_panel, told)
 
 
 @cache

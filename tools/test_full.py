@@ -171,15 +171,12 @@ def compile_turn(turn: Turn, cases: Iterable[Case] | None = None, targets: Seque
 
 
 def _jobs(pair: tuple[str, str], cases: Sequence[Case] | None, folder: Path) -> Iterator[Any]:
-    """Yield the kernels of a pair: of several stages, then of its single sweeps."""
+    """Yield the kernels of a pair."""
     import kernel_stats
 
-    from optgen.driver import emit, triton_text
+    from optgen.driver import triton_text
 
     spec, plan = product.spec_of(pair[0]), product.plan_of(pair[1])
-    text = emit.emit_plan(spec, plan, cases=cases).get("triton_kernels.py")
-    if text is not None:
-        yield from kernel_stats.of_module(".".join(pair), _module(folder / "kernels.py", text))
     named = None if cases is None else {case_name(spec, c) for c in cases}
     joined, kernels = triton_text.joined(spec, plan, "fast", lambda name, x: _module(folder / f"{name}.py", x))
     yield from kernel_stats.of_variants(".".join(pair), joined, kernels, named)

@@ -51,9 +51,9 @@ RULES = (
         ),
         host=scalars,
         temps=(
+            Temp("col_sum_for_col_var", "col", "col_sum", "elem"),
             Temp("row_sum_for_alpha", "row", "row_sum", "elem"),
             Temp("row_sum_for_row_var", "row", "row_sum", "elem"),
-            Temp("col_sum_for_col_var", "col", "col_sum", "elem"),
             Temp("mat_sum_of_row_var", "mat", "mat_sum", "row"),
             Temp("tensor_sum_for_alpha", "tensor", "tensor_sum", "row"),
             Temp("alpha", "tensor"),

@@ -15,7 +15,8 @@ from optgen.runtime.gpu.walk import walk
 
 @triton.jit
 def dadapt_adam_1_values(d, lr, weight_decay, gain1, gain3):
-    """The new one_times_one_minus_beta1_times_rate, one_minus_rate_times_weight_decay, one_times_one_minus_sqrt_beta2_times_rate."""
+    """The new one_times_one_minus_beta1_times_rate, one_minus_rate_times_weight_decay,
+    one_times_one_minus_sqrt_beta2_times_rate."""
     rate = d * lr  # 37  rate = d * own
     return gain1 * rate, tl.fma(minus(rate), weight_decay, 1.0), gain3 * rate
 
@@ -112,7 +113,8 @@ def dadapt_adam_4_between(
 
 @triton.jit
 def dadapt_adam_use_bias_correction_1_values(d, weight_decay, own, gain1, gain3):
-    """The new one_times_one_minus_beta1_times_rate, one_minus_rate_times_weight_decay, one_times_one_minus_sqrt_beta2_times_rate."""
+    """The new one_times_one_minus_beta1_times_rate, one_minus_rate_times_weight_decay,
+    one_times_one_minus_sqrt_beta2_times_rate."""
     rate = d * own  # 37  rate = d * own
     return gain1 * rate, tl.fma(minus(rate), weight_decay, 1.0), gain3 * rate
 

@@ -26,10 +26,10 @@ RULES = (
         ),
         host=scalars,
         temps=(
-            Temp("tensor_sum_for_p_norm", "tensor", "tensor_sum", "elem"),
             Temp("tensor_sum_for_g_norm", "tensor", "tensor_sum", "elem"),
-            Temp("shrink", "tensor"),
+            Temp("tensor_sum_for_p_norm", "tensor", "tensor_sum", "elem"),
             Temp("lr_times_ratio", "tensor"),
+            Temp("shrink", "tensor"),
         ),
         stages=(
             Stage(

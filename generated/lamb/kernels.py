@@ -36,8 +36,8 @@ RULES = (
         ),
         host=scalars,
         temps=(
-            Temp("tensor_sum_for_weight_norm", "tensor", "tensor_sum", "elem"),
             Temp("tensor_sum_for_update_norm", "tensor", "tensor_sum", "elem"),
+            Temp("tensor_sum_for_weight_norm", "tensor", "tensor_sum", "elem"),
             Temp("lr_times_trust", "tensor"),
         ),
         stages=(

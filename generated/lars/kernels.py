@@ -24,8 +24,8 @@ RULES = (
         ),
         host=scalars,
         temps=(
-            Temp("tensor_sum_for_weight_norm", "tensor", "tensor_sum", "elem"),
             Temp("tensor_sum_for_grad_norm", "tensor", "tensor_sum", "elem"),
+            Temp("tensor_sum_for_weight_norm", "tensor", "tensor_sum", "elem"),
             Temp("lr_times_local_lr", "tensor"),
         ),
         stages=(

@@ -15,7 +15,8 @@ from optgen.runtime.gpu.walk import walk
 
 @triton.jit
 def prodigy_1_values(d, lr, weight_decay, d0, gain1):
-    """The new one_times_one_minus_beta1_times_d, rate, one_minus_rate_times_weight_decay, d_over_d0, d_over_d0_times_rate."""
+    """The new one_times_one_minus_beta1_times_d, rate, one_minus_rate_times_weight_decay, d_over_d0,
+    d_over_d0_times_rate."""
     rate = d * lr  # 41  rate = d * own
     d_div = d / d0
     return gain1 * d, rate, tl.fma(minus(rate), weight_decay, 1.0), d_div, d_div * rate
@@ -147,7 +148,8 @@ def prodigy_6_between(table, work, LANES: tl.constexpr, LEVEL: tl.constexpr, ROU
 
 @triton.jit
 def prodigy_safeguard_warmup_1_values(d, lr, weight_decay, d0, gain1, moves):
-    """The new one_times_one_minus_beta1_times_d, rate, one_minus_rate_times_weight_decay, d_over_d0, d_over_d0_times_d_times_one."""
+    """The new one_times_one_minus_beta1_times_d, rate, one_minus_rate_times_weight_decay, d_over_d0,
+    d_over_d0_times_d_times_one."""
     rate = d * lr  # 41  rate = d * own
     d_div = d / d0
     return gain1 * d, rate, tl.fma(minus(rate), weight_decay, 1.0), d_div, d_div * (d * moves)
@@ -194,7 +196,8 @@ def prodigy_safeguard_warmup_2_sweep(
 
 @triton.jit
 def prodigy_use_bias_correction_1_values(d, weight_decay, d0, own, gain1):
-    """The new one_times_one_minus_beta1_times_d, rate, one_minus_rate_times_weight_decay, d_over_d0, d_over_d0_times_rate."""
+    """The new one_times_one_minus_beta1_times_d, rate, one_minus_rate_times_weight_decay, d_over_d0,
+    d_over_d0_times_rate."""
     rate = d * own  # 41  rate = d * own
     d_div = d / d0
     return gain1 * d, rate, tl.fma(minus(rate), weight_decay, 1.0), d_div, d_div * rate
@@ -241,7 +244,8 @@ def prodigy_use_bias_correction_2_sweep(
 
 @triton.jit
 def prodigy_use_bias_correction_safeguard_warmup_1_values(d, weight_decay, d0, own, gain1, moves):
-    """The new one_times_one_minus_beta1_times_d, rate, one_minus_rate_times_weight_decay, d_over_d0, d_over_d0_times_d_times_one."""
+    """The new one_times_one_minus_beta1_times_d, rate, one_minus_rate_times_weight_decay, d_over_d0,
+    d_over_d0_times_d_times_one."""
     rate = d * own  # 41  rate = d * own
     d_div = d / d0
     return gain1 * d, rate, tl.fma(minus(rate), weight_decay, 1.0), d_div, d_div * (d * moves)

@@ -19,7 +19,8 @@ def sgdp_1_tile(
     PLAN: tl.constexpr, p, g, momentum_buffer, momentum, one_minus_dampening_times_grad_scale, live,
     MASKED: tl.constexpr,
 ):
-    """The new momentum_buffer; what is reduced to row_sum_for_invariant, row_sum_for_invariant_2, row_sum_for_invariant_3, row_sum_of_p."""
+    """The new momentum_buffer; what is reduced to row_sum_for_invariant, row_sum_for_invariant_2,
+    row_sum_for_invariant_3, row_sum_of_p."""
     # 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
     momentum_buffer = tl.fma(
         one_minus_dampening_times_grad_scale, g, times(momentum, momentum_buffer, PLAN.momentum_buffer)
@@ -45,7 +46,8 @@ def sgdp_2_values(
     row_sum_for_invariant, row_sum_for_invariant_2, row_sum_for_invariant_3, row_sum_of_p, eps, grad_scale,
     grad_scale_times_grad_scale,
 ):
-    """The new row_sum_of_p_over_row_mul_3; what is reduced to tensor_max_for_invariant, tensor_sum_for_invariant, tensor_sum_for_invariant_2, tensor_sum_for_invariant_3, tensor_sum_of_p."""
+    """The new row_sum_of_p_over_row_mul_3; what is reduced to tensor_max_for_invariant,
+    tensor_sum_for_invariant, tensor_sum_for_invariant_2, tensor_sum_for_invariant_3, tensor_sum_of_p."""
     row_sum_for_invariant_2_add = tl.sqrt(row_sum_for_invariant_2) + eps
     return (
         row_sum_of_p / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add),

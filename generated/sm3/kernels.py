@@ -33,8 +33,8 @@ RULES = (
         ),
         host=scalars,
         temps=(
-            Temp("accumulator_row_2", "row", "row_max", "elem"),
             Temp("accumulator_col_2", "col", "col_max", "elem"),
+            Temp("accumulator_row_2", "row", "row_max", "elem"),
         ),
         stages=(
             Stage(
@@ -76,8 +76,8 @@ RULES = (
         ),
         host=scalars_2,
         temps=(
-            Temp("accumulator_row_2", "row", "row_max", "elem"),
             Temp("accumulator_col_2", "col", "col_max", "elem"),
+            Temp("accumulator_row_2", "row", "row_max", "elem"),
         ),
         stages=(
             Stage(

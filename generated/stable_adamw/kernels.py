@@ -39,8 +39,8 @@ RULES = (
         host=scalars,
         temps=(
             Temp("tensor_sum_for_surprise", "tensor", "tensor_sum", "elem"),
-            Temp("rate", "tensor"),
             Temp("one_minus_rate_times_weight_decay", "tensor"),
+            Temp("rate", "tensor"),
         ),
         stages=(
             Stage(

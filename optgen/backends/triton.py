@@ -15,24 +15,17 @@ from functools import cached_property, partial
 from optgen.backends.idioms import lanes, printed
 from optgen.backends.printer import ATOM, Printer, Spelling, Text, number, taken_away, with_more
 from optgen.backends.printer import wrapped as wrap
-from optgen.backends.reference import assemble, bound_lines
 from optgen.ir import node as ir
 from optgen.ir.node import Node, postorder
-from optgen.ir.program import Buffer, Let, Program, Schedule, Store
+from optgen.ir.program import Buffer, Let, Program, Schedule
 from optgen.ir.ranges import Interval, Intervals
 from optgen.ops import spaces
 from optgen.ops.dtypes import DType
-
-TILE = 256  # elements: 8 per thread of one warp; more per thread turns 128-bit accesses into strided ones
 
 _TL: Mapping[str, str] = {
     "f32": "float32", "bf16": "bfloat16", "f16": "float16", "i32": "int32", "i16": "int16", "i8": "int8",
     "u8": "uint8", "u4": "uint8", "u2": "uint8", "u1": "uint8", "i64": "int64", "bool": "int1",
 }  # fmt: skip
-
-
-# Eight packed codes are one word.
-_EIGHTS: Mapping[str, str] = {"u4": "tl.int32", "u2": "tl.int16", "u1": "tl.uint8"}
 
 
 def tl_dtype(d: DType) -> str:
@@ -42,10 +35,9 @@ def tl_dtype(d: DType) -> str:
 class TritonPrinter(Printer):
     """A printer that knows the maths mode, intervals, and which space an operand is read in.
 
-    A block's value has one dimension less than the elements; `keeps` printers give it as many, the last of size 1.
+    A block's value has one dimension less than the elements.
     """
 
-    keeps = False
     function = ""
 
     def __init__(self, program: Program) -> None:
@@ -62,14 +54,9 @@ class TritonPrinter(Printer):
 
     def operand(self, user: Node, node: Node, level: int = 0) -> str:
         """An operand of `user`; a block's value beside elements is broadcast along the block."""
-        if user.space == spaces.elem and node.space.name == "block" and not self.keeps:
-            return f"{self.text(node, ATOM)}[:, None]"
+        if user.space == spaces.elem and node.space.name == "block":
+            return f"beside({self.text(node)})"
         return self.text(node, level)
-
-    @property
-    def tail(self) -> str:
-        """Return the last arguments of a block reduction."""
-        return ", live, MASKED, True" if self.keeps else ", live, MASKED"
 
     def express(self, node: Node) -> Text:
         found = lanes(node) if node.uid not in self.names and self.program.maths == "fast" else None
@@ -268,7 +255,7 @@ def _floor(p: Printer, n: Node) -> Text:
 def _block(name: str) -> Spelling:
     def spell(p: Printer, n: Node) -> Text:
         assert isinstance(p, TritonPrinter)
-        return f"{name}({p.text(n.args[0])}{p.tail})", ATOM
+        return f"{name}({p.text(n.args[0])}, live, MASKED)", ATOM
 
     return spell
 
@@ -285,27 +272,8 @@ def _block_max(p: Printer, n: Node) -> Text:
     assert isinstance(p, TritonPrinter)
     x = magnitude(n)
     if x is None:
-        return f"block_max({p.text(n.args[0])}{p.tail})", ATOM
-    return f"block_magnitude({p.text(x)}{p.tail})", ATOM
-
-
-def _load(p: Printer, n: Node) -> Text:
-    if n.space in (spaces.tensor, spaces.model):
-        return f"tl.load({n.attr}_ptr)", ATOM
-    if n.space != spaces.elem:
-        return f"get({n.attr}_ptr, at_{n.space.name}, live_{n.space.name}, MASKED)", ATOM
-    if n.dtype.packed:
-        return f"unpacked(get({n.attr}_ptr, at_eight, live_eight, MASKED), {n.dtype.bits})", ATOM
-    # Behind the gradient's pointer lies GRAD, whatever dtype the program gives it.
-    text = f"get({n.attr}_ptr, at, live, MASKED)"
-    if _is_wide_gradient(n):
-        assert isinstance(p, TritonPrinter)
-        text = f"widened({text})" if p.program.maths == "fast" else f"{text}.to(tl.float32)"
-    return text, ATOM
-
-
-def _is_wide_gradient(n: Node) -> bool:
-    return n.op == "load" and n.attr == "g" and n.dtype.torch == "float32"
+        return f"block_max({p.text(n.args[0])}, live, MASKED)", ATOM
+    return f"block_magnitude({p.text(x)}, live, MASKED)", ATOM
 
 
 _COMMON: dict[str, Spelling] = {
@@ -316,8 +284,6 @@ _COMMON: dict[str, Spelling] = {
     "sym": lambda p, n: (str(n.attr), ATOM),
     "key": lambda p, n: (str(n.attr), ATOM),
     "extent": lambda p, n: (f"extent_{n.attr}", ATOM),
-    "index": lambda p, n: ("index", ATOM),
-    "load": _load,
     "neg": _neg,
     "not": lambda p, n: (f"~{p.text(n.args[0], 30)}", 30),
     "abs": _call("tl.abs"),
@@ -341,68 +307,6 @@ _COMMON: dict[str, Spelling] = {
 
 STRICT: dict[str, Spelling] = _COMMON | {"div": _strict_div, "sqrt": _call("tl.sqrt_rn")}
 FAST: dict[str, Spelling] = _COMMON | {"block_max": _block_max, "div": _fast_div, "rcp": _rcp, "sqrt": _call("tl.sqrt")}
-
-
-def sweep_tile(schedule: Schedule) -> int:
-    """Elements per tile of a sweep over segments.
-
-    Twice as many where only bytes are stored, beside sums: 16 codes of a thread are one 128-bit access, and what is
-    computed once per block, or crosses threads, is worth twice the elements.  Strict maths adds lanes in their order.
-    """
-    program = schedule.program
-    stored = {b.dtype.bits for b in program.buffers if b.writes and b.space == spaces.elem and b.role != "partial"}
-    wide = program.maths == "fast" and stored == {8} and bool(terms(schedule)) and program.block > 1
-    return max(2 * TILE if wide else TILE, program.block)
-
-
-def registers(schedule: Schedule) -> int | None:
-    """Registers per thread that the kernel is expected to fit in, counted on sm_80 to sm_100; None: no limit.
-
-    Where it spills all the same, the first step compiles it with more (optgen.runtime.gpu.compiled.without_spills).
-    """
-    buffers = schedule.program.touched
-    if len({b.owner for b in buffers if b.role == "state"}) > 2:
-        return None
-    if sweep_tile(schedule) > max(TILE, schedule.program.block):
-        # With two terms compilers spill at 128 (Triton 3.6), and 8 bytes again at 144 to 160 (Triton 3.9).
-        return 120 + 8 * len(terms(schedule))
-    # Rounding f16 stochastically by its bits holds two ways of it at a time, of normal and of subnormal numbers; sums
-    # hold 8 lanes for each thread, and what is added to them, in an order of their own in strict maths.
-    most = 96 if _is_counted(schedule.program) and any(b.dtype.name == "f16" for b in buffers) else 64
-    # Tables: the lines of one, a small tree of its entries, or the places of a search, are in flight for eight
-    # elements at a time.
-    if "table" in schedule.program.rules and any(b.role == "state" and b.dtype.bits == 8 for b in buffers):
-        return None  # lines of 8-bit maps: told a limit, compilers spill 8 bytes below and above the 104 that they take
-    if _looks_up([schedule.program]) or "table" in schedule.program.rules:
-        most = max(most, 96)
-    # Codes of 5 to 7 bits come in pieces, each with an address and a word of its own.
-    most += 16 * (len([b for b in buffers if b.dtype.packed]) > len({b.owner for b in buffers if b.dtype.packed}))
-    return most + (16 if schedule.program.maths == "fast" else 32) * len(terms(schedule))
-
-
-@dataclass(frozen=True)
-class Table:
-    """The places of a kernel's operands in the row of a tensor; see optgen.runtime.step.launch.
-
-    width    entries of a row
-    columns  buffer -> the entry that is its address
-    numbers  table of numbers in memory -> likewise
-    numel    the entry that is the number of elements; then columns, stream key, and where the tensor lies in the
-             logical one: row and column of the first element, columns; of several stages also rows and columns of its
-             matrices, and its numel
-    """
-
-    width: int
-    columns: Mapping[str, int]
-    numel: int
-    numbers: Mapping[str, int]
-
-    @classmethod
-    def of(cls, program: Program) -> Table:
-        """The table of a step that is one kernel."""
-        columns = {b.name: i for i, b in enumerate(program.buffers)}
-        numbers = {name: len(columns) + i for i, name in enumerate(in_memory([program]))}
-        return cls(len(columns) + len(numbers) + 6, columns, len(columns) + len(numbers), numbers)
 
 
 # Of a kernel that is launched.  Triton would compile it a second time for the keys that 16 divides, and these come: the
@@ -478,77 +382,6 @@ def _printed_roots(schedule: Schedule) -> list[Node]:
     return [*stored, *(node for t in terms(schedule) for _, node in t.parts)]
 
 
-def _pointers(program: Program) -> list[str]:
-    return [f"{b.name}_ptr" for b in program.touched if b.role != "partial"]
-
-
-def _put(program: Program, s: Store, printer: TritonPrinter) -> str:
-    block = program.buffer(s.buffer).space.name == "block"
-    at, live = ("at_block", "live_block") if block else ("at", "live")
-    value = printer.text(s.node)
-    if not block and s.node.space != spaces.elem:
-        value = f"tl.broadcast_to({beside(s.node, printer)}, at.shape)"
-    dtype = program.buffer(s.buffer).dtype
-    if dtype.packed:
-        value = f"packed({value}, live, MASKED, {dtype.bits})"
-        return f"put({s.buffer}_ptr, at_eight, {value}, live_eight, MASKED)"
-    return f"put({s.buffer}_ptr, {at}, {value}, {live}, MASKED)"
-
-
-def beside(node: Node, printer: TritonPrinter) -> str:
-    """A value that broadcasts to the elements."""
-    if node.space.name == "block" and not printer.keeps:
-        return f"{printer.text(node, ATOM)}[:, None]"
-    return printer.text(node)
-
-
-def tile(
-    schedule: Schedule, function: str, source: str, places: list[str], kind: type[TritonPrinter] = TritonPrinter
-) -> list[str]:
-    """The tile function: decode, update, encode; it returns the terms of the sweep's reductions.
-
-    places  the arguments that say which elements are meant
-    """
-    program, sweep = schedule.program, schedule.sweep
-    printer = kind(program)
-    printer.function = function
-    # A store stands where its value is known: what only it reads is needed no longer.
-    lets, waiting = printed_lets(schedule), [s for s in sweep.stores if program.buffer(s.buffer).role != "partial"]
-    last = {let.node.uid: i for i, let in enumerate(lets)}
-    ready = {s.buffer: max((last.get(n.uid, 0) for n in printed([s.node])), default=0) for s in waiting}
-    lines = bound_lines((), printer)
-    anchor = anchor_of(schedule) if printer.keeps else None
-    for i, let in enumerate(lets):
-        for stage, new in bound_lines((let,), printer).items():
-            lines[stage] += new
-        if let is anchor:  # before its name is taken for what becomes of it
-            lines[let.stage].append((f"index = within(index, {let.name})", ""))
-        for s in [s for s in waiting if ready[s.buffer] <= i]:
-            waiting.remove(s)
-            lines["encode"].append((_put(program, s, printer), ""))
-    lines["encode"] += [(_put(program, s, printer), "") for s in waiting]
-    found = terms(schedule)
-    if found:
-        each = [
-            f"term({beside(node, printer)}, at, live, MASKED{', True' if t.is_max else ''})"
-            for t in found
-            for _, node in t.parts
-        ]
-        lines["encode"].append((f"return {', '.join(each)}{',' * (len(each) == 1)}", ""))
-    host = [let.name for let in program.host]
-    names = [*_pointers(program), *places, *host, *keys(schedule), "MASKED: tl.constexpr"]
-    out = [*tables(program, function), "@triton.jit", *wrapped(f"def {function}_tile(", names)]
-    out.append('    """One tile."""')
-    return out + [f"    {line}" for line in assemble(lines, source)]
-
-
-def anchor_of(schedule: Schedule) -> Let | None:
-    """Return the load of bytes or halves of a tile function that draws random numbers; see `within` of the prelude."""
-    lets = printed_lets(schedule) if _is_counted(schedule.program) else ()
-    loads = [let for let in lets if let.node.op == "load" and let.node.space == spaces.elem]
-    return next((let for let in loads if let.node.dtype.bits in (8, 16)), None)
-
-
 def printed_lets(schedule: Schedule) -> tuple[Let, ...]:
     """The lets that something reads."""
     sweep = schedule.sweep
@@ -556,26 +389,6 @@ def printed_lets(schedule: Schedule) -> tuple[Let, ...]:
         return sweep.lets
     read = {n.uid for n in printed(_printed_roots(schedule))}
     return tuple(let for let in sweep.lets if let.node.uid in read)
-
-
-def _places(schedule: Schedule) -> list[str]:
-    """The tile function's arguments that say which elements are meant, and how many there are."""
-    program = schedule.program
-    beside = ["", *(["_block"] if program.block > 1 else []), *(["_eight"] if is_packed(program) else [])]
-    counted = ["index"] if _is_counted(program) else []
-    extents = [f"extent_{x}" for x in sizes(program)]
-    return [*(f"at{x}" for x in beside), *(f"live{x}" for x in beside), *counted, *extents]
-
-
-def _is_counted(program: Program) -> bool:
-    return any(n.op == "index" for n in postorder(program.roots()))
-
-
-def keys(schedule: Schedule) -> list[str]:
-    """The host words that the tile function reads, and the addresses of its tables."""
-    read = {n.attr for n in postorder(schedule.program.roots()) if n.op == "key"}
-    words = [name for name in ("step_key", "stream_key") if name in read]
-    return [*words, *(f"{name}_ptr" for name in in_memory([schedule.program]))]
 
 
 wrapped = partial(wrap, whole=110)
@@ -602,36 +415,9 @@ def scalars(program: Program) -> list[str]:
     return [f"{let.name}_" if let.name in LOCALS else let.name for let in program.host]
 
 
-def kernel(schedule: Schedule, function: str, source: str = "", table: Table | None = None) -> list[str]:
-    """The tile function, and the kernel that walks the tiles of a work item (optgen.runtime.gpu.walk).
-
-    A sweep that reduces has work items of one segment (see optgen.runtime.records.sums): lane by lane and tile by tile,
-    the lanes in the end.
-    """
-    program, size, found = schedule.program, sweep_tile(schedule), terms(schedule)
-    host = scalars(program)
-    # Masked elements come one by one, in a register each: few at a time, lest registers spill, and then with sums of
-    # their own.  In strict maths sums need the lanes of a whole tile.
-    most = size if found and program.maths == "strict" else 128
-    table = table or Table.of(program)
-    record = sweep(schedule, table, [f"parts={size // most}"] if size > most else [])
-    args = ["table", "work", *(f"{h}: tl.float32" for h in host), "step_key: tl.int32"]
-    args += ["GRAD: tl.constexpr", "TILES: tl.constexpr", "RAGGED: tl.constexpr", "ALIGNED: tl.constexpr"]
-    out = tile(schedule, function, source, _places(schedule))
-    out += ["", "", ENTRY, *headed(function, [*args, f"TILE: tl.constexpr = {size}"], record)]
-    out.append(f'    """{program.name}: the tiles of one work item."""')
-    return [*out, *walked("walk", function, host, ["GRAD", "TILES", "RAGGED", "ALIGNED", "TILE"])]
-
-
-def headed(function: str, args: Sequence[str], record: Sequence[str]) -> list[str]:
-    """The head of a kernel, whose last argument is the record of its sweep."""
-    *lines, last = wrap(f"def {function}(", args, whole=0)
-    return [*lines, *(f"    {x}" for x in record), last]
-
-
 def walked(walker: str, function: str, host: Sequence[str], constants: Sequence[str]) -> list[str]:
     """The call of a walker."""
-    given = ["table", "work", f"{function.removesuffix('_flat')}_tile", "SWEEP", *in_tuple(host)]
+    given = ["table", "work", f"{function}_tile", "SWEEP", *in_tuple(host)]
     given += ["step_key", *constants]
     return [f"    {x}" for x in wrapped(f"{walker}(", given, close=")")]
 
@@ -648,95 +434,7 @@ def in_tuple(items: Sequence[str]) -> list[str]:
     return [f"({items[0]}", *items[1:-1], f"{items[-1]})"]
 
 
-def sweep(schedule: Schedule, table: Table, more: Sequence[str] = (), kind: str = "Sweep") -> list[str]:
-    """The record of a sweep, see optgen.runtime.gpu.walk, with `more` arguments; `kind`: or "Panels"."""
-    program = schedule.program
-    read = {n.attr for n in postorder(program.roots()) if n.op == "key"}
-    taken = [f'"{x}"' for x in ("step", "stream") if f"{x}_key" in read]
-    numbers = [str(table.numbers[name]) for name in in_memory([program])]
-    wanted = [str(table.numel + 6 + k) for k in sizes(program).values()]
-    buffers = [_entry(b, table) for b in program.touched if b.role != "partial"]
-    given = [str(table.width), str(table.numel), *in_tuple(buffers)]
-    given += [f"block={program.block}"] if program.block > 1 else []
-    given += more
-    given += ["counted=True"] if _is_counted(program) else []
-    given += [f"keys={as_tuple(taken)}"] if taken else []
-    given += [f"tables={as_tuple(numbers)}"] if numbers else []
-    given += [f"extents={as_tuple(wanted)}"] if wanted else []
-    found = terms(schedule)
-    spaces_of = [("row",), ("col",)] if kind == "Panels" else [("tensor", "model")]
-    sums = [f'("{t.kind}", {", ".join(_results(t, table, x) for x in spaces_of)})' for t in found]
-    given += [f"sums={as_tuple(sums)}"] if sums else []
-    given += ["strict=True"] if found and program.maths == "strict" else []
-    return wrapped(f"SWEEP: tl.constexpr = {kind}(", given, close="),")
-
-
-def _results(t: Term, table: Table, of: Sequence[str]) -> str:
-    """The entries of a term's partial results of these spaces."""
-    return as_tuple([str(table.columns[b.name]) for b in t.partials if b.space.name in of])
-
-
-def _entry(b: Buffer, table: Table) -> str:
-    """A buffer in the record of a sweep."""
-    dtype = "None" if b.role == "grad" else _EIGHTS.get(b.dtype.name) or tl_dtype(b.dtype)
-    kind = "eight" if b.dtype.packed else "" if b.space == spaces.elem else b.space.name
-    kind = "one" if b.space in (spaces.tensor, spaces.model) else kind
-    return f"({table.columns[b.name]}, {dtype}" + (f', "{kind}")' if kind else ")")
-
-
 def sizes(program: Program) -> dict[str, int]:
     """The sizes of the logical tensor that the program computes with: their place behind those of where it lies."""
     wanted = {n.attr for n in postorder(program.roots()) if n.op == "extent"}
     return {x: k for k, x in enumerate(("rows", "columns", "elements")) if x in wanted}
-
-
-def is_packed(program: Program) -> bool:
-    """Return True if codes are read or written that share bytes."""
-    return any(b.dtype.packed for b in program.touched)
-
-
-def _nothing(t: Term) -> str:
-    """Return the number that the term's reduction begins with."""
-    return 'float("-inf")' if t.is_max else "0.0"
-
-
-def _max(t: Term) -> str:
-    return ", True" if t.is_max else ""
-
-
-def folded(t: Term, x: str, strict: bool) -> str:
-    """[r, n] -> [r]: what is left of each row of x; in strict maths in the order that every backend has."""
-    return f"fold({x}{_max(t)})" if strict or t.is_max else f"tl.sum({x}, 1)"
-
-
-def extents(program: Program, table: Table) -> list[str]:
-    """The sizes of the logical tensor that the program computes with, as fp32."""
-    at = {x: table.numel + 6 + k for x, k in sizes(program).items()}
-    return [f"    extent_{x} = tl.load(row + {at[x]}).to(tl.float32)" for x in at]
-
-
-def helpers(schedules: list[Schedule]) -> list[str]:
-    """Names to import from optgen.runtime.gpu.prelude."""
-    text = {"get", "put"}
-    for s in schedules:
-        fast = s.program.maths == "fast"
-        for n in printed(s.program.roots()) if fast else postorder(s.program.roots()):
-            found = lanes(n) if fast else None
-            if found:
-                text.add(found.helper)
-            elif fast and _is_wide_gradient(n):
-                text.add("widened")
-            if n.op == "block_max" and s.program.maths == "fast" and magnitude(n) is not None:
-                text.add("block_magnitude")
-            elif n.op in ("block_max", "block_min", "floor", "rint", "rotl", "sign"):
-                text.add(n.op)
-            if n.op == "load" and n.dtype.packed:
-                text.add("unpacked")
-            if n.op == "neg" and n.dtype.is_float and n.space != spaces.host:
-                text.add("minus")
-            if n.op == "rcp":
-                text.add("inverse" if n.space.name == "block" else "reciprocal")
-        if any(s.program.buffer(x.buffer).dtype.packed for x in s.sweep.stores):
-            text.add("packed")
-        text |= {"term"} if terms(s) else set()
-    return sorted(text)

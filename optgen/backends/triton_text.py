@@ -10,6 +10,7 @@ A codec is a few functions of the fields of a value, see `optgen.runtime.gpu.cod
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from optgen.backends import triton
@@ -59,12 +60,25 @@ def _kept(p: Printer, n: Node) -> Text:
 
 
 class RulePrinter(TritonPrinter):
-    """A printer of values that a plan keeps; `pieces`: states that are only multiplied, by the names of their loads."""
+    """A printer of values that a plan keeps.
 
-    def __init__(self, schedule: Schedule, nonneg: Collection[str]) -> None:
+    states  those that codecs read
+    pieces  of these the ones that are only multiplied, by the names of their loads
+    """
+
+    function = "table"
+
+    def __init__(self, schedule: Schedule, nonneg: Collection[str], whole: Collection[str]) -> None:
         super().__init__(schedule.program)
-        self.spell = {**self.spell, "kept": _kept}
-        self.pieces = _multiplied(schedule, nonneg)
+        self.spell = {**self.spell, "kept": _kept, "draw": self._draw}
+        found = [b for b in schedule.program.buffers if b.role == "state" and b.space == spaces.elem]
+        self.states = frozenset(b.name for b in found if b.owner not in whole)
+        self.pieces = _multiplied(schedule, nonneg, self.states)
+
+    def _draw(self, _: Printer, n: Node) -> Text:
+        """The random bits of a state that is kept as a whole; the record of its codes says which."""
+        codes = next(b.name for b in self.program.buffers if b.owner == n.attr[3] and b.space == spaces.elem)
+        return _drawn(n, f"draws[PLAN.{codes}.word]", f"PLAN.{codes}.shift")
 
     def express(self, node: Node) -> Text:
         if node.uid not in self.names:
@@ -75,8 +89,8 @@ class RulePrinter(TritonPrinter):
         return super().express(node)
 
 
-def _multiplied(schedule: Schedule, nonneg: Collection[str]) -> frozenset[str]:
-    """Return the states that are read as they are nowhere: all that becomes of them is products with host scalars.
+def _multiplied(schedule: Schedule, nonneg: Collection[str], states: frozenset[str]) -> frozenset[str]:
+    """Return those of the states of which nothing is read but products with host scalars.
 
     nonneg  states whose codec may take the root of such a scalar: it is known to be in [0, LARGEST]
     """
@@ -85,7 +99,6 @@ def _multiplied(schedule: Schedule, nonneg: Collection[str]) -> frozenset[str]:
         return frozenset()
     intervals = Intervals(triton.scalar_ranges(program))
     nodes = list(postorder([s.node for s in schedule.sweep.stores]))
-    states = {b.name for b in program.buffers if b.role == "state" and b.space == spaces.elem}
     bare = {s.node.attr for s in schedule.sweep.stores if s.node.op == "load"}
     for n in nodes:
         scalar = next((a for a in n.args[:2] if n.op in ("mul", "fma") and a.op in ("sym", "const")), None)
@@ -108,27 +121,30 @@ def _is_stored(buffer: Buffer) -> bool:
     return buffer.role != "partial" or buffer.space == spaces.model
 
 
-def sweep_functions(schedule: Schedule, kernel: str, nonneg: Collection[str], source: str = "") -> list[str]:
+def sweep_functions(
+    schedule: Schedule, kernel: str, nonneg: Collection[str], whole: Collection[str], source: str
+) -> list[str]:
     """The tile function of a sweep, and the kernel that walks the tiles of a work item.
 
     nonneg  states of which no value is negative
+    whole   states that are kept as a whole: their fields come as they are
     """
     program = schedule.program
-    printer = RulePrinter(schedule, nonneg)
-    states = {b.name for b in program.buffers if b.role == "state" and b.space == spaces.elem}
+    printer = RulePrinter(schedule, nonneg, whole)
 
     def reading(let: Let) -> str:
-        kept = let.node.attr in states - printer.pieces
+        kept = let.node.attr in printer.states - printer.pieces
         return f"{let.name} = read({let.name}, PLAN.{let.node.attr})" if kept else ""
 
     lines, names = _read(schedule, printer, reading)
-    results = [_result(s, printer) for s in stored(schedule)]
+    results = [_result(program, s, printer) for s in stored(schedule)]
     results += [printer.text(node) for t in triton.terms(schedule) for _, node in t.parts]
     lines["encode"].append((f"return {_tuple(results)}", ""))
     host = [let.name for let in program.host]
     sizes = [f"extent_{x}" for x in triton.sizes(program)]
-    given = ["PLAN: tl.constexpr", *names, *sizes, *host, "live", "MASKED: tl.constexpr"]
-    out = ["@triton.jit", *triton.wrapped(f"def {kernel}_tile(", given)]
+    drawn = ["draws"] if any(n.op == "draw" for n in postorder(program.roots())) else []
+    given = ["PLAN: tl.constexpr", *names, *sizes, *host, *drawn, "live", "MASKED: tl.constexpr"]
+    out = [*triton.tables(program, "table"), "@triton.jit", *triton.wrapped(f"def {kernel}_tile(", given)]
     out.append(f'    """{_made(schedule)}"""')
     out += [f"    {line}" for line in assemble(lines, source) if not line.startswith("# -- ")]
     scalars = triton.scalars(program)
@@ -151,7 +167,7 @@ def _made(schedule: Schedule) -> str:
     summed = [b.name for t in triton.terms(schedule) for b in t.partials]
     words = [f"The new {', '.join(new)}"] if new else []
     words += [f"{'what' if new else 'What'} is reduced to {', '.join(dict.fromkeys(summed))}"] if summed else []
-    return "; ".join(words) + "."
+    return textwrap.fill("; ".join(words) + ".", 105).replace("\n", "\n    ")
 
 
 def _read(
@@ -210,17 +226,18 @@ def _tuple(items: Sequence[str]) -> str:
     return f"({items[0]},)" if len(items) == 1 else ", ".join(items)
 
 
-def _result(s: Store, printer: Printer) -> str:
+def _result(program: Program, s: Store, printer: Printer) -> str:
     text = printer.text(s.node)
-    return text if s.node.space == spaces.elem else f"tl.broadcast_to({text}, live.shape)"
+    whole = s.node.space == spaces.elem or program.buffer(s.buffer).space.name == "block"
+    return text if whole else f"tl.broadcast_to({text}, live.shape)"
 
 
 # -- codecs
 
 
-def _draw(p: Printer, n: Node) -> Text:
+def _drawn(n: Node, draws: str, shift: str) -> Text:
     kind, bits, width, _ = n.attr
-    return f"{kind}(draws, SHIFT, {bits}{f', {width}' if kind != 'integer' else ''})", ATOM
+    return f"{kind}({draws}, {shift}, {bits}{f', {width}' if kind != 'integer' else ''})", ATOM
 
 
 class CodecPrinter(TritonPrinter):
@@ -230,13 +247,7 @@ class CodecPrinter(TritonPrinter):
 
     def __init__(self, program: Program) -> None:
         super().__init__(program)
-        self.spell = {**self.spell, "draw": _draw}
-
-    def operand(self, user: Node, node: Node, level: int = 0) -> str:
-        """An operand of `user`; a block's value beside elements is broadcast along the block."""
-        if user.space == spaces.elem and node.space.name == "block":
-            return f"beside({self.text(node)})"
-        return self.text(node, level)
+        self.spell = {**self.spell, "draw": lambda p, n: _drawn(n, "draws", "SHIFT")}
 
 
 def codec_functions(codec: Codec, name: str) -> list[list[str]]:

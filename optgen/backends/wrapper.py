@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -147,7 +147,6 @@ def environment() -> Environment:
     )
     env.filters["quoted"] = _quoted
     env.filters["imported"] = _imported
-    env.filters["walkers"] = _walkers
     return env
 
 
@@ -156,13 +155,6 @@ def _imported(names: Iterable[str], module: str) -> str:
     found = list(names)
     plain = f"from {module} import {', '.join(found)}"
     return plain if len(plain) <= 114 else "\n".join(wrapped(f"from {module} import (", found, ")"))
-
-
-def _walkers(kernels: Iterable[Sequence[str]]) -> list[str]:
-    """The imports of the walkers that Triton kernels call."""
-    called = {line.split("(")[0].strip() for lines in kernels for line in lines}
-    known = {"gpu.panels": ("Panels", "walk_any", "walk_panels"), "gpu.walk": ("Sweep", "walk")}
-    return [f"from optgen.runtime.{x} import {', '.join(y)}" for x, y in known.items() if called.intersection(y)]
 
 
 def _quoted(text: str) -> str:

@@ -45,7 +45,7 @@ class Kernels:
     def add(self, spec: Spec, case: Case, maths: Maths, fast: Step, kernel: str, rule: Step | None = None) -> str:
         """Generate what `kernel`, the step of a case, is made of; it is passed the scalars of `rule`, else of `fast`.
 
-        rule   the step of the rule, whose stages the kernel has
+        rule   the step whose stages the kernel has
         Returns the kernel that does the same and came first.
         """
         weight = f"weight_{case.param.torch}"

@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
 import optgen
 from optgen import passes
-from optgen.backends import host, reference, triton, triton_stages, wrapper
+from optgen.backends import host, wrapper
 from optgen.driver import cpp_text, eager_text, explain, judge, kernel_text, record_text, targets, triton_text
 from optgen.driver.eager_text import PLANS, is_ready
-from optgen.driver.pool import Pool, replaced
+from optgen.driver.pool import Pool
 from optgen.driver.project import Maths
 from optgen.driver.record_text import Name, written
 from optgen.driver.targets import Case
 from optgen.formats.plan import Plan
-from optgen.ir.node import postorder
-from optgen.ir.program import Buffer, Program, Stage, Step
+from optgen.ir.program import Program, Step
 from optgen.lang.spec import Spec
 from optgen.lower import lower
-from optgen.runtime import records
-from optgen.runtime.records import Temp
 
-FILES = {"triton": ("triton_kernels.py", "triton.py"), "cpp": ("kernels.cpp",)}
+FILES = {"triton": ("triton.py",), "cpp": ("kernels.cpp",)}
 """The files that each backend beside the reference adds to the packages of rules, of plans and of the two."""
 
 
@@ -44,59 +41,6 @@ class Compiled:
         return targets.placed(self.spec, passes.step(self.program, "strict"))
 
 
-@dataclass
-class Functions:
-    """Triton functions of steps that take several stages: of equal ones the first is kept, and called by all.
-
-    tiles, limits, warps, dense    of the kernels that are kept; see triton_stages.Kernels
-    """
-
-    pool: Pool
-    tiles: dict[str, int] = field(default_factory=dict)
-    limits: dict[str, int | None] = field(default_factory=dict)
-    warps: dict[str, int] = field(default_factory=dict)
-    dense: dict[str, dict[str, int]] = field(default_factory=dict)
-
-    def add(self, step: Step, name: str, source: str, under_at: Sequence[str] | None = None) -> dict[str, str]:
-        """Print a step; its stages' kernels -> the names under which they stand.
-
-        under_at  the lines under the name @, where they are known already
-        """
-        found = triton_stages.kernels(step, name, source)
-        # Lines are wrapped by the lengths of names: functions are compared as they would be under one short name.
-        compared = triton_stages.kernels(step, "@", source).lines if under_at is None else under_at
-        renamed: dict[str, str] = {}
-        for lines, same in zip(_units(found.lines), _units(compared), strict=True):
-            own, short = _defined(lines), _defined(same)
-            kept = {x.replace(name, "@", 1): y for x, y in renamed.items()} | {short: "@"}
-            marker = replaced("\n".join(same), kept)
-            renamed[own] = self.pool.keep(marker, own, replaced("\n".join(lines), renamed).split("\n"))
-            renamed[f"{own}_flat"] = f"{renamed[own]}_flat"
-        self.tiles |= {renamed[key]: value for key, value in found.tiles.items()}
-        self.limits |= {renamed[key]: value for key, value in found.limits.items()}
-        self.warps |= {renamed[key]: value for key, value in found.warps.items()}
-        self.dense |= {renamed[key]: value for key, value in found.dense.items()}
-        stages = [f"{name}_{k + 1}" for k in range(len(step.stages))]
-        return {stage: renamed.get(stage, stage) for stage in stages}
-
-
-def _units(lines: Sequence[str]) -> list[list[str]]:
-    """The functions of a text one by one; a kernel and its twin for tensors of any shape are one."""
-    out: list[list[str]] = []
-    for part in re.split(r"^(?=@triton\.jit)", "\n".join(lines), flags=re.MULTILINE)[1:]:
-        unit = part.rstrip("\n").split("\n")
-        if out and _defined(unit) == f"{_defined(out[-1])}_flat":
-            out[-1] += ["", "", *unit]
-        else:
-            out.append(unit)
-    return out
-
-
-def _defined(unit: Sequence[str]) -> str:
-    """The first function's name."""
-    return unit[1].removeprefix("def ").split("(")[0]
-
-
 def compile_case(spec: Spec, case: Case, maths: Maths = "fast") -> Compiled:
     """Lower one case and run the passes of the kernels' maths."""
     program = lower(spec, case.flags, case.storage)
@@ -105,12 +49,6 @@ def compile_case(spec: Spec, case: Case, maths: Maths = "fast") -> Compiled:
     return Compiled(spec, case, program, fast)
 
 
-
-
-def is_divided(plan: Plan, case: Case, rule: Step) -> bool:
-    """Return True if a plan divides the step of a rule into stages of its own; see `Variant.divided`."""
-    factored = any(f.space != "elem" for fmt in case.storage.states.values() for f in fmt.fields().values())
-    return factored or (not plan.read_back and bool(rule.early))
 
 
 def header(spec: Spec, plan: Plan, backend: str, compiled: list[Compiled], maths: Maths) -> str:
@@ -134,7 +72,7 @@ def header(spec: Spec, plan: Plan, backend: str, compiled: list[Compiled], maths
         f"#   traffic   {read + written:g} B per {most.case.param.torch} parameter and step: "
         + ("1 sweep, no temporaries" if count == 1 else f"{count} sweeps")
     )
-    if backend in ("triton", "cpp"):
+    if backend == "cpp":
         rules = sorted({r for c in compiled for r in c.fast.program.rules})
         lines.append(f"#   maths     {maths}" + (f"; rounding changed by: {', '.join(rules)}" if rules else ""))
     return "\n".join(lines)
@@ -145,57 +83,36 @@ def emit_plan(
 ) -> dict[str, str]:
     """File name -> text of generated/<spec>/<plan>/.  `cases`: those to generate, all of them by default."""
     compiled = [compile_case(spec, c, maths) for c in (targets.cases(spec, plan) if cases is None else cases)]
-    scalars, kernels = Pool(), Pool()
-    cpp_kernels = cpp_text.Kernels()
-    source = f"{targets.source_name(spec.loc.file)}"
+    scalars, cpp_kernels = Pool(), cpp_text.Kernels()
     rows: dict[str, dict[str, Any]] = {}
-    whole, functions = Pool(), Functions(kernels)  # Triton's, of steps that take several stages
-    names: dict[str, str] = {}  # of stages' kernels: of equal ones the first one's
     printed: dict[int, str] = {}  # the kernels of steps that are one, by their schedules: settings of flags share them
-    helpers: set[str] = set()
-    memory: dict[str, tuple[float, ...]] = {}  # tables that kernels read from there
-    numbers: dict[str, list[str]] = {}  # which of them, by variant
     unpack = kernel_text.unpack_of(spec)
     for c in compiled:
         wanted = targets.case_name(spec, c.case)
-        rule = kernel_text.setting(spec, maths, c.case.flags).step
-        own = c.fast.in_stages and is_divided(plan, c.case, rule)
-        programs = [s.schedule.program for s in c.fast.stages if not s.call and own]
-        if read := triton.in_memory(programs):
-            numbers[wanted] = list(read)
-            memory |= read
+        if c.fast.in_stages:
+            made = kernel_text.step_of(spec, maths, c.case)
+            rows[wanted] = {"kernel": cpp_kernels.add(spec, c.case, maths, c.fast, wanted, made)}
+            continue
         # Strict and fast maths hoist different scalars: the runtime passes each backend its own.
         function = partial(host.scalars_function, kernel_text.host_program(c.fast), unpack)
-        if c.fast.in_stages and not own:
-            # The stages are those of the rule.
-            rows[wanted] = {"kernel": cpp_kernels.add(spec, c.case, maths, c.fast, wanted, rule)}
-            continue
         fast_host = scalars.add("kernel_scalars", function)
-        if c.fast.in_stages:
-            lines = triton_stages.kernels(c.fast, "@", source).lines
-            kernel_name, new = whole.name(wanted, lines, [let.name for let in c.fast.host])
-            if new:
-                names |= functions.add(c.fast, kernel_name, source, lines)
-                helpers |= set(triton_stages.needs(c.fast))
-                cpp_kernels.add(spec, c.case, maths, c.fast, kernel_name)
-            rows[wanted] = _kernels(c.fast, kernel_name, fast_host, names)
-            continue
         (only,) = c.fast.stages
         kernel_name = printed.get(id(only.schedule), "")
         if not kernel_name:
             kernel_name = printed[id(only.schedule)] = cpp_kernels.add(spec, c.case, maths, c.fast, wanted)
-        rows[wanted] = _kernels(c.fast, kernel_name, fast_host, names)
-    scalar_names = host.needs(scalars.functions)
-    head = {b: header(spec, plan, b, compiled, maths) for b in ("tables", "triton", "cpp")}
+        of = tuple(let.name for let in c.fast.host)
+        rows[wanted] = dict(kernel=kernel_name, kernel_scalars=of, kernel_host=Name(fast_host))
+    head = {b: header(spec, plan, b, compiled, maths) for b in ("tables", "cpp")}
+    own = kernel_text.record_text(spec, maths, plan)
     files = {
         "__init__.py": wrapper.render(
             "plan.py.j2",
             header=head["tables"],
-            scalar_names=scalar_names,
+            scalar_names=host.needs(scalars.functions),
             discouraged=judge.discouraged(spec, [c.case for c in compiled]),
             functions=scalars.functions,
             kernels=list(written("KERNELS = ", rows)),
-            records=[name for name in ("Stage", "Temp") if any(name.lower() + "s" in row for row in rows.values())],
+            rules=own.partition("# ruff: noqa\n")[2],
         ),
         "kernels.cpp": wrapper.render(
             "cpp.cpp.j2",
@@ -204,49 +121,9 @@ def emit_plan(
             kernels=cpp_text.texts(plan, maths, cpp_kernels),
         ),
     }
-    if kernels.functions:
-        files["triton_kernels.py"] = wrapper.render(
-            "triton.py.j2",
-            header=head["triton"],
-            helpers=sorted(helpers),
-            kernels=kernels.functions,
-            tiles=functions.tiles,
-            registers=functions.limits,
-            warps=functions.warps,
-            dense=functions.dense,
-            numbers=numbers,
-            memory=[line for name, x in sorted(memory.items()) for line in reference.listed(name, x)],
-        )
+    if own:
+        files[triton_text.FILE] = triton_text.rule_text(spec, maths, plan)
     return files
-
-
-def _kernels(step: Step, kernel: str, function: str, names: Mapping[str, str]) -> dict[str, Any]:
-    """The kernels of a variant: see `Variant`.  `names`: stages' kernels, of equal ones the first one's."""
-    scalars = tuple(let.name for let in step.host)
-    found: dict[str, Any] = dict(kernel=kernel, kernel_scalars=scalars, kernel_host=Name(function))
-    if step.in_stages:
-        found |= dict(temps=tuple(_temp(step, b) for b in step.temps))
-        found |= dict(stages=tuple(_stage(s, names[f"{kernel}_{k + 1}"]) for k, s in enumerate(step.stages)))
-    return found
-
-
-def _temp(step: Step, b: Buffer) -> Temp:
-    if b.role != "partial":
-        return Temp(b.name, b.space.name)
-    (source,) = {s.space.name for s in step.stages if b.name in {x.name for x in s.schedule.partials}}
-    return Temp(b.name, b.space.name, b.reduction, source)
-
-
-def _stage(stage: Stage, kernel: str) -> records.Stage:
-    program = stage.schedule.program
-    if stage.call:
-        (buffer,) = program.buffers
-        (call,) = (n for n in postorder(program.roots()) if n.op == "call")
-        given = tuple(a.attr for a in call.args[1:])
-        return records.Stage(stage.call, "call", stage.level, stage.scalars, (buffer.name,), given=given)
-    temps = tuple(b.name for b in program.buffers if b.role in ("temp", "partial") and b.writes)
-    matrices = any(b.space.name in ("row", "col", "mat") for b in program.buffers)
-    return records.Stage(kernel, stage.space.name, stage.level, stage.scalars, temps, matrices, program.block)
 
 
 def class_row(spec: Spec, plans: tuple[str, ...], own: Mapping[str, str]) -> wrapper.ClassRow:
@@ -311,13 +188,12 @@ def comes_with(plan: Plan, maths: Maths) -> bool:
 
 def rule_files(spec: Spec, plans: tuple[str, ...], own: Mapping[str, str], maths: Maths) -> dict[str, str]:
     """Return file name -> text of what a rule has for all plans: the class, its records, its eager text."""
-    device = triton_text.rule_text(spec, maths)
     return {
         "__init__.py": emit_class(spec, plans, own),
         record_text.RULE: record_text.rule_text(spec),
         eager_text.FILE: eager_text.rule_text(spec),
         kernel_text.FILE: kernel_text.record_text(spec, maths),
-        **({triton_text.FILE: device} if device else {}),
+        triton_text.FILE: triton_text.rule_text(spec, maths),
     }
 
 

@@ -236,10 +236,10 @@ class Step:
 
     @property
     def temps(self) -> tuple[Buffer, ...]:
-        """The values that stages leave for later ones."""
+        """The values that stages leave for later ones: those of a stage by their names."""
         found: dict[str, Buffer] = {}
         for s in self.stages:
-            for b in s.schedule.program.buffers:
+            for b in sorted(s.schedule.program.buffers, key=lambda b: b.name):
                 if b.role in ("temp", "partial") and (b.role == "partial" or b.name not in found):
                     found[b.name] = b
         return tuple(found.values())

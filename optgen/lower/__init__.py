@@ -1,9 +1,19 @@
 """Spec + storage -> Program: the only room that sees both halves."""
 
 from optgen.lower.codec import CodecPrograms, lower_codec, lower_weight
-from optgen.lower.program import differing, lower, lower_rule, matrix_of, needs_matrix, normalizer, untouched
+from optgen.lower.program import (
+    differing,
+    is_whole,
+    lower,
+    lower_divided,
+    lower_rule,
+    matrix_of,
+    needs_matrix,
+    normalizer,
+    untouched,
+)
 
 __all__ = [
-    "CodecPrograms", "differing", "lower", "lower_codec", "lower_rule", "lower_weight", "matrix_of", "needs_matrix",
-    "normalizer", "untouched",
+    "CodecPrograms", "differing", "is_whole", "lower", "lower_codec", "lower_divided", "lower_rule", "lower_weight",
+    "matrix_of", "needs_matrix", "normalizer", "untouched",
 ]  # fmt: skip

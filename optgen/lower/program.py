@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from optgen.formats import floats
 from optgen.formats.format import Field, Format, Noise
@@ -15,7 +15,7 @@ from optgen.ir.node import Node, Rewriter
 from optgen.ir.program import Buffer, Draws, KeptValue, Let, Program, Role, Store
 from optgen.ir.ranges import ANY, Intervals, is_plus
 from optgen.lang.spec import MatrixKind, Spec
-from optgen.lang.values import Value, cast
+from optgen.lang.values import Num, Value, cast
 from optgen.lower.naming import Recorder
 from optgen.lower.noise import Drawn, deal
 from optgen.ops import dtypes, spaces
@@ -310,7 +310,7 @@ def lower(
     lets = [replace(let, node=rewrite(let.node)) for let in trace.lets]
     pairs = _pairs(spec, storage, alone)
     still = _settled(spec.unchanged(flags), pairs)
-    keep = _kept_later(spec, storage) if alone else _kept_by(storage)
+    keep = _kept_by(storage) | (_kept_later(spec, storage) if alone else {})
     new_weight, new_nodes, lets = _with_kept(
         keep, rewrite(trace.p), {name: rewrite(node) for name, node in trace.states.items()}, lets, still
     )
@@ -369,7 +369,7 @@ def _kept_later(spec: Spec, storage: Storage) -> dict[str, Callable[[Node], Node
         return lambda value: ir.op("kept", value, attr=name)
 
     own = {s.name for s in spec.states if s.nonneg and s.space == spaces.elem and s.init != "param"}
-    return {name: of(name) for name in storage.states if name in own}
+    return {name: of(name) for name in storage.states if name in own and not is_whole(storage.states[name])}
 
 
 def lower_rule(spec: Spec, flags: Mapping[str, bool]) -> Program:
@@ -378,3 +378,38 @@ def lower_rule(spec: Spec, flags: Mapping[str, bool]) -> Program:
     States that a plan may store relative to one another are stored in one sweep, and both where one of them changes.
     """
     return lower(spec, flags, plain_storage(spec, flags), alone=True)
+
+
+def is_whole(fmt: Format) -> bool:
+    """Return True if a format keeps numbers of rows, columns or the tensor: no tile can be encoded alone."""
+    return any(f.space != "elem" for f in fmt.fields().values())
+
+
+@dataclass(frozen=True)
+class Open(Format):
+    """The place of a format that codecs stand for: fp32, `relative` to the root of a state that is kept as a whole."""
+
+    relative: bool = False
+
+    def __str__(self) -> str:
+        return "what is kept, times the root"
+
+    def fields(self) -> dict[str, Field]:
+        return floats.f32.fields()
+
+    def encode(self, x: Num, *, noise: Noise | None = None, root: Num | None = None) -> dict[str, Num]:
+        return {"": self.counted(x, root)}
+
+    def decode(self, parts: Mapping[str, Num], *, root: Num | None = None) -> Num:
+        return parts[""] if root is None else parts[""] * root
+
+
+def lower_divided(spec: Spec, flags: Mapping[str, bool], storage: Storage) -> Program:
+    """One step of a rule where a plan divides it: states that are kept as a whole, all else as in `lower_rule`."""
+    whole = {name for name, fmt in storage.states.items() if is_whole(fmt)}
+    states = {
+        name: fmt if name in whole else Open(fmt.relative and normalizer(spec, name) in whole)
+        for name, fmt in storage.states.items()
+    }
+    opened = replace(storage, param=dtypes.f32, master=Native(), states=states)
+    return lower(spec, flags, opened, alone=True, drawn=True)

@@ -63,9 +63,9 @@ struct adafactor_kernel_1 {
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, true, false, Place>({
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {4, 15, 4, ROW, false, true, TOTAL, 1},  // row_sum_for_alpha
-        {5, 16, 4, ROW, false, true, TOTAL, 2},  // row_sum_for_row_var
-        {6, 17, 4, COLUMN, false, true, TOTAL, 2},  // col_sum_for_col_var
+        {5, 16, 4, ROW, false, true, TOTAL, 1},  // row_sum_for_alpha
+        {6, 17, 4, ROW, false, true, TOTAL, 2},  // row_sum_for_row_var
+        {4, 15, 4, COLUMN, false, true, TOTAL, 2},  // col_sum_for_col_var
     });
 
     template <bool RAGGED>
@@ -99,8 +99,8 @@ struct adafactor_kernel_2 {
         {2, -1, 4, ROW, true, true, NONE, 0},  // row_var
         {7, -1, 4, MATRIX, false, true, TOTAL, 1},  // mat_sum_of_row_var
         {8, -1, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_alpha
-        {5, -1, 4, ROW, true, false, NONE, 3},  // row_sum_for_row_var
-        {4, -1, 4, ROW, true, false, NONE, 4},  // row_sum_for_alpha
+        {6, -1, 4, ROW, true, false, NONE, 3},  // row_sum_for_row_var
+        {5, -1, 4, ROW, true, false, NONE, 4},  // row_sum_for_alpha
     });
 
     template <bool RAGGED>
@@ -142,7 +142,7 @@ struct adafactor_kernel_3 {
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
         {3, -1, 4, COLUMN, true, true, NONE, 0},  // col_var
-        {6, -1, 4, COLUMN, true, false, NONE, 1},  // col_sum_for_col_var
+        {4, -1, 4, COLUMN, true, false, NONE, 1},  // col_sum_for_col_var
     });
 
     template <bool RAGGED>
@@ -545,9 +545,9 @@ struct adafactor_step {
     static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {4, ROW},  // row_var
         {4, COLUMN},  // col_var
+        {4, COLUMN},  // col_sum_for_col_var
         {4, ROW},  // row_sum_for_alpha
         {4, ROW},  // row_sum_for_row_var
-        {4, COLUMN},  // col_sum_for_col_var
         {4, MATRIX},  // mat_sum_of_row_var
         {4, WHOLE},  // tensor_sum_for_alpha
         {4, WHOLE},  // alpha
@@ -556,9 +556,9 @@ struct adafactor_step {
         {4, ROW},  // row_sum_of_g
         {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // tensor_div
+        {4, COLUMN + 8},  // partial results of col_sum_for_col_var
         {4, ROW + 8},  // partial results of row_sum_for_alpha
         {4, ROW + 8},  // partial results of row_sum_for_row_var
-        {4, COLUMN + 8},  // partial results of col_sum_for_col_var
         {4, ROW + 8},  // partial results of row_sum_of_g
     });
     static constexpr Stage STAGES[] = {

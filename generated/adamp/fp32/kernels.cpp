@@ -120,8 +120,8 @@ struct adamp_kernel_2 {
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
-        {8, -1, 4, WHOLE, false, true, LARGEST, 0},  // tensor_max_for_invariant
-        {9, -1, 4, ROW, false, true, NONE, 1},  // row_sum_of_p_over_row_mul_3
+        {9, -1, 4, WHOLE, false, true, LARGEST, 0},  // tensor_max_for_invariant
+        {8, -1, 4, ROW, false, true, NONE, 1},  // row_sum_of_p_over_row_mul_3
         {10, -1, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_invariant
         {11, -1, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_invariant_2
         {12, -1, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_invariant_3
@@ -273,9 +273,9 @@ struct adamp_kernel_5 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
-        {18, -1, 4, WHOLE, false, true, NONE, 0},  // tensor_lt
-        {19, -1, 4, WHOLE, false, true, NONE, 1},  // one_minus_lr_times_weight_decay_2
-        {8, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_max_for_invariant
+        {19, -1, 4, WHOLE, false, true, NONE, 0},  // tensor_lt
+        {18, -1, 4, WHOLE, false, true, NONE, 1},  // one_minus_lr_times_weight_decay_2
+        {9, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_max_for_invariant
         {14, -1, 4, WHOLE, true, false, NONE, 3},  // delta_over_sqrt_columns
         {16, -1, 4, WHOLE, true, false, NONE, 4},  // lt_tensor_div_delta_over_sqrt_elements
     });
@@ -323,8 +323,8 @@ struct adamp_kernel_6 {
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
         {20, -1, 4, ROW, false, true, NONE, 0},  // row_sum_of_p_over_row_mul_3_2
-        {18, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_lt
-        {9, -1, 4, ROW, true, false, NONE, 2},  // row_sum_of_p_over_row_mul_3
+        {19, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_lt
+        {8, -1, 4, ROW, true, false, NONE, 2},  // row_sum_of_p_over_row_mul_3
         {17, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_of_p_over_tensor_mul_3_2
     });
 
@@ -364,7 +364,7 @@ struct adamp_kernel_7 {
     static constexpr auto PLACES = places<Weight, true, true, Place>({
         {2, -1, 4, ELEMENT, true, false, NONE, 0},  // exp_avg
         {3, -1, 4, ELEMENT, true, false, NONE, 1},  // exp_avg_sq
-        {19, -1, 4, WHOLE, true, false, NONE, 2},  // one_minus_lr_times_weight_decay_2
+        {18, -1, 4, WHOLE, true, false, NONE, 2},  // one_minus_lr_times_weight_decay_2
         {20, -1, 4, ROW, true, false, NONE, 3},  // row_sum_of_p_over_row_mul_3_2
     });
 
@@ -522,8 +522,8 @@ struct adamp_nesterov_kernel_2 {
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
-        {8, -1, 4, WHOLE, false, true, LARGEST, 0},  // tensor_max_for_invariant
-        {9, -1, 4, ROW, false, true, NONE, 1},  // row_sum_of_p_over_row_mul_3
+        {9, -1, 4, WHOLE, false, true, LARGEST, 0},  // tensor_max_for_invariant
+        {8, -1, 4, ROW, false, true, NONE, 1},  // row_sum_of_p_over_row_mul_3
         {10, -1, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_invariant
         {11, -1, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_invariant_2
         {12, -1, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_invariant_3
@@ -675,9 +675,9 @@ struct adamp_nesterov_kernel_5 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
-        {18, -1, 4, WHOLE, false, true, NONE, 0},  // tensor_lt
-        {19, -1, 4, WHOLE, false, true, NONE, 1},  // one_minus_lr_times_weight_decay_2
-        {8, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_max_for_invariant
+        {19, -1, 4, WHOLE, false, true, NONE, 0},  // tensor_lt
+        {18, -1, 4, WHOLE, false, true, NONE, 1},  // one_minus_lr_times_weight_decay_2
+        {9, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_max_for_invariant
         {14, -1, 4, WHOLE, true, false, NONE, 3},  // delta_over_sqrt_columns
         {16, -1, 4, WHOLE, true, false, NONE, 4},  // lt_tensor_div_delta_over_sqrt_elements
     });
@@ -730,7 +730,7 @@ struct adamp_nesterov_kernel_7 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {2, -1, 4, ELEMENT, true, true, NONE, 1},  // exp_avg
         {3, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg_sq
-        {19, -1, 4, WHOLE, true, false, NONE, 3},  // one_minus_lr_times_weight_decay_2
+        {18, -1, 4, WHOLE, true, false, NONE, 3},  // one_minus_lr_times_weight_decay_2
         {20, -1, 4, ROW, true, false, NONE, 4},  // row_sum_of_p_over_row_mul_3_2
     });
 
@@ -849,8 +849,8 @@ struct adamp_step {
         {4, ROW},  // row_sum_for_invariant_2
         {4, ROW},  // row_sum_for_invariant_3
         {4, ROW},  // row_sum_of_p
-        {4, WHOLE},  // tensor_max_for_invariant
         {4, ROW},  // row_sum_of_p_over_row_mul_3
+        {4, WHOLE},  // tensor_max_for_invariant
         {4, WHOLE},  // tensor_sum_for_invariant
         {4, WHOLE},  // tensor_sum_for_invariant_2
         {4, WHOLE},  // tensor_sum_for_invariant_3
@@ -859,8 +859,8 @@ struct adamp_step {
         {4, WHOLE},  // delta_over_sqrt_elements
         {4, WHOLE},  // lt_tensor_div_delta_over_sqrt_elements
         {4, WHOLE},  // tensor_sum_of_p_over_tensor_mul_3_2
-        {4, WHOLE},  // tensor_lt
         {4, WHOLE},  // one_minus_lr_times_weight_decay_2
+        {4, WHOLE},  // tensor_lt
         {4, ROW},  // row_sum_of_p_over_row_mul_3_2
         {4, ROW + 8},  // partial results of row_sum_for_invariant
         {4, ROW + 8},  // partial results of row_sum_for_invariant_2
@@ -890,8 +890,8 @@ struct adamp_nesterov_step {
         {4, ROW},  // row_sum_for_invariant_2
         {4, ROW},  // row_sum_for_invariant_3
         {4, ROW},  // row_sum_of_p
-        {4, WHOLE},  // tensor_max_for_invariant
         {4, ROW},  // row_sum_of_p_over_row_mul_3
+        {4, WHOLE},  // tensor_max_for_invariant
         {4, WHOLE},  // tensor_sum_for_invariant
         {4, WHOLE},  // tensor_sum_for_invariant_2
         {4, WHOLE},  // tensor_sum_for_invariant_3
@@ -900,8 +900,8 @@ struct adamp_nesterov_step {
         {4, WHOLE},  // delta_over_sqrt_elements
         {4, WHOLE},  // lt_tensor_div_delta_over_sqrt_elements
         {4, WHOLE},  // tensor_sum_of_p_over_tensor_mul_3_2
-        {4, WHOLE},  // tensor_lt
         {4, WHOLE},  // one_minus_lr_times_weight_decay_2
+        {4, WHOLE},  // tensor_lt
         {4, ROW},  // row_sum_of_p_over_row_mul_3_2
         {4, ROW + 8},  // partial results of row_sum_for_invariant
         {4, ROW + 8},  // partial results of row_sum_for_invariant_2

@@ -15,28 +15,10 @@
 #   traffic   11.0625 B per bfloat16 parameter and step: 2 sweeps
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Stage, Temp
 from optgen.runtime.records.scalars import choose, divide, larger, root
 
 
 def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    scalar_0 = (1 - beta2) * grad_scale * grad_scale
-    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
-    one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
-    common_1 = root(1 - beta2**step)
-    common_2 = divide(lr, 1 - beta1**step) * common_1
-    common_3 = common_2 < 7.888609052210118e-31
-    scalar_3 = choose(common_3, 1, divide(1, common_2))
-    scalar_4 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_3, 0, common_2))
-    return (
-        beta2, scalar_0, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_3,
-        scalar_4,
-    )
-
-
-def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
@@ -53,23 +35,7 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
     )
 
 
-def kernel_scalars_3(step, grad_scale, *, lr, betas, eps, weight_decay, peak_lr):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    peak_lr_2 = larger(peak_lr, lr)              # 28  peak_lr = maximum(peak_lr, lr)
-    rate = divide(lr, larger(peak_lr_2, 1e-30))  # 29  rate = schedule_of(lr, peak_lr) if decouple_lr else lr
-    scalar_0 = (1 - beta2) * grad_scale * grad_scale
-    scalar_0_2 = 1 - rate * weight_decay
-    one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
-    common_1 = root(1 - beta2**step)
-    common_2 = divide(lr, 1 - beta1**step) * common_1
-    common_3 = common_2 < 7.888609052210118e-31
-    scalar_3 = choose(common_3, 1, divide(1, common_2))
-    scalar_4 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_3, 0, common_2))
-    return (beta2, scalar_0, beta1, scalar_0_2, one_minus_beta1_times_grad_scale, scalar_3, scalar_4, peak_lr_2)
-
-
-def kernel_scalars_4(step, grad_scale, *, lr, betas, eps, weight_decay, peak_lr):
+def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, peak_lr):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
     peak_lr_2 = larger(peak_lr, lr)              # 28  peak_lr = maximum(peak_lr, lr)
@@ -86,64 +52,14 @@ def kernel_scalars_4(step, grad_scale, *, lr, betas, eps, weight_decay, peak_lr)
 
 
 KERNELS = {
-    "adamw_float32": {
-        "kernel": "adamw_float32",
-        "kernel_scalars": (
-            "beta2", "scalar_0", "beta1", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale",
-            "scalar_3", "scalar_4",
-        ),
-        "kernel_host": kernel_scalars,
-        "temps": (
-            Temp("exp_avg_sq_least", "row"),
-            Temp("row_sum_for_exp_avg_sq_row_means", "row", reduction="row_sum", source="elem"),
-            Temp("col_sum_for_exp_avg_sq_parts", "col", reduction="col_sum", source="elem"),
-            Temp("exp_avg_sq_row_means", "row"),
-            Temp("mat_sum_for_exp_avg_sq_row_factor", "mat", reduction="mat_sum", source="row"),
-            Temp("exp_avg_sq_parts", "col"),
-            Temp("mat_max", "mat"),
-            Temp("exp_avg_sq_row_factor", "row"),
-            Temp("exp_avg_sq_least_2", "row"),
-        ),
-        "stages": (
-            Stage("adamw_float32_1", "row", level=-1, scalars=(), temps=("exp_avg_sq_least",), matrices=True),
-            Stage(
-                "adamw_float32_2",
-                "elem",
-                level=0,
-                scalars=(0, 1),
-                temps=("row_sum_for_exp_avg_sq_row_means", "col_sum_for_exp_avg_sq_parts"),
-                matrices=True,
-            ),
-            Stage(
-                "adamw_float32_3",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("exp_avg_sq_row_means", "mat_sum_for_exp_avg_sq_row_factor"),
-                matrices=True,
-            ),
-            Stage("adamw_float32_4", "col", level=1, scalars=(), temps=("exp_avg_sq_parts",), matrices=True),
-            Stage("adamw_float32_5", "mat", level=1, scalars=(), temps=("mat_max",), matrices=True),
-            Stage(
-                "adamw_float32_6",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("exp_avg_sq_row_factor", "exp_avg_sq_least_2"),
-                matrices=True,
-            ),
-            Stage("adamw_float32_7", "elem", level=2, scalars=(2, 0, 3, 4, 1, 5, 6), matrices=True, block=64),
-            Stage("adamw_float32_8", "row", level=3, scalars=(), matrices=True),
-            Stage("adamw_float32_9", "col", level=3, scalars=(), matrices=True),
-        ),
-    },
+    "adamw_float32": {"kernel": "adamw_float32"},
     "adamw_float32_small": {
         "kernel": "adamw_float32_small",
         "kernel_scalars": (
             "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
             "scalar_3", "scalar_4",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "adamw_float32_vector": {
         "kernel": "adamw_float32_vector",
@@ -151,66 +67,16 @@ KERNELS = {
             "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
             "scalar_3", "scalar_4",
         ),
-        "kernel_host": kernel_scalars_2,
-    },
-    "adamw_bfloat16": {
-        "kernel": "adamw_bfloat16",
-        "kernel_scalars": (
-            "beta2", "scalar_0", "beta1", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale",
-            "scalar_3", "scalar_4",
-        ),
         "kernel_host": kernel_scalars,
-        "temps": (
-            Temp("exp_avg_sq_least", "row"),
-            Temp("row_sum_for_exp_avg_sq_row_means", "row", reduction="row_sum", source="elem"),
-            Temp("col_sum_for_exp_avg_sq_parts", "col", reduction="col_sum", source="elem"),
-            Temp("exp_avg_sq_row_means", "row"),
-            Temp("mat_sum_for_exp_avg_sq_row_factor", "mat", reduction="mat_sum", source="row"),
-            Temp("exp_avg_sq_parts", "col"),
-            Temp("mat_max", "mat"),
-            Temp("exp_avg_sq_row_factor", "row"),
-            Temp("exp_avg_sq_least_2", "row"),
-        ),
-        "stages": (
-            Stage("adamw_bfloat16_1", "row", level=-1, scalars=(), temps=("exp_avg_sq_least",), matrices=True),
-            Stage(
-                "adamw_bfloat16_2",
-                "elem",
-                level=0,
-                scalars=(0, 1),
-                temps=("row_sum_for_exp_avg_sq_row_means", "col_sum_for_exp_avg_sq_parts"),
-                matrices=True,
-            ),
-            Stage(
-                "adamw_bfloat16_3",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("exp_avg_sq_row_means", "mat_sum_for_exp_avg_sq_row_factor"),
-                matrices=True,
-            ),
-            Stage("adamw_bfloat16_4", "col", level=1, scalars=(), temps=("exp_avg_sq_parts",), matrices=True),
-            Stage("adamw_bfloat16_5", "mat", level=1, scalars=(), temps=("mat_max",), matrices=True),
-            Stage(
-                "adamw_bfloat16_6",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("exp_avg_sq_row_factor", "exp_avg_sq_least_2"),
-                matrices=True,
-            ),
-            Stage("adamw_bfloat16_7", "elem", level=2, scalars=(2, 0, 3, 4, 1, 5, 6), matrices=True, block=64),
-            Stage("adamw_bfloat16_8", "row", level=3, scalars=(), matrices=True),
-            Stage("adamw_bfloat16_9", "col", level=3, scalars=(), matrices=True),
-        ),
     },
+    "adamw_bfloat16": {"kernel": "adamw_bfloat16"},
     "adamw_bfloat16_small": {
         "kernel": "adamw_bfloat16_small",
         "kernel_scalars": (
             "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
             "scalar_3", "scalar_4",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "adamw_bfloat16_vector": {
         "kernel": "adamw_bfloat16_vector",
@@ -218,66 +84,16 @@ KERNELS = {
             "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
             "scalar_3", "scalar_4",
         ),
-        "kernel_host": kernel_scalars_2,
-    },
-    "adamw_float16": {
-        "kernel": "adamw_float16",
-        "kernel_scalars": (
-            "beta2", "scalar_0", "beta1", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale",
-            "scalar_3", "scalar_4",
-        ),
         "kernel_host": kernel_scalars,
-        "temps": (
-            Temp("exp_avg_sq_least", "row"),
-            Temp("row_sum_for_exp_avg_sq_row_means", "row", reduction="row_sum", source="elem"),
-            Temp("col_sum_for_exp_avg_sq_parts", "col", reduction="col_sum", source="elem"),
-            Temp("exp_avg_sq_row_means", "row"),
-            Temp("mat_sum_for_exp_avg_sq_row_factor", "mat", reduction="mat_sum", source="row"),
-            Temp("exp_avg_sq_parts", "col"),
-            Temp("mat_max", "mat"),
-            Temp("exp_avg_sq_row_factor", "row"),
-            Temp("exp_avg_sq_least_2", "row"),
-        ),
-        "stages": (
-            Stage("adamw_bfloat16_1", "row", level=-1, scalars=(), temps=("exp_avg_sq_least",), matrices=True),
-            Stage(
-                "adamw_float16_2",
-                "elem",
-                level=0,
-                scalars=(0, 1),
-                temps=("row_sum_for_exp_avg_sq_row_means", "col_sum_for_exp_avg_sq_parts"),
-                matrices=True,
-            ),
-            Stage(
-                "adamw_bfloat16_3",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("exp_avg_sq_row_means", "mat_sum_for_exp_avg_sq_row_factor"),
-                matrices=True,
-            ),
-            Stage("adamw_float16_4", "col", level=1, scalars=(), temps=("exp_avg_sq_parts",), matrices=True),
-            Stage("adamw_float16_5", "mat", level=1, scalars=(), temps=("mat_max",), matrices=True),
-            Stage(
-                "adamw_float16_6",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("exp_avg_sq_row_factor", "exp_avg_sq_least_2"),
-                matrices=True,
-            ),
-            Stage("adamw_float16_7", "elem", level=2, scalars=(2, 0, 3, 4, 1, 5, 6), matrices=True, block=64),
-            Stage("adamw_bfloat16_8", "row", level=3, scalars=(), matrices=True),
-            Stage("adamw_float16_9", "col", level=3, scalars=(), matrices=True),
-        ),
     },
+    "adamw_float16": {"kernel": "adamw_float16"},
     "adamw_float16_small": {
         "kernel": "adamw_float16_small",
         "kernel_scalars": (
             "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
             "scalar_3", "scalar_4",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "adamw_float16_vector": {
         "kernel": "adamw_float16_vector",
@@ -285,286 +101,61 @@ KERNELS = {
             "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
             "scalar_3", "scalar_4",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
-    "adamw_float32_decouple_lr": {
-        "kernel": "adamw_float32",
-        "kernel_scalars": (
-            "beta2", "scalar_0", "beta1", "scalar_0_2", "one_minus_beta1_times_grad_scale", "scalar_3", "scalar_4",
-        ),
-        "kernel_host": kernel_scalars_3,
-        "temps": (
-            Temp("exp_avg_sq_least", "row"),
-            Temp("row_sum_for_exp_avg_sq_row_means", "row", reduction="row_sum", source="elem"),
-            Temp("col_sum_for_exp_avg_sq_parts", "col", reduction="col_sum", source="elem"),
-            Temp("exp_avg_sq_row_means", "row"),
-            Temp("mat_sum_for_exp_avg_sq_row_factor", "mat", reduction="mat_sum", source="row"),
-            Temp("exp_avg_sq_parts", "col"),
-            Temp("mat_max", "mat"),
-            Temp("exp_avg_sq_row_factor", "row"),
-            Temp("exp_avg_sq_least_2", "row"),
-        ),
-        "stages": (
-            Stage("adamw_float32_1", "row", level=-1, scalars=(), temps=("exp_avg_sq_least",), matrices=True),
-            Stage(
-                "adamw_float32_2",
-                "elem",
-                level=0,
-                scalars=(0, 1),
-                temps=("row_sum_for_exp_avg_sq_row_means", "col_sum_for_exp_avg_sq_parts"),
-                matrices=True,
-            ),
-            Stage(
-                "adamw_float32_3",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("exp_avg_sq_row_means", "mat_sum_for_exp_avg_sq_row_factor"),
-                matrices=True,
-            ),
-            Stage("adamw_float32_4", "col", level=1, scalars=(), temps=("exp_avg_sq_parts",), matrices=True),
-            Stage("adamw_float32_5", "mat", level=1, scalars=(), temps=("mat_max",), matrices=True),
-            Stage(
-                "adamw_float32_6",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("exp_avg_sq_row_factor", "exp_avg_sq_least_2"),
-                matrices=True,
-            ),
-            Stage("adamw_float32_7", "elem", level=2, scalars=(2, 0, 3, 4, 1, 5, 6), matrices=True, block=64),
-            Stage("adamw_float32_8", "row", level=3, scalars=(), matrices=True),
-            Stage("adamw_float32_9", "col", level=3, scalars=(), matrices=True),
-        ),
-    },
+    "adamw_float32_decouple_lr": {"kernel": "adamw_float32"},
     "adamw_float32_decouple_lr_small": {
         "kernel": "adamw_float32_small",
         "kernel_scalars": (
             "beta1", "beta2", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4",
         ),
-        "kernel_host": kernel_scalars_4,
+        "kernel_host": kernel_scalars_2,
     },
     "adamw_float32_decouple_lr_vector": {
         "kernel": "adamw_float32_vector",
         "kernel_scalars": (
             "beta1", "beta2", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4",
         ),
-        "kernel_host": kernel_scalars_4,
+        "kernel_host": kernel_scalars_2,
     },
-    "adamw_bfloat16_decouple_lr": {
-        "kernel": "adamw_bfloat16",
-        "kernel_scalars": (
-            "beta2", "scalar_0", "beta1", "scalar_0_2", "one_minus_beta1_times_grad_scale", "scalar_3", "scalar_4",
-        ),
-        "kernel_host": kernel_scalars_3,
-        "temps": (
-            Temp("exp_avg_sq_least", "row"),
-            Temp("row_sum_for_exp_avg_sq_row_means", "row", reduction="row_sum", source="elem"),
-            Temp("col_sum_for_exp_avg_sq_parts", "col", reduction="col_sum", source="elem"),
-            Temp("exp_avg_sq_row_means", "row"),
-            Temp("mat_sum_for_exp_avg_sq_row_factor", "mat", reduction="mat_sum", source="row"),
-            Temp("exp_avg_sq_parts", "col"),
-            Temp("mat_max", "mat"),
-            Temp("exp_avg_sq_row_factor", "row"),
-            Temp("exp_avg_sq_least_2", "row"),
-        ),
-        "stages": (
-            Stage("adamw_bfloat16_1", "row", level=-1, scalars=(), temps=("exp_avg_sq_least",), matrices=True),
-            Stage(
-                "adamw_bfloat16_2",
-                "elem",
-                level=0,
-                scalars=(0, 1),
-                temps=("row_sum_for_exp_avg_sq_row_means", "col_sum_for_exp_avg_sq_parts"),
-                matrices=True,
-            ),
-            Stage(
-                "adamw_bfloat16_3",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("exp_avg_sq_row_means", "mat_sum_for_exp_avg_sq_row_factor"),
-                matrices=True,
-            ),
-            Stage("adamw_bfloat16_4", "col", level=1, scalars=(), temps=("exp_avg_sq_parts",), matrices=True),
-            Stage("adamw_bfloat16_5", "mat", level=1, scalars=(), temps=("mat_max",), matrices=True),
-            Stage(
-                "adamw_bfloat16_6",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("exp_avg_sq_row_factor", "exp_avg_sq_least_2"),
-                matrices=True,
-            ),
-            Stage("adamw_bfloat16_7", "elem", level=2, scalars=(2, 0, 3, 4, 1, 5, 6), matrices=True, block=64),
-            Stage("adamw_bfloat16_8", "row", level=3, scalars=(), matrices=True),
-            Stage("adamw_bfloat16_9", "col", level=3, scalars=(), matrices=True),
-        ),
-    },
+    "adamw_bfloat16_decouple_lr": {"kernel": "adamw_bfloat16"},
     "adamw_bfloat16_decouple_lr_small": {
         "kernel": "adamw_bfloat16_small",
         "kernel_scalars": (
             "beta1", "beta2", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4",
         ),
-        "kernel_host": kernel_scalars_4,
+        "kernel_host": kernel_scalars_2,
     },
     "adamw_bfloat16_decouple_lr_vector": {
         "kernel": "adamw_bfloat16_vector",
         "kernel_scalars": (
             "beta1", "beta2", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4",
         ),
-        "kernel_host": kernel_scalars_4,
+        "kernel_host": kernel_scalars_2,
     },
-    "adamw_float16_decouple_lr": {
-        "kernel": "adamw_float16",
-        "kernel_scalars": (
-            "beta2", "scalar_0", "beta1", "scalar_0_2", "one_minus_beta1_times_grad_scale", "scalar_3", "scalar_4",
-        ),
-        "kernel_host": kernel_scalars_3,
-        "temps": (
-            Temp("exp_avg_sq_least", "row"),
-            Temp("row_sum_for_exp_avg_sq_row_means", "row", reduction="row_sum", source="elem"),
-            Temp("col_sum_for_exp_avg_sq_parts", "col", reduction="col_sum", source="elem"),
-            Temp("exp_avg_sq_row_means", "row"),
-            Temp("mat_sum_for_exp_avg_sq_row_factor", "mat", reduction="mat_sum", source="row"),
-            Temp("exp_avg_sq_parts", "col"),
-            Temp("mat_max", "mat"),
-            Temp("exp_avg_sq_row_factor", "row"),
-            Temp("exp_avg_sq_least_2", "row"),
-        ),
-        "stages": (
-            Stage("adamw_bfloat16_1", "row", level=-1, scalars=(), temps=("exp_avg_sq_least",), matrices=True),
-            Stage(
-                "adamw_float16_2",
-                "elem",
-                level=0,
-                scalars=(0, 1),
-                temps=("row_sum_for_exp_avg_sq_row_means", "col_sum_for_exp_avg_sq_parts"),
-                matrices=True,
-            ),
-            Stage(
-                "adamw_bfloat16_3",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("exp_avg_sq_row_means", "mat_sum_for_exp_avg_sq_row_factor"),
-                matrices=True,
-            ),
-            Stage("adamw_float16_4", "col", level=1, scalars=(), temps=("exp_avg_sq_parts",), matrices=True),
-            Stage("adamw_float16_5", "mat", level=1, scalars=(), temps=("mat_max",), matrices=True),
-            Stage(
-                "adamw_float16_6",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("exp_avg_sq_row_factor", "exp_avg_sq_least_2"),
-                matrices=True,
-            ),
-            Stage("adamw_float16_7", "elem", level=2, scalars=(2, 0, 3, 4, 1, 5, 6), matrices=True, block=64),
-            Stage("adamw_bfloat16_8", "row", level=3, scalars=(), matrices=True),
-            Stage("adamw_float16_9", "col", level=3, scalars=(), matrices=True),
-        ),
-    },
+    "adamw_float16_decouple_lr": {"kernel": "adamw_float16"},
     "adamw_float16_decouple_lr_small": {
         "kernel": "adamw_float16_small",
         "kernel_scalars": (
             "beta1", "beta2", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4",
         ),
-        "kernel_host": kernel_scalars_4,
+        "kernel_host": kernel_scalars_2,
     },
     "adamw_float16_decouple_lr_vector": {
         "kernel": "adamw_float16_vector",
         "kernel_scalars": (
             "beta1", "beta2", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4",
         ),
-        "kernel_host": kernel_scalars_4,
+        "kernel_host": kernel_scalars_2,
     },
-    "adamw_float32_amsgrad": {
-        "kernel": "adamw_float32_amsgrad",
-        "kernel_scalars": (
-            "beta2", "scalar_0", "beta1", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale",
-            "scalar_3", "scalar_4",
-        ),
-        "kernel_host": kernel_scalars,
-        "temps": (
-            Temp("max_exp_avg_sq_least", "row"),
-            Temp("exp_avg_sq_least", "row"),
-            Temp("row_sum_for_exp_avg_sq_row_means", "row", reduction="row_sum", source="elem"),
-            Temp("col_sum_for_exp_avg_sq_parts", "col", reduction="col_sum", source="elem"),
-            Temp("row_sum_for_max_exp_avg_sq_row_means", "row", reduction="row_sum", source="elem"),
-            Temp("col_sum_for_max_exp_avg_sq_col_factor", "col", reduction="col_sum", source="elem"),
-            Temp("max_exp_avg_sq_row_means", "row"),
-            Temp("mat_sum_for_max_exp_avg_sq_row_factor", "mat", reduction="mat_sum", source="row"),
-            Temp("exp_avg_sq_row_means", "row"),
-            Temp("mat_sum_for_exp_avg_sq_row_factor", "mat", reduction="mat_sum", source="row"),
-            Temp("max_exp_avg_sq_col_factor", "col"),
-            Temp("exp_avg_sq_parts", "col"),
-            Temp("mat_max_2", "mat"),
-            Temp("mat_max", "mat"),
-            Temp("max_exp_avg_sq_row_factor", "row"),
-            Temp("exp_avg_sq_row_factor", "row"),
-            Temp("exp_avg_sq_least_2", "row"),
-        ),
-        "stages": (
-            Stage(
-                "adamw_float32_amsgrad_1",
-                "row",
-                level=-1,
-                scalars=(),
-                temps=("max_exp_avg_sq_least", "exp_avg_sq_least"),
-                matrices=True,
-            ),
-            Stage(
-                "adamw_float32_amsgrad_2",
-                "elem",
-                level=0,
-                scalars=(0, 1),
-                temps=(
-                    "row_sum_for_exp_avg_sq_row_means", "col_sum_for_exp_avg_sq_parts",
-                    "row_sum_for_max_exp_avg_sq_row_means", "col_sum_for_max_exp_avg_sq_col_factor",
-                ),
-                matrices=True,
-            ),
-            Stage(
-                "adamw_float32_amsgrad_3",
-                "row",
-                level=1,
-                scalars=(),
-                temps=(
-                    "max_exp_avg_sq_row_means", "mat_sum_for_max_exp_avg_sq_row_factor", "exp_avg_sq_row_means",
-                    "mat_sum_for_exp_avg_sq_row_factor",
-                ),
-                matrices=True,
-            ),
-            Stage(
-                "adamw_float32_amsgrad_4",
-                "col",
-                level=1,
-                scalars=(),
-                temps=("max_exp_avg_sq_col_factor", "exp_avg_sq_parts"),
-                matrices=True,
-            ),
-            Stage("adamw_float32_amsgrad_5", "mat", level=1, scalars=(), temps=("mat_max_2", "mat_max"), matrices=True),
-            Stage(
-                "adamw_float32_amsgrad_6",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("max_exp_avg_sq_row_factor", "exp_avg_sq_row_factor", "exp_avg_sq_least_2"),
-                matrices=True,
-            ),
-            Stage("adamw_float32_amsgrad_7", "elem", level=2, scalars=(2, 0, 3, 4, 1, 5, 6), matrices=True, block=64),
-            Stage("adamw_float32_amsgrad_8", "row", level=3, scalars=(), matrices=True),
-            Stage("adamw_float32_amsgrad_9", "col", level=3, scalars=(), matrices=True),
-        ),
-    },
+    "adamw_float32_amsgrad": {"kernel": "adamw_float32_amsgrad"},
     "adamw_float32_amsgrad_small": {
         "kernel": "adamw_float32_amsgrad_small",
         "kernel_scalars": (
             "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
             "scalar_3", "scalar_4",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "adamw_float32_amsgrad_vector": {
         "kernel": "adamw_float32_amsgrad_vector",
@@ -572,101 +163,16 @@ KERNELS = {
             "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
             "scalar_3", "scalar_4",
         ),
-        "kernel_host": kernel_scalars_2,
-    },
-    "adamw_bfloat16_amsgrad": {
-        "kernel": "adamw_bfloat16_amsgrad",
-        "kernel_scalars": (
-            "beta2", "scalar_0", "beta1", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale",
-            "scalar_3", "scalar_4",
-        ),
         "kernel_host": kernel_scalars,
-        "temps": (
-            Temp("max_exp_avg_sq_least", "row"),
-            Temp("exp_avg_sq_least", "row"),
-            Temp("row_sum_for_exp_avg_sq_row_means", "row", reduction="row_sum", source="elem"),
-            Temp("col_sum_for_exp_avg_sq_parts", "col", reduction="col_sum", source="elem"),
-            Temp("row_sum_for_max_exp_avg_sq_row_means", "row", reduction="row_sum", source="elem"),
-            Temp("col_sum_for_max_exp_avg_sq_col_factor", "col", reduction="col_sum", source="elem"),
-            Temp("max_exp_avg_sq_row_means", "row"),
-            Temp("mat_sum_for_max_exp_avg_sq_row_factor", "mat", reduction="mat_sum", source="row"),
-            Temp("exp_avg_sq_row_means", "row"),
-            Temp("mat_sum_for_exp_avg_sq_row_factor", "mat", reduction="mat_sum", source="row"),
-            Temp("max_exp_avg_sq_col_factor", "col"),
-            Temp("exp_avg_sq_parts", "col"),
-            Temp("mat_max_2", "mat"),
-            Temp("mat_max", "mat"),
-            Temp("max_exp_avg_sq_row_factor", "row"),
-            Temp("exp_avg_sq_row_factor", "row"),
-            Temp("exp_avg_sq_least_2", "row"),
-        ),
-        "stages": (
-            Stage(
-                "adamw_bfloat16_amsgrad_1",
-                "row",
-                level=-1,
-                scalars=(),
-                temps=("max_exp_avg_sq_least", "exp_avg_sq_least"),
-                matrices=True,
-            ),
-            Stage(
-                "adamw_bfloat16_amsgrad_2",
-                "elem",
-                level=0,
-                scalars=(0, 1),
-                temps=(
-                    "row_sum_for_exp_avg_sq_row_means", "col_sum_for_exp_avg_sq_parts",
-                    "row_sum_for_max_exp_avg_sq_row_means", "col_sum_for_max_exp_avg_sq_col_factor",
-                ),
-                matrices=True,
-            ),
-            Stage(
-                "adamw_bfloat16_amsgrad_3",
-                "row",
-                level=1,
-                scalars=(),
-                temps=(
-                    "max_exp_avg_sq_row_means", "mat_sum_for_max_exp_avg_sq_row_factor", "exp_avg_sq_row_means",
-                    "mat_sum_for_exp_avg_sq_row_factor",
-                ),
-                matrices=True,
-            ),
-            Stage(
-                "adamw_bfloat16_amsgrad_4",
-                "col",
-                level=1,
-                scalars=(),
-                temps=("max_exp_avg_sq_col_factor", "exp_avg_sq_parts"),
-                matrices=True,
-            ),
-            Stage(
-                "adamw_bfloat16_amsgrad_5",
-                "mat",
-                level=1,
-                scalars=(),
-                temps=("mat_max_2", "mat_max"),
-                matrices=True,
-            ),
-            Stage(
-                "adamw_bfloat16_amsgrad_6",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("max_exp_avg_sq_row_factor", "exp_avg_sq_row_factor", "exp_avg_sq_least_2"),
-                matrices=True,
-            ),
-            Stage("adamw_bfloat16_amsgrad_7", "elem", level=2, scalars=(2, 0, 3, 4, 1, 5, 6), matrices=True, block=64),
-            Stage("adamw_bfloat16_amsgrad_8", "row", level=3, scalars=(), matrices=True),
-            Stage("adamw_bfloat16_amsgrad_9", "col", level=3, scalars=(), matrices=True),
-        ),
     },
+    "adamw_bfloat16_amsgrad": {"kernel": "adamw_bfloat16_amsgrad"},
     "adamw_bfloat16_amsgrad_small": {
         "kernel": "adamw_bfloat16_amsgrad_small",
         "kernel_scalars": (
             "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
             "scalar_3", "scalar_4",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "adamw_bfloat16_amsgrad_vector": {
         "kernel": "adamw_bfloat16_amsgrad_vector",
@@ -674,94 +180,16 @@ KERNELS = {
             "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
             "scalar_3", "scalar_4",
         ),
-        "kernel_host": kernel_scalars_2,
-    },
-    "adamw_float16_amsgrad": {
-        "kernel": "adamw_float16_amsgrad",
-        "kernel_scalars": (
-            "beta2", "scalar_0", "beta1", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale",
-            "scalar_3", "scalar_4",
-        ),
         "kernel_host": kernel_scalars,
-        "temps": (
-            Temp("max_exp_avg_sq_least", "row"),
-            Temp("exp_avg_sq_least", "row"),
-            Temp("row_sum_for_exp_avg_sq_row_means", "row", reduction="row_sum", source="elem"),
-            Temp("col_sum_for_exp_avg_sq_parts", "col", reduction="col_sum", source="elem"),
-            Temp("row_sum_for_max_exp_avg_sq_row_means", "row", reduction="row_sum", source="elem"),
-            Temp("col_sum_for_max_exp_avg_sq_col_factor", "col", reduction="col_sum", source="elem"),
-            Temp("max_exp_avg_sq_row_means", "row"),
-            Temp("mat_sum_for_max_exp_avg_sq_row_factor", "mat", reduction="mat_sum", source="row"),
-            Temp("exp_avg_sq_row_means", "row"),
-            Temp("mat_sum_for_exp_avg_sq_row_factor", "mat", reduction="mat_sum", source="row"),
-            Temp("max_exp_avg_sq_col_factor", "col"),
-            Temp("exp_avg_sq_parts", "col"),
-            Temp("mat_max_2", "mat"),
-            Temp("mat_max", "mat"),
-            Temp("max_exp_avg_sq_row_factor", "row"),
-            Temp("exp_avg_sq_row_factor", "row"),
-            Temp("exp_avg_sq_least_2", "row"),
-        ),
-        "stages": (
-            Stage(
-                "adamw_bfloat16_amsgrad_1",
-                "row",
-                level=-1,
-                scalars=(),
-                temps=("max_exp_avg_sq_least", "exp_avg_sq_least"),
-                matrices=True,
-            ),
-            Stage(
-                "adamw_float16_amsgrad_2",
-                "elem",
-                level=0,
-                scalars=(0, 1),
-                temps=(
-                    "row_sum_for_exp_avg_sq_row_means", "col_sum_for_exp_avg_sq_parts",
-                    "row_sum_for_max_exp_avg_sq_row_means", "col_sum_for_max_exp_avg_sq_col_factor",
-                ),
-                matrices=True,
-            ),
-            Stage(
-                "adamw_bfloat16_amsgrad_3",
-                "row",
-                level=1,
-                scalars=(),
-                temps=(
-                    "max_exp_avg_sq_row_means", "mat_sum_for_max_exp_avg_sq_row_factor", "exp_avg_sq_row_means",
-                    "mat_sum_for_exp_avg_sq_row_factor",
-                ),
-                matrices=True,
-            ),
-            Stage(
-                "adamw_float16_amsgrad_4",
-                "col",
-                level=1,
-                scalars=(),
-                temps=("max_exp_avg_sq_col_factor", "exp_avg_sq_parts"),
-                matrices=True,
-            ),
-            Stage("adamw_float16_amsgrad_5", "mat", level=1, scalars=(), temps=("mat_max_2", "mat_max"), matrices=True),
-            Stage(
-                "adamw_float16_amsgrad_6",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("max_exp_avg_sq_row_factor", "exp_avg_sq_row_factor", "exp_avg_sq_least_2"),
-                matrices=True,
-            ),
-            Stage("adamw_float16_amsgrad_7", "elem", level=2, scalars=(2, 0, 3, 4, 1, 5, 6), matrices=True, block=64),
-            Stage("adamw_bfloat16_amsgrad_8", "row", level=3, scalars=(), matrices=True),
-            Stage("adamw_float16_amsgrad_9", "col", level=3, scalars=(), matrices=True),
-        ),
     },
+    "adamw_float16_amsgrad": {"kernel": "adamw_float16_amsgrad"},
     "adamw_float16_amsgrad_small": {
         "kernel": "adamw_float16_amsgrad_small",
         "kernel_scalars": (
             "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
             "scalar_3", "scalar_4",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "adamw_float16_amsgrad_vector": {
         "kernel": "adamw_float16_amsgrad_vector",
@@ -769,289 +197,396 @@ KERNELS = {
             "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
             "scalar_3", "scalar_4",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
-    "adamw_float32_amsgrad_decouple_lr": {
-        "kernel": "adamw_float32_amsgrad",
-        "kernel_scalars": (
-            "beta2", "scalar_0", "beta1", "scalar_0_2", "one_minus_beta1_times_grad_scale", "scalar_3", "scalar_4",
-        ),
-        "kernel_host": kernel_scalars_3,
-        "temps": (
-            Temp("max_exp_avg_sq_least", "row"),
-            Temp("exp_avg_sq_least", "row"),
-            Temp("row_sum_for_exp_avg_sq_row_means", "row", reduction="row_sum", source="elem"),
-            Temp("col_sum_for_exp_avg_sq_parts", "col", reduction="col_sum", source="elem"),
-            Temp("row_sum_for_max_exp_avg_sq_row_means", "row", reduction="row_sum", source="elem"),
-            Temp("col_sum_for_max_exp_avg_sq_col_factor", "col", reduction="col_sum", source="elem"),
-            Temp("max_exp_avg_sq_row_means", "row"),
-            Temp("mat_sum_for_max_exp_avg_sq_row_factor", "mat", reduction="mat_sum", source="row"),
-            Temp("exp_avg_sq_row_means", "row"),
-            Temp("mat_sum_for_exp_avg_sq_row_factor", "mat", reduction="mat_sum", source="row"),
-            Temp("max_exp_avg_sq_col_factor", "col"),
-            Temp("exp_avg_sq_parts", "col"),
-            Temp("mat_max_2", "mat"),
-            Temp("mat_max", "mat"),
-            Temp("max_exp_avg_sq_row_factor", "row"),
-            Temp("exp_avg_sq_row_factor", "row"),
-            Temp("exp_avg_sq_least_2", "row"),
-        ),
-        "stages": (
-            Stage(
-                "adamw_float32_amsgrad_1",
-                "row",
-                level=-1,
-                scalars=(),
-                temps=("max_exp_avg_sq_least", "exp_avg_sq_least"),
-                matrices=True,
-            ),
-            Stage(
-                "adamw_float32_amsgrad_2",
-                "elem",
-                level=0,
-                scalars=(0, 1),
-                temps=(
-                    "row_sum_for_exp_avg_sq_row_means", "col_sum_for_exp_avg_sq_parts",
-                    "row_sum_for_max_exp_avg_sq_row_means", "col_sum_for_max_exp_avg_sq_col_factor",
-                ),
-                matrices=True,
-            ),
-            Stage(
-                "adamw_float32_amsgrad_3",
-                "row",
-                level=1,
-                scalars=(),
-                temps=(
-                    "max_exp_avg_sq_row_means", "mat_sum_for_max_exp_avg_sq_row_factor", "exp_avg_sq_row_means",
-                    "mat_sum_for_exp_avg_sq_row_factor",
-                ),
-                matrices=True,
-            ),
-            Stage(
-                "adamw_float32_amsgrad_4",
-                "col",
-                level=1,
-                scalars=(),
-                temps=("max_exp_avg_sq_col_factor", "exp_avg_sq_parts"),
-                matrices=True,
-            ),
-            Stage("adamw_float32_amsgrad_5", "mat", level=1, scalars=(), temps=("mat_max_2", "mat_max"), matrices=True),
-            Stage(
-                "adamw_float32_amsgrad_6",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("max_exp_avg_sq_row_factor", "exp_avg_sq_row_factor", "exp_avg_sq_least_2"),
-                matrices=True,
-            ),
-            Stage("adamw_float32_amsgrad_7", "elem", level=2, scalars=(2, 0, 3, 4, 1, 5, 6), matrices=True, block=64),
-            Stage("adamw_float32_amsgrad_8", "row", level=3, scalars=(), matrices=True),
-            Stage("adamw_float32_amsgrad_9", "col", level=3, scalars=(), matrices=True),
-        ),
-    },
+    "adamw_float32_amsgrad_decouple_lr": {"kernel": "adamw_float32_amsgrad"},
     "adamw_float32_amsgrad_decouple_lr_small": {
         "kernel": "adamw_float32_amsgrad_small",
         "kernel_scalars": (
             "beta1", "beta2", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4",
         ),
-        "kernel_host": kernel_scalars_4,
+        "kernel_host": kernel_scalars_2,
     },
     "adamw_float32_amsgrad_decouple_lr_vector": {
         "kernel": "adamw_float32_amsgrad_vector",
         "kernel_scalars": (
             "beta1", "beta2", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4",
         ),
-        "kernel_host": kernel_scalars_4,
+        "kernel_host": kernel_scalars_2,
     },
-    "adamw_bfloat16_amsgrad_decouple_lr": {
-        "kernel": "adamw_bfloat16_amsgrad",
-        "kernel_scalars": (
-            "beta2", "scalar_0", "beta1", "scalar_0_2", "one_minus_beta1_times_grad_scale", "scalar_3", "scalar_4",
-        ),
-        "kernel_host": kernel_scalars_3,
-        "temps": (
-            Temp("max_exp_avg_sq_least", "row"),
-            Temp("exp_avg_sq_least", "row"),
-            Temp("row_sum_for_exp_avg_sq_row_means", "row", reduction="row_sum", source="elem"),
-            Temp("col_sum_for_exp_avg_sq_parts", "col", reduction="col_sum", source="elem"),
-            Temp("row_sum_for_max_exp_avg_sq_row_means", "row", reduction="row_sum", source="elem"),
-            Temp("col_sum_for_max_exp_avg_sq_col_factor", "col", reduction="col_sum", source="elem"),
-            Temp("max_exp_avg_sq_row_means", "row"),
-            Temp("mat_sum_for_max_exp_avg_sq_row_factor", "mat", reduction="mat_sum", source="row"),
-            Temp("exp_avg_sq_row_means", "row"),
-            Temp("mat_sum_for_exp_avg_sq_row_factor", "mat", reduction="mat_sum", source="row"),
-            Temp("max_exp_avg_sq_col_factor", "col"),
-            Temp("exp_avg_sq_parts", "col"),
-            Temp("mat_max_2", "mat"),
-            Temp("mat_max", "mat"),
-            Temp("max_exp_avg_sq_row_factor", "row"),
-            Temp("exp_avg_sq_row_factor", "row"),
-            Temp("exp_avg_sq_least_2", "row"),
-        ),
-        "stages": (
-            Stage(
-                "adamw_bfloat16_amsgrad_1",
-                "row",
-                level=-1,
-                scalars=(),
-                temps=("max_exp_avg_sq_least", "exp_avg_sq_least"),
-                matrices=True,
-            ),
-            Stage(
-                "adamw_bfloat16_amsgrad_2",
-                "elem",
-                level=0,
-                scalars=(0, 1),
-                temps=(
-                    "row_sum_for_exp_avg_sq_row_means", "col_sum_for_exp_avg_sq_parts",
-                    "row_sum_for_max_exp_avg_sq_row_means", "col_sum_for_max_exp_avg_sq_col_factor",
-                ),
-                matrices=True,
-            ),
-            Stage(
-                "adamw_bfloat16_amsgrad_3",
-                "row",
-                level=1,
-                scalars=(),
-                temps=(
-                    "max_exp_avg_sq_row_means", "mat_sum_for_max_exp_avg_sq_row_factor", "exp_avg_sq_row_means",
-                    "mat_sum_for_exp_avg_sq_row_factor",
-                ),
-                matrices=True,
-            ),
-            Stage(
-                "adamw_bfloat16_amsgrad_4",
-                "col",
-                level=1,
-                scalars=(),
-                temps=("max_exp_avg_sq_col_factor", "exp_avg_sq_parts"),
-                matrices=True,
-            ),
-            Stage(
-                "adamw_bfloat16_amsgrad_5",
-                "mat",
-                level=1,
-                scalars=(),
-                temps=("mat_max_2", "mat_max"),
-                matrices=True,
-            ),
-            Stage(
-                "adamw_bfloat16_amsgrad_6",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("max_exp_avg_sq_row_factor", "exp_avg_sq_row_factor", "exp_avg_sq_least_2"),
-                matrices=True,
-            ),
-            Stage("adamw_bfloat16_amsgrad_7", "elem", level=2, scalars=(2, 0, 3, 4, 1, 5, 6), matrices=True, block=64),
-            Stage("adamw_bfloat16_amsgrad_8", "row", level=3, scalars=(), matrices=True),
-            Stage("adamw_bfloat16_amsgrad_9", "col", level=3, scalars=(), matrices=True),
-        ),
-    },
+    "adamw_bfloat16_amsgrad_decouple_lr": {"kernel": "adamw_bfloat16_amsgrad"},
     "adamw_bfloat16_amsgrad_decouple_lr_small": {
         "kernel": "adamw_bfloat16_amsgrad_small",
         "kernel_scalars": (
             "beta1", "beta2", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4",
         ),
-        "kernel_host": kernel_scalars_4,
+        "kernel_host": kernel_scalars_2,
     },
     "adamw_bfloat16_amsgrad_decouple_lr_vector": {
         "kernel": "adamw_bfloat16_amsgrad_vector",
         "kernel_scalars": (
             "beta1", "beta2", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4",
         ),
-        "kernel_host": kernel_scalars_4,
+        "kernel_host": kernel_scalars_2,
     },
-    "adamw_float16_amsgrad_decouple_lr": {
-        "kernel": "adamw_float16_amsgrad",
-        "kernel_scalars": (
-            "beta2", "scalar_0", "beta1", "scalar_0_2", "one_minus_beta1_times_grad_scale", "scalar_3", "scalar_4",
-        ),
-        "kernel_host": kernel_scalars_3,
-        "temps": (
-            Temp("max_exp_avg_sq_least", "row"),
-            Temp("exp_avg_sq_least", "row"),
-            Temp("row_sum_for_exp_avg_sq_row_means", "row", reduction="row_sum", source="elem"),
-            Temp("col_sum_for_exp_avg_sq_parts", "col", reduction="col_sum", source="elem"),
-            Temp("row_sum_for_max_exp_avg_sq_row_means", "row", reduction="row_sum", source="elem"),
-            Temp("col_sum_for_max_exp_avg_sq_col_factor", "col", reduction="col_sum", source="elem"),
-            Temp("max_exp_avg_sq_row_means", "row"),
-            Temp("mat_sum_for_max_exp_avg_sq_row_factor", "mat", reduction="mat_sum", source="row"),
-            Temp("exp_avg_sq_row_means", "row"),
-            Temp("mat_sum_for_exp_avg_sq_row_factor", "mat", reduction="mat_sum", source="row"),
-            Temp("max_exp_avg_sq_col_factor", "col"),
-            Temp("exp_avg_sq_parts", "col"),
-            Temp("mat_max_2", "mat"),
-            Temp("mat_max", "mat"),
-            Temp("max_exp_avg_sq_row_factor", "row"),
-            Temp("exp_avg_sq_row_factor", "row"),
-            Temp("exp_avg_sq_least_2", "row"),
-        ),
-        "stages": (
-            Stage(
-                "adamw_bfloat16_amsgrad_1",
-                "row",
-                level=-1,
-                scalars=(),
-                temps=("max_exp_avg_sq_least", "exp_avg_sq_least"),
-                matrices=True,
-            ),
-            Stage(
-                "adamw_float16_amsgrad_2",
-                "elem",
-                level=0,
-                scalars=(0, 1),
-                temps=(
-                    "row_sum_for_exp_avg_sq_row_means", "col_sum_for_exp_avg_sq_parts",
-                    "row_sum_for_max_exp_avg_sq_row_means", "col_sum_for_max_exp_avg_sq_col_factor",
-                ),
-                matrices=True,
-            ),
-            Stage(
-                "adamw_bfloat16_amsgrad_3",
-                "row",
-                level=1,
-                scalars=(),
-                temps=(
-                    "max_exp_avg_sq_row_means", "mat_sum_for_max_exp_avg_sq_row_factor", "exp_avg_sq_row_means",
-                    "mat_sum_for_exp_avg_sq_row_factor",
-                ),
-                matrices=True,
-            ),
-            Stage(
-                "adamw_float16_amsgrad_4",
-                "col",
-                level=1,
-                scalars=(),
-                temps=("max_exp_avg_sq_col_factor", "exp_avg_sq_parts"),
-                matrices=True,
-            ),
-            Stage("adamw_float16_amsgrad_5", "mat", level=1, scalars=(), temps=("mat_max_2", "mat_max"), matrices=True),
-            Stage(
-                "adamw_float16_amsgrad_6",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("max_exp_avg_sq_row_factor", "exp_avg_sq_row_factor", "exp_avg_sq_least_2"),
-                matrices=True,
-            ),
-            Stage("adamw_float16_amsgrad_7", "elem", level=2, scalars=(2, 0, 3, 4, 1, 5, 6), matrices=True, block=64),
-            Stage("adamw_bfloat16_amsgrad_8", "row", level=3, scalars=(), matrices=True),
-            Stage("adamw_float16_amsgrad_9", "col", level=3, scalars=(), matrices=True),
-        ),
-    },
+    "adamw_float16_amsgrad_decouple_lr": {"kernel": "adamw_float16_amsgrad"},
     "adamw_float16_amsgrad_decouple_lr_small": {
         "kernel": "adamw_float16_amsgrad_small",
         "kernel_scalars": (
             "beta1", "beta2", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4",
         ),
-        "kernel_host": kernel_scalars_4,
+        "kernel_host": kernel_scalars_2,
     },
     "adamw_float16_amsgrad_decouple_lr_vector": {
         "kernel": "adamw_float16_amsgrad_vector",
         "kernel_scalars": (
             "beta1", "beta2", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4",
         ),
-        "kernel_host": kernel_scalars_4,
+        "kernel_host": kernel_scalars_2,
     },
 }
+
+# The steps that this plan divides in a way of its own.
+from optgen.runtime.records import Rule, Stage, Temp
+from optgen.runtime.records.scalars import choose, divide, larger, root
+
+
+def scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    scalar_0 = (1 - beta2) * grad_scale * grad_scale
+    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
+    one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
+    common_1 = root(1 - beta2**step)
+    common_2 = divide(lr, 1 - beta1**step) * common_1
+    common_3 = common_2 < 7.888609052210118e-31
+    scalar_3 = choose(common_3, 1, divide(1, common_2))
+    scalar_4 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_3, 0, common_2))
+    return (
+        beta2, scalar_0, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_3,
+        scalar_4,
+    )
+
+
+def scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, peak_lr):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    peak_lr_2 = larger(peak_lr, lr)              # 28  peak_lr = maximum(peak_lr, lr)
+    rate = divide(lr, larger(peak_lr_2, 1e-30))  # 29  rate = schedule_of(lr, peak_lr) if decouple_lr else lr
+    scalar_0 = (1 - beta2) * grad_scale * grad_scale
+    scalar_0_2 = 1 - rate * weight_decay
+    one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
+    common_1 = root(1 - beta2**step)
+    common_2 = divide(lr, 1 - beta1**step) * common_1
+    common_3 = common_2 < 7.888609052210118e-31
+    scalar_3 = choose(common_3, 1, divide(1, common_2))
+    scalar_4 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_3, 0, common_2))
+    return (beta2, scalar_0, beta1, scalar_0_2, one_minus_beta1_times_grad_scale, scalar_3, scalar_4, peak_lr_2)
+
+
+RULES = (
+    Rule(
+        settings=(
+            {'amsgrad': False, 'decouple_lr': False},
+        ),
+        scalars=(
+            "beta2", "scalar_0", "beta1", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale",
+            "scalar_3", "scalar_4",
+        ),
+        host=scalars,
+        temps=(
+            Temp("exp_avg_sq_least", "row"),
+            Temp("col_sum_for_exp_avg_sq_parts", "col", "col_sum", "elem"),
+            Temp("row_sum_for_exp_avg_sq_row_means", "row", "row_sum", "elem"),
+            Temp("exp_avg_sq_row_means", "row"),
+            Temp("mat_sum_for_exp_avg_sq_row_factor", "mat", "mat_sum", "row"),
+            Temp("exp_avg_sq_parts", "col"),
+            Temp("mat_max", "mat"),
+            Temp("exp_avg_sq_least_2", "row"),
+            Temp("exp_avg_sq_row_factor", "row"),
+        ),
+        stages=(
+            Stage(
+                "adamw_1", "row", -1, (), temps=('exp_avg_sq_least',), matrices=True, reads=('exp_avg_sq_row',),
+                stores=('exp_avg_sq_least',), picked=('exp_avg_sq_least',),
+            ),
+            Stage(
+                "adamw_2", "elem", 0, (0, 1), temps=('row_sum_for_exp_avg_sq_row_means',
+                'col_sum_for_exp_avg_sq_parts'), matrices=True, reads=('g', 'exp_avg_sq_row', 'exp_avg_sq_col',
+                'exp_avg_sq_least'), sums=(('sum', ('row_sum_for_exp_avg_sq_row_means',
+                'col_sum_for_exp_avg_sq_parts')),),
+            ),
+            Stage(
+                "adamw_3", "row", 1, (), temps=('exp_avg_sq_row_means', 'mat_sum_for_exp_avg_sq_row_factor'),
+                matrices=True, reads=('row_sum_for_exp_avg_sq_row_means',), stores=('exp_avg_sq_row_means',),
+                sums=(('sum', ('mat_sum_for_exp_avg_sq_row_factor',)),), extents=('columns',),
+            ),
+            Stage(
+                "adamw_4", "col", 1, (), temps=('exp_avg_sq_parts',), matrices=True,
+                reads=('col_sum_for_exp_avg_sq_parts',), stores=('exp_avg_sq_parts',), extents=('rows',),
+                picked=('exp_avg_sq_parts',),
+            ),
+            Stage(
+                "adamw_5", "mat", 1, (), temps=('mat_max',), matrices=True,
+                reads=('mat_sum_for_exp_avg_sq_row_factor',), stores=('mat_max',), extents=('rows',),
+                picked=('mat_max',),
+            ),
+            Stage(
+                "adamw_6", "row", 1, (), temps=('exp_avg_sq_row_factor', 'exp_avg_sq_least_2'), matrices=True,
+                reads=('exp_avg_sq_row_means', 'mat_max'), stores=('exp_avg_sq_row_factor', 'exp_avg_sq_least_2'),
+                picked=('exp_avg_sq_row_factor', 'exp_avg_sq_least_2'),
+            ),
+            Stage(
+                "adamw_7", "elem", 2, (2, 0, 3, 4, 1, 5, 6), matrices=True, reads=('p', 'g', 'exp_avg',
+                'exp_avg_sq_row', 'exp_avg_sq_col', 'exp_avg_sq_least', 'exp_avg_sq_row_factor', 'exp_avg_sq_parts',
+                'exp_avg_sq_least_2'), stores=('p', 'exp_avg'),
+            ),
+            Stage(
+                "adamw_8", "row", 3, (), matrices=True, reads=('exp_avg_sq_row_factor',), stores=('exp_avg_sq_row',),
+                picked=('exp_avg_sq_row',),
+            ),
+            Stage(
+                "adamw_9", "col", 3, (), matrices=True, reads=('exp_avg_sq_parts',), stores=('exp_avg_sq_col',),
+                picked=('exp_avg_sq_col',),
+            ),
+        ),
+    ),
+    Rule(
+        settings=(
+            {'amsgrad': False, 'decouple_lr': True},
+        ),
+        scalars=(
+            "beta2", "scalar_0", "beta1", "scalar_0_2", "one_minus_beta1_times_grad_scale", "scalar_3", "scalar_4",
+        ),
+        host=scalars_2,
+        temps=(
+            Temp("exp_avg_sq_least", "row"),
+            Temp("col_sum_for_exp_avg_sq_parts", "col", "col_sum", "elem"),
+            Temp("row_sum_for_exp_avg_sq_row_means", "row", "row_sum", "elem"),
+            Temp("exp_avg_sq_row_means", "row"),
+            Temp("mat_sum_for_exp_avg_sq_row_factor", "mat", "mat_sum", "row"),
+            Temp("exp_avg_sq_parts", "col"),
+            Temp("mat_max", "mat"),
+            Temp("exp_avg_sq_least_2", "row"),
+            Temp("exp_avg_sq_row_factor", "row"),
+        ),
+        stages=(
+            Stage(
+                "adamw_1", "row", -1, (), temps=('exp_avg_sq_least',), matrices=True, reads=('exp_avg_sq_row',),
+                stores=('exp_avg_sq_least',), picked=('exp_avg_sq_least',),
+            ),
+            Stage(
+                "adamw_2", "elem", 0, (0, 1), temps=('row_sum_for_exp_avg_sq_row_means',
+                'col_sum_for_exp_avg_sq_parts'), matrices=True, reads=('g', 'exp_avg_sq_row', 'exp_avg_sq_col',
+                'exp_avg_sq_least'), sums=(('sum', ('row_sum_for_exp_avg_sq_row_means',
+                'col_sum_for_exp_avg_sq_parts')),),
+            ),
+            Stage(
+                "adamw_3", "row", 1, (), temps=('exp_avg_sq_row_means', 'mat_sum_for_exp_avg_sq_row_factor'),
+                matrices=True, reads=('row_sum_for_exp_avg_sq_row_means',), stores=('exp_avg_sq_row_means',),
+                sums=(('sum', ('mat_sum_for_exp_avg_sq_row_factor',)),), extents=('columns',),
+            ),
+            Stage(
+                "adamw_4", "col", 1, (), temps=('exp_avg_sq_parts',), matrices=True,
+                reads=('col_sum_for_exp_avg_sq_parts',), stores=('exp_avg_sq_parts',), extents=('rows',),
+                picked=('exp_avg_sq_parts',),
+            ),
+            Stage(
+                "adamw_5", "mat", 1, (), temps=('mat_max',), matrices=True,
+                reads=('mat_sum_for_exp_avg_sq_row_factor',), stores=('mat_max',), extents=('rows',),
+                picked=('mat_max',),
+            ),
+            Stage(
+                "adamw_6", "row", 1, (), temps=('exp_avg_sq_row_factor', 'exp_avg_sq_least_2'), matrices=True,
+                reads=('exp_avg_sq_row_means', 'mat_max'), stores=('exp_avg_sq_row_factor', 'exp_avg_sq_least_2'),
+                picked=('exp_avg_sq_row_factor', 'exp_avg_sq_least_2'),
+            ),
+            Stage(
+                "adamw_7", "elem", 2, (2, 0, 3, 4, 1, 5, 6), matrices=True, reads=('p', 'g', 'exp_avg',
+                'exp_avg_sq_row', 'exp_avg_sq_col', 'exp_avg_sq_least', 'exp_avg_sq_row_factor', 'exp_avg_sq_parts',
+                'exp_avg_sq_least_2'), stores=('p', 'exp_avg'),
+            ),
+            Stage(
+                "adamw_8", "row", 3, (), matrices=True, reads=('exp_avg_sq_row_factor',), stores=('exp_avg_sq_row',),
+                picked=('exp_avg_sq_row',),
+            ),
+            Stage(
+                "adamw_9", "col", 3, (), matrices=True, reads=('exp_avg_sq_parts',), stores=('exp_avg_sq_col',),
+                picked=('exp_avg_sq_col',),
+            ),
+        ),
+    ),
+    Rule(
+        settings=(
+            {'amsgrad': True, 'decouple_lr': False},
+        ),
+        scalars=(
+            "beta2", "scalar_0", "beta1", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale",
+            "scalar_3", "scalar_4",
+        ),
+        host=scalars,
+        temps=(
+            Temp("exp_avg_sq_least", "row"),
+            Temp("max_exp_avg_sq_least", "row"),
+            Temp("col_sum_for_exp_avg_sq_parts", "col", "col_sum", "elem"),
+            Temp("col_sum_for_max_exp_avg_sq_col_factor", "col", "col_sum", "elem"),
+            Temp("row_sum_for_exp_avg_sq_row_means", "row", "row_sum", "elem"),
+            Temp("row_sum_for_max_exp_avg_sq_row_means", "row", "row_sum", "elem"),
+            Temp("exp_avg_sq_row_means", "row"),
+            Temp("mat_sum_for_exp_avg_sq_row_factor", "mat", "mat_sum", "row"),
+            Temp("mat_sum_for_max_exp_avg_sq_row_factor", "mat", "mat_sum", "row"),
+            Temp("max_exp_avg_sq_row_means", "row"),
+            Temp("exp_avg_sq_parts", "col"),
+            Temp("max_exp_avg_sq_col_factor", "col"),
+            Temp("mat_max", "mat"),
+            Temp("mat_max_2", "mat"),
+            Temp("exp_avg_sq_least_2", "row"),
+            Temp("exp_avg_sq_row_factor", "row"),
+            Temp("max_exp_avg_sq_row_factor", "row"),
+        ),
+        stages=(
+            Stage(
+                "adamw_amsgrad_1", "row", -1, (), temps=('max_exp_avg_sq_least', 'exp_avg_sq_least'), matrices=True,
+                reads=('exp_avg_sq_row', 'max_exp_avg_sq_row'), stores=('max_exp_avg_sq_least', 'exp_avg_sq_least'),
+                picked=('max_exp_avg_sq_least', 'exp_avg_sq_least'),
+            ),
+            Stage(
+                "adamw_amsgrad_2", "elem", 0, (0, 1), temps=('row_sum_for_exp_avg_sq_row_means',
+                'col_sum_for_exp_avg_sq_parts', 'row_sum_for_max_exp_avg_sq_row_means',
+                'col_sum_for_max_exp_avg_sq_col_factor'), matrices=True, reads=('g', 'exp_avg_sq_row',
+                'exp_avg_sq_col', 'max_exp_avg_sq_row', 'max_exp_avg_sq_col', 'exp_avg_sq_least',
+                'max_exp_avg_sq_least'), sums=(('sum', ('row_sum_for_exp_avg_sq_row_means',
+                'col_sum_for_exp_avg_sq_parts')), ('sum', ('row_sum_for_max_exp_avg_sq_row_means',
+                'col_sum_for_max_exp_avg_sq_col_factor'))),
+            ),
+            Stage(
+                "adamw_amsgrad_3", "row", 1, (), temps=('max_exp_avg_sq_row_means',
+                'mat_sum_for_max_exp_avg_sq_row_factor', 'exp_avg_sq_row_means',
+                'mat_sum_for_exp_avg_sq_row_factor'), matrices=True, reads=('row_sum_for_max_exp_avg_sq_row_means',
+                'row_sum_for_exp_avg_sq_row_means'), stores=('max_exp_avg_sq_row_means', 'exp_avg_sq_row_means'),
+                sums=(('sum', ('mat_sum_for_max_exp_avg_sq_row_factor',)), ('sum',
+                ('mat_sum_for_exp_avg_sq_row_factor',))), extents=('columns',),
+            ),
+            Stage(
+                "adamw_amsgrad_4", "col", 1, (), temps=('max_exp_avg_sq_col_factor', 'exp_avg_sq_parts'),
+                matrices=True, reads=('col_sum_for_max_exp_avg_sq_col_factor', 'col_sum_for_exp_avg_sq_parts'),
+                stores=('max_exp_avg_sq_col_factor', 'exp_avg_sq_parts'), extents=('rows',),
+                picked=('max_exp_avg_sq_col_factor', 'exp_avg_sq_parts'),
+            ),
+            Stage(
+                "adamw_amsgrad_5", "mat", 1, (), temps=('mat_max_2', 'mat_max'), matrices=True,
+                reads=('mat_sum_for_max_exp_avg_sq_row_factor', 'mat_sum_for_exp_avg_sq_row_factor'),
+                stores=('mat_max_2', 'mat_max'), extents=('rows',), picked=('mat_max_2', 'mat_max'),
+            ),
+            Stage(
+                "adamw_amsgrad_6", "row", 1, (), temps=('max_exp_avg_sq_row_factor', 'exp_avg_sq_row_factor',
+                'exp_avg_sq_least_2'), matrices=True, reads=('max_exp_avg_sq_row_means', 'mat_max_2',
+                'exp_avg_sq_row_means', 'mat_max'), stores=('max_exp_avg_sq_row_factor', 'exp_avg_sq_row_factor',
+                'exp_avg_sq_least_2'), picked=('max_exp_avg_sq_row_factor', 'exp_avg_sq_row_factor',
+                'exp_avg_sq_least_2'),
+            ),
+            Stage(
+                "adamw_amsgrad_7", "elem", 2, (2, 0, 3, 4, 1, 5, 6), matrices=True, reads=('p', 'g', 'exp_avg',
+                'exp_avg_sq_row', 'exp_avg_sq_col', 'max_exp_avg_sq_row', 'max_exp_avg_sq_col', 'exp_avg_sq_least',
+                'max_exp_avg_sq_least', 'exp_avg_sq_row_factor', 'exp_avg_sq_parts', 'exp_avg_sq_least_2'),
+                stores=('p', 'exp_avg'),
+            ),
+            Stage(
+                "adamw_amsgrad_8", "row", 3, (), matrices=True, reads=('exp_avg_sq_row_factor',
+                'max_exp_avg_sq_row_factor'), stores=('exp_avg_sq_row', 'max_exp_avg_sq_row'),
+                picked=('exp_avg_sq_row', 'max_exp_avg_sq_row'),
+            ),
+            Stage(
+                "adamw_amsgrad_9", "col", 3, (), matrices=True, reads=('exp_avg_sq_parts',
+                'max_exp_avg_sq_col_factor'), stores=('exp_avg_sq_col', 'max_exp_avg_sq_col'),
+                picked=('exp_avg_sq_col', 'max_exp_avg_sq_col'),
+            ),
+        ),
+    ),
+    Rule(
+        settings=(
+            {'amsgrad': True, 'decouple_lr': True},
+        ),
+        scalars=(
+            "beta2", "scalar_0", "beta1", "scalar_0_2", "one_minus_beta1_times_grad_scale", "scalar_3", "scalar_4",
+        ),
+        host=scalars_2,
+        temps=(
+            Temp("exp_avg_sq_least", "row"),
+            Temp("max_exp_avg_sq_least", "row"),
+            Temp("col_sum_for_exp_avg_sq_parts", "col", "col_sum", "elem"),
+            Temp("col_sum_for_max_exp_avg_sq_col_factor", "col", "col_sum", "elem"),
+            Temp("row_sum_for_exp_avg_sq_row_means", "row", "row_sum", "elem"),
+            Temp("row_sum_for_max_exp_avg_sq_row_means", "row", "row_sum", "elem"),
+            Temp("exp_avg_sq_row_means", "row"),
+            Temp("mat_sum_for_exp_avg_sq_row_factor", "mat", "mat_sum", "row"),
+            Temp("mat_sum_for_max_exp_avg_sq_row_factor", "mat", "mat_sum", "row"),
+            Temp("max_exp_avg_sq_row_means", "row"),
+            Temp("exp_avg_sq_parts", "col"),
+            Temp("max_exp_avg_sq_col_factor", "col"),
+            Temp("mat_max", "mat"),
+            Temp("mat_max_2", "mat"),
+            Temp("exp_avg_sq_least_2", "row"),
+            Temp("exp_avg_sq_row_factor", "row"),
+            Temp("max_exp_avg_sq_row_factor", "row"),
+        ),
+        stages=(
+            Stage(
+                "adamw_amsgrad_1", "row", -1, (), temps=('max_exp_avg_sq_least', 'exp_avg_sq_least'), matrices=True,
+                reads=('exp_avg_sq_row', 'max_exp_avg_sq_row'), stores=('max_exp_avg_sq_least', 'exp_avg_sq_least'),
+                picked=('max_exp_avg_sq_least', 'exp_avg_sq_least'),
+            ),
+            Stage(
+                "adamw_amsgrad_2", "elem", 0, (0, 1), temps=('row_sum_for_exp_avg_sq_row_means',
+                'col_sum_for_exp_avg_sq_parts', 'row_sum_for_max_exp_avg_sq_row_means',
+                'col_sum_for_max_exp_avg_sq_col_factor'), matrices=True, reads=('g', 'exp_avg_sq_row',
+                'exp_avg_sq_col', 'max_exp_avg_sq_row', 'max_exp_avg_sq_col', 'exp_avg_sq_least',
+                'max_exp_avg_sq_least'), sums=(('sum', ('row_sum_for_exp_avg_sq_row_means',
+                'col_sum_for_exp_avg_sq_parts')), ('sum', ('row_sum_for_max_exp_avg_sq_row_means',
+                'col_sum_for_max_exp_avg_sq_col_factor'))),
+            ),
+            Stage(
+                "adamw_amsgrad_3", "row", 1, (), temps=('max_exp_avg_sq_row_means',
+                'mat_sum_for_max_exp_avg_sq_row_factor', 'exp_avg_sq_row_means',
+                'mat_sum_for_exp_avg_sq_row_factor'), matrices=True, reads=('row_sum_for_max_exp_avg_sq_row_means',
+                'row_sum_for_exp_avg_sq_row_means'), stores=('max_exp_avg_sq_row_means', 'exp_avg_sq_row_means'),
+                sums=(('sum', ('mat_sum_for_max_exp_avg_sq_row_factor',)), ('sum',
+                ('mat_sum_for_exp_avg_sq_row_factor',))), extents=('columns',),
+            ),
+            Stage(
+                "adamw_amsgrad_4", "col", 1, (), temps=('max_exp_avg_sq_col_factor', 'exp_avg_sq_parts'),
+                matrices=True, reads=('col_sum_for_max_exp_avg_sq_col_factor', 'col_sum_for_exp_avg_sq_parts'),
+                stores=('max_exp_avg_sq_col_factor', 'exp_avg_sq_parts'), extents=('rows',),
+                picked=('max_exp_avg_sq_col_factor', 'exp_avg_sq_parts'),
+            ),
+            Stage(
+                "adamw_amsgrad_5", "mat", 1, (), temps=('mat_max_2', 'mat_max'), matrices=True,
+                reads=('mat_sum_for_max_exp_avg_sq_row_factor', 'mat_sum_for_exp_avg_sq_row_factor'),
+                stores=('mat_max_2', 'mat_max'), extents=('rows',), picked=('mat_max_2', 'mat_max'),
+            ),
+            Stage(
+                "adamw_amsgrad_6", "row", 1, (), temps=('max_exp_avg_sq_row_factor', 'exp_avg_sq_row_factor',
+                'exp_avg_sq_least_2'), matrices=True, reads=('max_exp_avg_sq_row_means', 'mat_max_2',
+                'exp_avg_sq_row_means', 'mat_max'), stores=('max_exp_avg_sq_row_factor', 'exp_avg_sq_row_factor',
+                'exp_avg_sq_least_2'), picked=('max_exp_avg_sq_row_factor', 'exp_avg_sq_row_factor',
+                'exp_avg_sq_least_2'),
+            ),
+            Stage(
+                "adamw_amsgrad_7", "elem", 2, (2, 0, 3, 4, 1, 5, 6), matrices=True, reads=('p', 'g', 'exp_avg',
+                'exp_avg_sq_row', 'exp_avg_sq_col', 'max_exp_avg_sq_row', 'max_exp_avg_sq_col', 'exp_avg_sq_least',
+                'max_exp_avg_sq_least', 'exp_avg_sq_row_factor', 'exp_avg_sq_parts', 'exp_avg_sq_least_2'),
+                stores=('p', 'exp_avg'),
+            ),
+            Stage(
+                "adamw_amsgrad_8", "row", 3, (), matrices=True, reads=('exp_avg_sq_row_factor',
+                'max_exp_avg_sq_row_factor'), stores=('exp_avg_sq_row', 'max_exp_avg_sq_row'),
+                picked=('exp_avg_sq_row', 'max_exp_avg_sq_row'),
+            ),
+            Stage(
+                "adamw_amsgrad_9", "col", 3, (), matrices=True, reads=('exp_avg_sq_parts',
+                'max_exp_avg_sq_col_factor'), stores=('exp_avg_sq_col', 'max_exp_avg_sq_col'),
+                picked=('exp_avg_sq_col', 'max_exp_avg_sq_col'),
+            ),
+        ),
+    ),
+)

@@ -119,8 +119,8 @@ struct adamw_kernel_2 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {4, -1, 4, ROW, true, false, NONE, 1},  // exp_avg_sq_row
         {5, -1, 4, COLUMN, true, false, NONE, 2},  // exp_avg_sq_col
-        {7, 15, 4, ROW, false, true, TOTAL, 3},  // row_sum_for_exp_avg_sq_row_means
-        {8, 16, 4, COLUMN, false, true, TOTAL, 3},  // col_sum_for_exp_avg_sq_parts
+        {8, 16, 4, ROW, false, true, TOTAL, 3},  // row_sum_for_exp_avg_sq_row_means
+        {7, 15, 4, COLUMN, false, true, TOTAL, 3},  // col_sum_for_exp_avg_sq_parts
         {6, -1, 4, ROW, true, false, NONE, 5},  // exp_avg_sq_least
     });
 
@@ -161,7 +161,7 @@ struct adamw_kernel_3 {
     static constexpr auto PLACES = places<Weight, false, false, Place>({
         {9, -1, 4, ROW, false, true, NONE, 0},  // exp_avg_sq_row_means
         {10, -1, 4, MATRIX, false, true, TOTAL, 1},  // mat_sum_for_exp_avg_sq_row_factor
-        {7, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_exp_avg_sq_row_means
+        {8, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_exp_avg_sq_row_means
     });
 
     template <bool RAGGED>
@@ -193,7 +193,7 @@ struct adamw_kernel_4 {
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
         {11, -1, 4, COLUMN, false, true, NONE, 0},  // exp_avg_sq_parts
-        {8, -1, 4, COLUMN, true, false, NONE, 1},  // col_sum_for_exp_avg_sq_parts
+        {7, -1, 4, COLUMN, true, false, NONE, 1},  // col_sum_for_exp_avg_sq_parts
     });
 
     template <bool RAGGED>
@@ -249,8 +249,8 @@ struct adamw_kernel_6 {
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
-        {13, -1, 4, ROW, false, true, NONE, 0},  // exp_avg_sq_row_factor
-        {14, -1, 4, ROW, false, true, NONE, 1},  // exp_avg_sq_least_2
+        {14, -1, 4, ROW, false, true, NONE, 0},  // exp_avg_sq_row_factor
+        {13, -1, 4, ROW, false, true, NONE, 1},  // exp_avg_sq_least_2
         {9, -1, 4, ROW, true, false, NONE, 2},  // exp_avg_sq_row_means
         {12, -1, 4, MATRIX, true, false, NONE, 3},  // mat_max
     });
@@ -292,9 +292,9 @@ struct adamw_kernel_7 {
         {4, -1, 4, ROW, true, false, NONE, 3},  // exp_avg_sq_row
         {5, -1, 4, COLUMN, true, false, NONE, 4},  // exp_avg_sq_col
         {6, -1, 4, ROW, true, false, NONE, 5},  // exp_avg_sq_least
-        {13, -1, 4, ROW, true, false, NONE, 6},  // exp_avg_sq_row_factor
+        {14, -1, 4, ROW, true, false, NONE, 6},  // exp_avg_sq_row_factor
         {11, -1, 4, COLUMN, true, false, NONE, 7},  // exp_avg_sq_parts
-        {14, -1, 4, ROW, true, false, NONE, 8},  // exp_avg_sq_least_2
+        {13, -1, 4, ROW, true, false, NONE, 8},  // exp_avg_sq_least_2
     });
 
     template <bool RAGGED>
@@ -429,7 +429,7 @@ struct adamw_kernel_8 {
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
         {4, -1, 4, ROW, false, true, NONE, 0},  // exp_avg_sq_row
-        {13, -1, 4, ROW, true, false, NONE, 1},  // exp_avg_sq_row_factor
+        {14, -1, 4, ROW, true, false, NONE, 1},  // exp_avg_sq_row_factor
     });
 
     template <bool RAGGED>
@@ -776,8 +776,8 @@ struct adamw_amsgrad_kernel_1 {
     static constexpr auto PLACES = places<Weight, false, false, Place>({
         {4, -1, 4, ROW, true, false, NONE, 0},  // exp_avg_sq_row
         {6, -1, 4, ROW, true, false, NONE, 1},  // max_exp_avg_sq_row
-        {8, -1, 4, ROW, false, true, NONE, 2},  // max_exp_avg_sq_least
-        {9, -1, 4, ROW, false, true, NONE, 3},  // exp_avg_sq_least
+        {9, -1, 4, ROW, false, true, NONE, 2},  // max_exp_avg_sq_least
+        {8, -1, 4, ROW, false, true, NONE, 3},  // exp_avg_sq_least
     });
 
     template <bool RAGGED>
@@ -813,12 +813,12 @@ struct adamw_amsgrad_kernel_2 {
         {5, -1, 4, COLUMN, true, false, NONE, 2},  // exp_avg_sq_col
         {6, -1, 4, ROW, true, false, NONE, 3},  // max_exp_avg_sq_row
         {7, -1, 4, COLUMN, true, false, NONE, 4},  // max_exp_avg_sq_col
-        {10, 25, 4, ROW, false, true, TOTAL, 5},  // row_sum_for_exp_avg_sq_row_means
-        {11, 26, 4, COLUMN, false, true, TOTAL, 5},  // col_sum_for_exp_avg_sq_parts
-        {12, 27, 4, ROW, false, true, TOTAL, 7},  // row_sum_for_max_exp_avg_sq_row_means
-        {13, 28, 4, COLUMN, false, true, TOTAL, 7},  // col_sum_for_max_exp_avg_sq_col_factor
-        {9, -1, 4, ROW, true, false, NONE, 9},  // exp_avg_sq_least
-        {8, -1, 4, ROW, true, false, NONE, 10},  // max_exp_avg_sq_least
+        {12, 27, 4, ROW, false, true, TOTAL, 5},  // row_sum_for_exp_avg_sq_row_means
+        {10, 25, 4, COLUMN, false, true, TOTAL, 5},  // col_sum_for_exp_avg_sq_parts
+        {13, 28, 4, ROW, false, true, TOTAL, 7},  // row_sum_for_max_exp_avg_sq_row_means
+        {11, 26, 4, COLUMN, false, true, TOTAL, 7},  // col_sum_for_max_exp_avg_sq_col_factor
+        {8, -1, 4, ROW, true, false, NONE, 9},  // exp_avg_sq_least
+        {9, -1, 4, ROW, true, false, NONE, 10},  // max_exp_avg_sq_least
     });
 
     template <bool RAGGED>
@@ -870,12 +870,12 @@ struct adamw_amsgrad_kernel_3 {
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
-        {14, -1, 4, ROW, false, true, NONE, 0},  // max_exp_avg_sq_row_means
-        {15, -1, 4, MATRIX, false, true, TOTAL, 1},  // mat_sum_for_max_exp_avg_sq_row_factor
-        {16, -1, 4, ROW, false, true, NONE, 2},  // exp_avg_sq_row_means
-        {17, -1, 4, MATRIX, false, true, TOTAL, 3},  // mat_sum_for_exp_avg_sq_row_factor
-        {12, -1, 4, ROW, true, false, NONE, 4},  // row_sum_for_max_exp_avg_sq_row_means
-        {10, -1, 4, ROW, true, false, NONE, 5},  // row_sum_for_exp_avg_sq_row_means
+        {17, -1, 4, ROW, false, true, NONE, 0},  // max_exp_avg_sq_row_means
+        {16, -1, 4, MATRIX, false, true, TOTAL, 1},  // mat_sum_for_max_exp_avg_sq_row_factor
+        {14, -1, 4, ROW, false, true, NONE, 2},  // exp_avg_sq_row_means
+        {15, -1, 4, MATRIX, false, true, TOTAL, 3},  // mat_sum_for_exp_avg_sq_row_factor
+        {13, -1, 4, ROW, true, false, NONE, 4},  // row_sum_for_max_exp_avg_sq_row_means
+        {12, -1, 4, ROW, true, false, NONE, 5},  // row_sum_for_exp_avg_sq_row_means
     });
 
     template <bool RAGGED>
@@ -915,10 +915,10 @@ struct adamw_amsgrad_kernel_4 {
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
-        {18, -1, 4, COLUMN, false, true, NONE, 0},  // max_exp_avg_sq_col_factor
-        {19, -1, 4, COLUMN, false, true, NONE, 1},  // exp_avg_sq_parts
-        {13, -1, 4, COLUMN, true, false, NONE, 2},  // col_sum_for_max_exp_avg_sq_col_factor
-        {11, -1, 4, COLUMN, true, false, NONE, 3},  // col_sum_for_exp_avg_sq_parts
+        {19, -1, 4, COLUMN, false, true, NONE, 0},  // max_exp_avg_sq_col_factor
+        {18, -1, 4, COLUMN, false, true, NONE, 1},  // exp_avg_sq_parts
+        {11, -1, 4, COLUMN, true, false, NONE, 2},  // col_sum_for_max_exp_avg_sq_col_factor
+        {10, -1, 4, COLUMN, true, false, NONE, 3},  // col_sum_for_exp_avg_sq_parts
     });
 
     template <bool RAGGED>
@@ -954,10 +954,10 @@ struct adamw_amsgrad_kernel_5 {
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
-        {20, -1, 4, MATRIX, false, true, NONE, 0},  // mat_max_2
-        {21, -1, 4, MATRIX, false, true, NONE, 1},  // mat_max
-        {15, -1, 4, MATRIX, true, false, NONE, 2},  // mat_sum_for_max_exp_avg_sq_row_factor
-        {17, -1, 4, MATRIX, true, false, NONE, 3},  // mat_sum_for_exp_avg_sq_row_factor
+        {21, -1, 4, MATRIX, false, true, NONE, 0},  // mat_max_2
+        {20, -1, 4, MATRIX, false, true, NONE, 1},  // mat_max
+        {16, -1, 4, MATRIX, true, false, NONE, 2},  // mat_sum_for_max_exp_avg_sq_row_factor
+        {15, -1, 4, MATRIX, true, false, NONE, 3},  // mat_sum_for_exp_avg_sq_row_factor
     });
 
     template <bool RAGGED>
@@ -991,13 +991,13 @@ struct adamw_amsgrad_kernel_6 {
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
-        {22, -1, 4, ROW, false, true, NONE, 0},  // max_exp_avg_sq_row_factor
+        {24, -1, 4, ROW, false, true, NONE, 0},  // max_exp_avg_sq_row_factor
         {23, -1, 4, ROW, false, true, NONE, 1},  // exp_avg_sq_row_factor
-        {24, -1, 4, ROW, false, true, NONE, 2},  // exp_avg_sq_least_2
-        {14, -1, 4, ROW, true, false, NONE, 3},  // max_exp_avg_sq_row_means
-        {20, -1, 4, MATRIX, true, false, NONE, 4},  // mat_max_2
-        {16, -1, 4, ROW, true, false, NONE, 5},  // exp_avg_sq_row_means
-        {21, -1, 4, MATRIX, true, false, NONE, 6},  // mat_max
+        {22, -1, 4, ROW, false, true, NONE, 2},  // exp_avg_sq_least_2
+        {17, -1, 4, ROW, true, false, NONE, 3},  // max_exp_avg_sq_row_means
+        {21, -1, 4, MATRIX, true, false, NONE, 4},  // mat_max_2
+        {14, -1, 4, ROW, true, false, NONE, 5},  // exp_avg_sq_row_means
+        {20, -1, 4, MATRIX, true, false, NONE, 6},  // mat_max
     });
 
     template <bool RAGGED>
@@ -1046,11 +1046,11 @@ struct adamw_amsgrad_kernel_7 {
         {5, -1, 4, COLUMN, true, false, NONE, 4},  // exp_avg_sq_col
         {6, -1, 4, ROW, true, false, NONE, 5},  // max_exp_avg_sq_row
         {7, -1, 4, COLUMN, true, false, NONE, 6},  // max_exp_avg_sq_col
-        {9, -1, 4, ROW, true, false, NONE, 7},  // exp_avg_sq_least
-        {8, -1, 4, ROW, true, false, NONE, 8},  // max_exp_avg_sq_least
+        {8, -1, 4, ROW, true, false, NONE, 7},  // exp_avg_sq_least
+        {9, -1, 4, ROW, true, false, NONE, 8},  // max_exp_avg_sq_least
         {23, -1, 4, ROW, true, false, NONE, 9},  // exp_avg_sq_row_factor
-        {19, -1, 4, COLUMN, true, false, NONE, 10},  // exp_avg_sq_parts
-        {24, -1, 4, ROW, true, false, NONE, 11},  // exp_avg_sq_least_2
+        {18, -1, 4, COLUMN, true, false, NONE, 10},  // exp_avg_sq_parts
+        {22, -1, 4, ROW, true, false, NONE, 11},  // exp_avg_sq_least_2
     });
 
     template <bool RAGGED>
@@ -1198,7 +1198,7 @@ struct adamw_amsgrad_kernel_8 {
         {4, -1, 4, ROW, false, true, NONE, 0},  // exp_avg_sq_row
         {6, -1, 4, ROW, false, true, NONE, 1},  // max_exp_avg_sq_row
         {23, -1, 4, ROW, true, false, NONE, 2},  // exp_avg_sq_row_factor
-        {22, -1, 4, ROW, true, false, NONE, 3},  // max_exp_avg_sq_row_factor
+        {24, -1, 4, ROW, true, false, NONE, 3},  // max_exp_avg_sq_row_factor
     });
 
     template <bool RAGGED>
@@ -1231,8 +1231,8 @@ struct adamw_amsgrad_kernel_9 {
     static constexpr auto PLACES = places<Weight, false, false, Place>({
         {5, -1, 4, COLUMN, false, true, NONE, 0},  // exp_avg_sq_col
         {7, -1, 4, COLUMN, false, true, NONE, 1},  // max_exp_avg_sq_col
-        {19, -1, 4, COLUMN, true, false, NONE, 2},  // exp_avg_sq_parts
-        {18, -1, 4, COLUMN, true, false, NONE, 3},  // max_exp_avg_sq_col_factor
+        {18, -1, 4, COLUMN, true, false, NONE, 2},  // exp_avg_sq_parts
+        {19, -1, 4, COLUMN, true, false, NONE, 3},  // max_exp_avg_sq_col_factor
     });
 
     template <bool RAGGED>
@@ -1641,16 +1641,16 @@ struct adamw_step {
         {4, ROW},  // exp_avg_sq_row
         {4, COLUMN},  // exp_avg_sq_col
         {4, ROW},  // exp_avg_sq_least
-        {4, ROW},  // row_sum_for_exp_avg_sq_row_means
         {4, COLUMN},  // col_sum_for_exp_avg_sq_parts
+        {4, ROW},  // row_sum_for_exp_avg_sq_row_means
         {4, ROW},  // exp_avg_sq_row_means
         {4, MATRIX},  // mat_sum_for_exp_avg_sq_row_factor
         {4, COLUMN},  // exp_avg_sq_parts
         {4, MATRIX},  // mat_max
-        {4, ROW},  // exp_avg_sq_row_factor
         {4, ROW},  // exp_avg_sq_least_2
-        {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row_means
+        {4, ROW},  // exp_avg_sq_row_factor
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_parts
+        {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row_means
     });
     static constexpr Stage STAGES[] = {
         stage<adamw_kernel_1<Weight, Grad>>(),
@@ -1677,27 +1677,27 @@ struct adamw_amsgrad_step {
         {4, COLUMN},  // exp_avg_sq_col
         {4, ROW},  // max_exp_avg_sq_row
         {4, COLUMN},  // max_exp_avg_sq_col
-        {4, ROW},  // max_exp_avg_sq_least
         {4, ROW},  // exp_avg_sq_least
-        {4, ROW},  // row_sum_for_exp_avg_sq_row_means
+        {4, ROW},  // max_exp_avg_sq_least
         {4, COLUMN},  // col_sum_for_exp_avg_sq_parts
-        {4, ROW},  // row_sum_for_max_exp_avg_sq_row_means
         {4, COLUMN},  // col_sum_for_max_exp_avg_sq_col_factor
-        {4, ROW},  // max_exp_avg_sq_row_means
-        {4, MATRIX},  // mat_sum_for_max_exp_avg_sq_row_factor
+        {4, ROW},  // row_sum_for_exp_avg_sq_row_means
+        {4, ROW},  // row_sum_for_max_exp_avg_sq_row_means
         {4, ROW},  // exp_avg_sq_row_means
         {4, MATRIX},  // mat_sum_for_exp_avg_sq_row_factor
-        {4, COLUMN},  // max_exp_avg_sq_col_factor
+        {4, MATRIX},  // mat_sum_for_max_exp_avg_sq_row_factor
+        {4, ROW},  // max_exp_avg_sq_row_means
         {4, COLUMN},  // exp_avg_sq_parts
-        {4, MATRIX},  // mat_max_2
+        {4, COLUMN},  // max_exp_avg_sq_col_factor
         {4, MATRIX},  // mat_max
-        {4, ROW},  // max_exp_avg_sq_row_factor
-        {4, ROW},  // exp_avg_sq_row_factor
+        {4, MATRIX},  // mat_max_2
         {4, ROW},  // exp_avg_sq_least_2
-        {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row_means
+        {4, ROW},  // exp_avg_sq_row_factor
+        {4, ROW},  // max_exp_avg_sq_row_factor
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_parts
-        {4, ROW + 8},  // partial results of row_sum_for_max_exp_avg_sq_row_means
         {4, COLUMN + 8},  // partial results of col_sum_for_max_exp_avg_sq_col_factor
+        {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row_means
+        {4, ROW + 8},  // partial results of row_sum_for_max_exp_avg_sq_row_means
     });
     static constexpr Stage STAGES[] = {
         stage<adamw_amsgrad_kernel_1<Weight, Grad>>(),

@@ -120,8 +120,8 @@ struct adamw_kernel_2 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {5, -1, 4, ROW, true, false, NONE, 1},  // exp_avg_sq_row
         {6, -1, 4, COLUMN, true, false, NONE, 2},  // exp_avg_sq_col
-        {8, 16, 4, ROW, false, true, TOTAL, 3},  // row_sum_for_exp_avg_sq_row_means
-        {9, 17, 4, COLUMN, false, true, TOTAL, 3},  // col_sum_for_exp_avg_sq_parts
+        {9, 17, 4, ROW, false, true, TOTAL, 3},  // row_sum_for_exp_avg_sq_row_means
+        {8, 16, 4, COLUMN, false, true, TOTAL, 3},  // col_sum_for_exp_avg_sq_parts
         {7, -1, 4, ROW, true, false, NONE, 5},  // exp_avg_sq_least
     });
 
@@ -162,7 +162,7 @@ struct adamw_kernel_3 {
     static constexpr auto PLACES = places<Weight, false, false, Place>({
         {10, -1, 4, ROW, false, true, NONE, 0},  // exp_avg_sq_row_means
         {11, -1, 4, MATRIX, false, true, TOTAL, 1},  // mat_sum_for_exp_avg_sq_row_factor
-        {8, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_exp_avg_sq_row_means
+        {9, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_exp_avg_sq_row_means
     });
 
     template <bool RAGGED>
@@ -194,7 +194,7 @@ struct adamw_kernel_4 {
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
         {12, -1, 4, COLUMN, false, true, NONE, 0},  // exp_avg_sq_parts
-        {9, -1, 4, COLUMN, true, false, NONE, 1},  // col_sum_for_exp_avg_sq_parts
+        {8, -1, 4, COLUMN, true, false, NONE, 1},  // col_sum_for_exp_avg_sq_parts
     });
 
     template <bool RAGGED>
@@ -250,8 +250,8 @@ struct adamw_kernel_6 {
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
-        {14, -1, 4, ROW, false, true, NONE, 0},  // exp_avg_sq_row_factor
-        {15, -1, 4, ROW, false, true, NONE, 1},  // exp_avg_sq_least_2
+        {15, -1, 4, ROW, false, true, NONE, 0},  // exp_avg_sq_row_factor
+        {14, -1, 4, ROW, false, true, NONE, 1},  // exp_avg_sq_least_2
         {10, -1, 4, ROW, true, false, NONE, 2},  // exp_avg_sq_row_means
         {13, -1, 4, MATRIX, true, false, NONE, 3},  // mat_max
     });
@@ -294,9 +294,9 @@ struct adamw_kernel_7 {
         {5, -1, 4, ROW, true, false, NONE, 4},  // exp_avg_sq_row
         {6, -1, 4, COLUMN, true, false, NONE, 5},  // exp_avg_sq_col
         {7, -1, 4, ROW, true, false, NONE, 6},  // exp_avg_sq_least
-        {14, -1, 4, ROW, true, false, NONE, 7},  // exp_avg_sq_row_factor
+        {15, -1, 4, ROW, true, false, NONE, 7},  // exp_avg_sq_row_factor
         {12, -1, 4, COLUMN, true, false, NONE, 8},  // exp_avg_sq_parts
-        {15, -1, 4, ROW, true, false, NONE, 9},  // exp_avg_sq_least_2
+        {14, -1, 4, ROW, true, false, NONE, 9},  // exp_avg_sq_least_2
     });
 
     template <bool RAGGED>
@@ -443,7 +443,7 @@ struct adamw_kernel_8 {
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
         {5, -1, 4, ROW, false, true, NONE, 0},  // exp_avg_sq_row
-        {14, -1, 4, ROW, true, false, NONE, 1},  // exp_avg_sq_row_factor
+        {15, -1, 4, ROW, true, false, NONE, 1},  // exp_avg_sq_row_factor
     });
 
     template <bool RAGGED>
@@ -817,8 +817,8 @@ struct adamw_amsgrad_kernel_1 {
     static constexpr auto PLACES = places<Weight, false, false, Place>({
         {5, -1, 4, ROW, true, false, NONE, 0},  // exp_avg_sq_row
         {7, -1, 4, ROW, true, false, NONE, 1},  // max_exp_avg_sq_row
-        {9, -1, 4, ROW, false, true, NONE, 2},  // max_exp_avg_sq_least
-        {10, -1, 4, ROW, false, true, NONE, 3},  // exp_avg_sq_least
+        {10, -1, 4, ROW, false, true, NONE, 2},  // max_exp_avg_sq_least
+        {9, -1, 4, ROW, false, true, NONE, 3},  // exp_avg_sq_least
     });
 
     template <bool RAGGED>
@@ -854,12 +854,12 @@ struct adamw_amsgrad_kernel_2 {
         {6, -1, 4, COLUMN, true, false, NONE, 2},  // exp_avg_sq_col
         {7, -1, 4, ROW, true, false, NONE, 3},  // max_exp_avg_sq_row
         {8, -1, 4, COLUMN, true, false, NONE, 4},  // max_exp_avg_sq_col
-        {11, 26, 4, ROW, false, true, TOTAL, 5},  // row_sum_for_exp_avg_sq_row_means
-        {12, 27, 4, COLUMN, false, true, TOTAL, 5},  // col_sum_for_exp_avg_sq_parts
-        {13, 28, 4, ROW, false, true, TOTAL, 7},  // row_sum_for_max_exp_avg_sq_row_means
-        {14, 29, 4, COLUMN, false, true, TOTAL, 7},  // col_sum_for_max_exp_avg_sq_col_factor
-        {10, -1, 4, ROW, true, false, NONE, 9},  // exp_avg_sq_least
-        {9, -1, 4, ROW, true, false, NONE, 10},  // max_exp_avg_sq_least
+        {13, 28, 4, ROW, false, true, TOTAL, 5},  // row_sum_for_exp_avg_sq_row_means
+        {11, 26, 4, COLUMN, false, true, TOTAL, 5},  // col_sum_for_exp_avg_sq_parts
+        {14, 29, 4, ROW, false, true, TOTAL, 7},  // row_sum_for_max_exp_avg_sq_row_means
+        {12, 27, 4, COLUMN, false, true, TOTAL, 7},  // col_sum_for_max_exp_avg_sq_col_factor
+        {9, -1, 4, ROW, true, false, NONE, 9},  // exp_avg_sq_least
+        {10, -1, 4, ROW, true, false, NONE, 10},  // max_exp_avg_sq_least
     });
 
     template <bool RAGGED>
@@ -911,12 +911,12 @@ struct adamw_amsgrad_kernel_3 {
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
-        {15, -1, 4, ROW, false, true, NONE, 0},  // max_exp_avg_sq_row_means
-        {16, -1, 4, MATRIX, false, true, TOTAL, 1},  // mat_sum_for_max_exp_avg_sq_row_factor
-        {17, -1, 4, ROW, false, true, NONE, 2},  // exp_avg_sq_row_means
-        {18, -1, 4, MATRIX, false, true, TOTAL, 3},  // mat_sum_for_exp_avg_sq_row_factor
-        {13, -1, 4, ROW, true, false, NONE, 4},  // row_sum_for_max_exp_avg_sq_row_means
-        {11, -1, 4, ROW, true, false, NONE, 5},  // row_sum_for_exp_avg_sq_row_means
+        {18, -1, 4, ROW, false, true, NONE, 0},  // max_exp_avg_sq_row_means
+        {17, -1, 4, MATRIX, false, true, TOTAL, 1},  // mat_sum_for_max_exp_avg_sq_row_factor
+        {15, -1, 4, ROW, false, true, NONE, 2},  // exp_avg_sq_row_means
+        {16, -1, 4, MATRIX, false, true, TOTAL, 3},  // mat_sum_for_exp_avg_sq_row_factor
+        {14, -1, 4, ROW, true, false, NONE, 4},  // row_sum_for_max_exp_avg_sq_row_means
+        {13, -1, 4, ROW, true, false, NONE, 5},  // row_sum_for_exp_avg_sq_row_means
     });
 
     template <bool RAGGED>
@@ -956,10 +956,10 @@ struct adamw_amsgrad_kernel_4 {
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
-        {19, -1, 4, COLUMN, false, true, NONE, 0},  // max_exp_avg_sq_col_factor
-        {20, -1, 4, COLUMN, false, true, NONE, 1},  // exp_avg_sq_parts
-        {14, -1, 4, COLUMN, true, false, NONE, 2},  // col_sum_for_max_exp_avg_sq_col_factor
-        {12, -1, 4, COLUMN, true, false, NONE, 3},  // col_sum_for_exp_avg_sq_parts
+        {20, -1, 4, COLUMN, false, true, NONE, 0},  // max_exp_avg_sq_col_factor
+        {19, -1, 4, COLUMN, false, true, NONE, 1},  // exp_avg_sq_parts
+        {12, -1, 4, COLUMN, true, false, NONE, 2},  // col_sum_for_max_exp_avg_sq_col_factor
+        {11, -1, 4, COLUMN, true, false, NONE, 3},  // col_sum_for_exp_avg_sq_parts
     });
 
     template <bool RAGGED>
@@ -995,10 +995,10 @@ struct adamw_amsgrad_kernel_5 {
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
-        {21, -1, 4, MATRIX, false, true, NONE, 0},  // mat_max_2
-        {22, -1, 4, MATRIX, false, true, NONE, 1},  // mat_max
-        {16, -1, 4, MATRIX, true, false, NONE, 2},  // mat_sum_for_max_exp_avg_sq_row_factor
-        {18, -1, 4, MATRIX, true, false, NONE, 3},  // mat_sum_for_exp_avg_sq_row_factor
+        {22, -1, 4, MATRIX, false, true, NONE, 0},  // mat_max_2
+        {21, -1, 4, MATRIX, false, true, NONE, 1},  // mat_max
+        {17, -1, 4, MATRIX, true, false, NONE, 2},  // mat_sum_for_max_exp_avg_sq_row_factor
+        {16, -1, 4, MATRIX, true, false, NONE, 3},  // mat_sum_for_exp_avg_sq_row_factor
     });
 
     template <bool RAGGED>
@@ -1032,13 +1032,13 @@ struct adamw_amsgrad_kernel_6 {
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
-        {23, -1, 4, ROW, false, true, NONE, 0},  // max_exp_avg_sq_row_factor
+        {25, -1, 4, ROW, false, true, NONE, 0},  // max_exp_avg_sq_row_factor
         {24, -1, 4, ROW, false, true, NONE, 1},  // exp_avg_sq_row_factor
-        {25, -1, 4, ROW, false, true, NONE, 2},  // exp_avg_sq_least_2
-        {15, -1, 4, ROW, true, false, NONE, 3},  // max_exp_avg_sq_row_means
-        {21, -1, 4, MATRIX, true, false, NONE, 4},  // mat_max_2
-        {17, -1, 4, ROW, true, false, NONE, 5},  // exp_avg_sq_row_means
-        {22, -1, 4, MATRIX, true, false, NONE, 6},  // mat_max
+        {23, -1, 4, ROW, false, true, NONE, 2},  // exp_avg_sq_least_2
+        {18, -1, 4, ROW, true, false, NONE, 3},  // max_exp_avg_sq_row_means
+        {22, -1, 4, MATRIX, true, false, NONE, 4},  // mat_max_2
+        {15, -1, 4, ROW, true, false, NONE, 5},  // exp_avg_sq_row_means
+        {21, -1, 4, MATRIX, true, false, NONE, 6},  // mat_max
     });
 
     template <bool RAGGED>
@@ -1088,11 +1088,11 @@ struct adamw_amsgrad_kernel_7 {
         {6, -1, 4, COLUMN, true, false, NONE, 5},  // exp_avg_sq_col
         {7, -1, 4, ROW, true, false, NONE, 6},  // max_exp_avg_sq_row
         {8, -1, 4, COLUMN, true, false, NONE, 7},  // max_exp_avg_sq_col
-        {10, -1, 4, ROW, true, false, NONE, 8},  // exp_avg_sq_least
-        {9, -1, 4, ROW, true, false, NONE, 9},  // max_exp_avg_sq_least
+        {9, -1, 4, ROW, true, false, NONE, 8},  // exp_avg_sq_least
+        {10, -1, 4, ROW, true, false, NONE, 9},  // max_exp_avg_sq_least
         {24, -1, 4, ROW, true, false, NONE, 10},  // exp_avg_sq_row_factor
-        {20, -1, 4, COLUMN, true, false, NONE, 11},  // exp_avg_sq_parts
-        {25, -1, 4, ROW, true, false, NONE, 12},  // exp_avg_sq_least_2
+        {19, -1, 4, COLUMN, true, false, NONE, 11},  // exp_avg_sq_parts
+        {23, -1, 4, ROW, true, false, NONE, 12},  // exp_avg_sq_least_2
     });
 
     template <bool RAGGED>
@@ -1252,7 +1252,7 @@ struct adamw_amsgrad_kernel_8 {
         {5, -1, 4, ROW, false, true, NONE, 0},  // exp_avg_sq_row
         {7, -1, 4, ROW, false, true, NONE, 1},  // max_exp_avg_sq_row
         {24, -1, 4, ROW, true, false, NONE, 2},  // exp_avg_sq_row_factor
-        {23, -1, 4, ROW, true, false, NONE, 3},  // max_exp_avg_sq_row_factor
+        {25, -1, 4, ROW, true, false, NONE, 3},  // max_exp_avg_sq_row_factor
     });
 
     template <bool RAGGED>
@@ -1285,8 +1285,8 @@ struct adamw_amsgrad_kernel_9 {
     static constexpr auto PLACES = places<Weight, false, false, Place>({
         {6, -1, 4, COLUMN, false, true, NONE, 0},  // exp_avg_sq_col
         {8, -1, 4, COLUMN, false, true, NONE, 1},  // max_exp_avg_sq_col
-        {20, -1, 4, COLUMN, true, false, NONE, 2},  // exp_avg_sq_parts
-        {19, -1, 4, COLUMN, true, false, NONE, 3},  // max_exp_avg_sq_col_factor
+        {19, -1, 4, COLUMN, true, false, NONE, 2},  // exp_avg_sq_parts
+        {20, -1, 4, COLUMN, true, false, NONE, 3},  // max_exp_avg_sq_col_factor
     });
 
     template <bool RAGGED>
@@ -1734,16 +1734,16 @@ struct adamw_step {
         {4, ROW},  // exp_avg_sq_row
         {4, COLUMN},  // exp_avg_sq_col
         {4, ROW},  // exp_avg_sq_least
-        {4, ROW},  // row_sum_for_exp_avg_sq_row_means
         {4, COLUMN},  // col_sum_for_exp_avg_sq_parts
+        {4, ROW},  // row_sum_for_exp_avg_sq_row_means
         {4, ROW},  // exp_avg_sq_row_means
         {4, MATRIX},  // mat_sum_for_exp_avg_sq_row_factor
         {4, COLUMN},  // exp_avg_sq_parts
         {4, MATRIX},  // mat_max
-        {4, ROW},  // exp_avg_sq_row_factor
         {4, ROW},  // exp_avg_sq_least_2
-        {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row_means
+        {4, ROW},  // exp_avg_sq_row_factor
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_parts
+        {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row_means
     });
     static constexpr Stage STAGES[] = {
         stage<adamw_kernel_1<Weight, Grad>>(),
@@ -1771,27 +1771,27 @@ struct adamw_amsgrad_step {
         {4, COLUMN},  // exp_avg_sq_col
         {4, ROW},  // max_exp_avg_sq_row
         {4, COLUMN},  // max_exp_avg_sq_col
-        {4, ROW},  // max_exp_avg_sq_least
         {4, ROW},  // exp_avg_sq_least
-        {4, ROW},  // row_sum_for_exp_avg_sq_row_means
+        {4, ROW},  // max_exp_avg_sq_least
         {4, COLUMN},  // col_sum_for_exp_avg_sq_parts
-        {4, ROW},  // row_sum_for_max_exp_avg_sq_row_means
         {4, COLUMN},  // col_sum_for_max_exp_avg_sq_col_factor
-        {4, ROW},  // max_exp_avg_sq_row_means
-        {4, MATRIX},  // mat_sum_for_max_exp_avg_sq_row_factor
+        {4, ROW},  // row_sum_for_exp_avg_sq_row_means
+        {4, ROW},  // row_sum_for_max_exp_avg_sq_row_means
         {4, ROW},  // exp_avg_sq_row_means
         {4, MATRIX},  // mat_sum_for_exp_avg_sq_row_factor
-        {4, COLUMN},  // max_exp_avg_sq_col_factor
+        {4, MATRIX},  // mat_sum_for_max_exp_avg_sq_row_factor
+        {4, ROW},  // max_exp_avg_sq_row_means
         {4, COLUMN},  // exp_avg_sq_parts
-        {4, MATRIX},  // mat_max_2
+        {4, COLUMN},  // max_exp_avg_sq_col_factor
         {4, MATRIX},  // mat_max
-        {4, ROW},  // max_exp_avg_sq_row_factor
-        {4, ROW},  // exp_avg_sq_row_factor
+        {4, MATRIX},  // mat_max_2
         {4, ROW},  // exp_avg_sq_least_2
-        {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row_means
+        {4, ROW},  // exp_avg_sq_row_factor
+        {4, ROW},  // max_exp_avg_sq_row_factor
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_parts
-        {4, ROW + 8},  // partial results of row_sum_for_max_exp_avg_sq_row_means
         {4, COLUMN + 8},  // partial results of col_sum_for_max_exp_avg_sq_col_factor
+        {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row_means
+        {4, ROW + 8},  // partial results of row_sum_for_max_exp_avg_sq_row_means
     });
     static constexpr Stage STAGES[] = {
         stage<adamw_amsgrad_kernel_1<Weight, Grad>>(),

@@ -16,7 +16,6 @@
 #   traffic   10.5625 B per bfloat16 parameter and step: 2 sweeps
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Stage, Temp
 from optgen.runtime.records.scalars import choose, divide, larger, root
 
 DISCOURAGED = {  # state -> what the lint finds wrong with how it is kept; constructing an optimizer warns
@@ -43,6 +42,23 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
     one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
     scalar_2 = (1 - beta2) * grad_scale * grad_scale
+    common_1 = root(1 - beta2**step)
+    common_2 = divide(lr, 1 - beta1**step) * common_1
+    common_3 = common_2 < 7.888609052210118e-31
+    scalar_3 = choose(common_3, 1, divide(1, common_2))
+    scalar_4 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_3, 0, common_2))
+    return (
+        beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+        scalar_4,
+    )
+
+
+def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
+    one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
+    scalar_2 = (1 - beta2) * grad_scale * grad_scale
     beta2_times_0p0625 = beta2 * 0.0625
     common_1 = root(1 - beta2**step)
     common_2 = divide(lr, 1 - beta1**step) * common_1
@@ -55,10 +71,12 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     )
 
 
-def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
+def kernel_scalars_3(step, grad_scale, *, lr, betas, eps, weight_decay, peak_lr):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
-    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
+    peak_lr_2 = larger(peak_lr, lr)              # 28  peak_lr = maximum(peak_lr, lr)
+    rate = divide(lr, larger(peak_lr_2, 1e-30))  # 29  rate = schedule_of(lr, peak_lr) if decouple_lr else lr
+    scalar_0 = 1 - rate * weight_decay
     one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
     scalar_2 = (1 - beta2) * grad_scale * grad_scale
     common_1 = root(1 - beta2**step)
@@ -66,13 +84,10 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
     common_3 = common_2 < 7.888609052210118e-31
     scalar_3 = choose(common_3, 1, divide(1, common_2))
     scalar_4 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_3, 0, common_2))
-    return (
-        beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-        scalar_4,
-    )
+    return (beta1, beta2, scalar_0, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, peak_lr_2)
 
 
-def kernel_scalars_3(step, grad_scale, *, lr, betas, eps, weight_decay, peak_lr):
+def kernel_scalars_4(step, grad_scale, *, lr, betas, eps, weight_decay, peak_lr):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
     peak_lr_2 = larger(peak_lr, lr)              # 28  peak_lr = maximum(peak_lr, lr)
@@ -92,62 +107,15 @@ def kernel_scalars_3(step, grad_scale, *, lr, betas, eps, weight_decay, peak_lr)
     )
 
 
-def kernel_scalars_4(step, grad_scale, *, lr, betas, eps, weight_decay, peak_lr):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    peak_lr_2 = larger(peak_lr, lr)              # 28  peak_lr = maximum(peak_lr, lr)
-    rate = divide(lr, larger(peak_lr_2, 1e-30))  # 29  rate = schedule_of(lr, peak_lr) if decouple_lr else lr
-    scalar_0 = 1 - rate * weight_decay
-    one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
-    scalar_2 = (1 - beta2) * grad_scale * grad_scale
-    common_1 = root(1 - beta2**step)
-    common_2 = divide(lr, 1 - beta1**step) * common_1
-    common_3 = common_2 < 7.888609052210118e-31
-    scalar_3 = choose(common_3, 1, divide(1, common_2))
-    scalar_4 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_3, 0, common_2))
-    return (beta1, beta2, scalar_0, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, peak_lr_2)
-
-
 KERNELS = {
-    "adamw_float32": {
-        "kernel": "adamw_float32",
-        "kernel_scalars": (
-            "beta1", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
-            "beta2_times_0p0625", "scalar_4", "scalar_5",
-        ),
-        "kernel_host": kernel_scalars,
-        "temps": (
-            Temp("exp_avg_sq_col_spread", "col"),
-            Temp("row_max_for_exp_avg_sq_row_top", "row", reduction="row_max", source="elem"),
-            Temp("col_max_for_exp_avg_sq_col_top", "col", reduction="col_max", source="elem"),
-            Temp("exp_avg_sq_row_top", "row"),
-            Temp("exp_avg_sq_col_top_spread", "col"),
-        ),
-        "stages": (
-            Stage("adamw_float32_1", "col", level=-1, scalars=(), temps=("exp_avg_sq_col_spread",), matrices=True),
-            Stage(
-                "adamw_float32_2",
-                "elem",
-                level=0,
-                scalars=(0, 1, 2, 3, 4, 5, 6),
-                temps=("row_max_for_exp_avg_sq_row_top", "col_max_for_exp_avg_sq_col_top"),
-                matrices=True,
-                block=128,
-            ),
-            Stage("adamw_float32_3", "row", level=1, scalars=(), temps=("exp_avg_sq_row_top",), matrices=True),
-            Stage("adamw_float32_4", "axis", level=1, scalars=(), matrices=True),
-            Stage("adamw_float32_5", "col", level=1, scalars=(), temps=("exp_avg_sq_col_top_spread",), matrices=True),
-            Stage("adamw_float32_6", "elem", level=2, scalars=(3, 4), matrices=True, block=128),
-            Stage("adamw_float32_7", "row", level=3, scalars=(), matrices=True),
-        ),
-    },
+    "adamw_float32": {"kernel": "adamw_float32"},
     "adamw_float32_small": {
         "kernel": "adamw_float32_small",
         "kernel_scalars": (
             "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
             "scalar_3", "scalar_4",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "adamw_float32_vector": {
         "kernel": "adamw_float32_vector",
@@ -155,47 +123,16 @@ KERNELS = {
             "beta1", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
             "beta2_times_0p0625", "scalar_4", "scalar_5",
         ),
-        "kernel_host": kernel_scalars,
+        "kernel_host": kernel_scalars_2,
     },
-    "adamw_bfloat16": {
-        "kernel": "adamw_bfloat16",
-        "kernel_scalars": (
-            "beta1", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
-            "beta2_times_0p0625", "scalar_4", "scalar_5",
-        ),
-        "kernel_host": kernel_scalars,
-        "temps": (
-            Temp("exp_avg_sq_col_spread", "col"),
-            Temp("row_max_for_exp_avg_sq_row_top", "row", reduction="row_max", source="elem"),
-            Temp("col_max_for_exp_avg_sq_col_top", "col", reduction="col_max", source="elem"),
-            Temp("exp_avg_sq_row_top", "row"),
-            Temp("exp_avg_sq_col_top_spread", "col"),
-        ),
-        "stages": (
-            Stage("adamw_float32_1", "col", level=-1, scalars=(), temps=("exp_avg_sq_col_spread",), matrices=True),
-            Stage(
-                "adamw_bfloat16_2",
-                "elem",
-                level=0,
-                scalars=(0, 1, 2, 3, 4, 5, 6),
-                temps=("row_max_for_exp_avg_sq_row_top", "col_max_for_exp_avg_sq_col_top"),
-                matrices=True,
-                block=128,
-            ),
-            Stage("adamw_float32_3", "row", level=1, scalars=(), temps=("exp_avg_sq_row_top",), matrices=True),
-            Stage("adamw_bfloat16_4", "axis", level=1, scalars=(), matrices=True),
-            Stage("adamw_bfloat16_5", "col", level=1, scalars=(), temps=("exp_avg_sq_col_top_spread",), matrices=True),
-            Stage("adamw_bfloat16_6", "elem", level=2, scalars=(3, 4), matrices=True, block=128),
-            Stage("adamw_float32_7", "row", level=3, scalars=(), matrices=True),
-        ),
-    },
+    "adamw_bfloat16": {"kernel": "adamw_bfloat16"},
     "adamw_bfloat16_small": {
         "kernel": "adamw_bfloat16_small",
         "kernel_scalars": (
             "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
             "scalar_3", "scalar_4",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "adamw_bfloat16_vector": {
         "kernel": "adamw_bfloat16_vector",
@@ -203,47 +140,16 @@ KERNELS = {
             "beta1", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
             "beta2_times_0p0625", "scalar_4", "scalar_5",
         ),
-        "kernel_host": kernel_scalars,
+        "kernel_host": kernel_scalars_2,
     },
-    "adamw_float16": {
-        "kernel": "adamw_float16",
-        "kernel_scalars": (
-            "beta1", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
-            "beta2_times_0p0625", "scalar_4", "scalar_5",
-        ),
-        "kernel_host": kernel_scalars,
-        "temps": (
-            Temp("exp_avg_sq_col_spread", "col"),
-            Temp("row_max_for_exp_avg_sq_row_top", "row", reduction="row_max", source="elem"),
-            Temp("col_max_for_exp_avg_sq_col_top", "col", reduction="col_max", source="elem"),
-            Temp("exp_avg_sq_row_top", "row"),
-            Temp("exp_avg_sq_col_top_spread", "col"),
-        ),
-        "stages": (
-            Stage("adamw_float32_1", "col", level=-1, scalars=(), temps=("exp_avg_sq_col_spread",), matrices=True),
-            Stage(
-                "adamw_float16_2",
-                "elem",
-                level=0,
-                scalars=(0, 1, 2, 3, 4, 5, 6),
-                temps=("row_max_for_exp_avg_sq_row_top", "col_max_for_exp_avg_sq_col_top"),
-                matrices=True,
-                block=128,
-            ),
-            Stage("adamw_float32_3", "row", level=1, scalars=(), temps=("exp_avg_sq_row_top",), matrices=True),
-            Stage("adamw_float16_4", "axis", level=1, scalars=(), matrices=True),
-            Stage("adamw_float16_5", "col", level=1, scalars=(), temps=("exp_avg_sq_col_top_spread",), matrices=True),
-            Stage("adamw_float16_6", "elem", level=2, scalars=(3, 4), matrices=True, block=128),
-            Stage("adamw_float32_7", "row", level=3, scalars=(), matrices=True),
-        ),
-    },
+    "adamw_float16": {"kernel": "adamw_float16"},
     "adamw_float16_small": {
         "kernel": "adamw_float16_small",
         "kernel_scalars": (
             "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
             "scalar_3", "scalar_4",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "adamw_float16_vector": {
         "kernel": "adamw_float16_vector",
@@ -251,46 +157,15 @@ KERNELS = {
             "beta1", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
             "beta2_times_0p0625", "scalar_4", "scalar_5",
         ),
-        "kernel_host": kernel_scalars,
+        "kernel_host": kernel_scalars_2,
     },
-    "adamw_float32_decouple_lr": {
-        "kernel": "adamw_float32",
-        "kernel_scalars": (
-            "beta1", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "beta2_times_0p0625", "scalar_4",
-            "scalar_5",
-        ),
-        "kernel_host": kernel_scalars_3,
-        "temps": (
-            Temp("exp_avg_sq_col_spread", "col"),
-            Temp("row_max_for_exp_avg_sq_row_top", "row", reduction="row_max", source="elem"),
-            Temp("col_max_for_exp_avg_sq_col_top", "col", reduction="col_max", source="elem"),
-            Temp("exp_avg_sq_row_top", "row"),
-            Temp("exp_avg_sq_col_top_spread", "col"),
-        ),
-        "stages": (
-            Stage("adamw_float32_1", "col", level=-1, scalars=(), temps=("exp_avg_sq_col_spread",), matrices=True),
-            Stage(
-                "adamw_float32_2",
-                "elem",
-                level=0,
-                scalars=(0, 1, 2, 3, 4, 5, 6),
-                temps=("row_max_for_exp_avg_sq_row_top", "col_max_for_exp_avg_sq_col_top"),
-                matrices=True,
-                block=128,
-            ),
-            Stage("adamw_float32_3", "row", level=1, scalars=(), temps=("exp_avg_sq_row_top",), matrices=True),
-            Stage("adamw_float32_4", "axis", level=1, scalars=(), matrices=True),
-            Stage("adamw_float32_5", "col", level=1, scalars=(), temps=("exp_avg_sq_col_top_spread",), matrices=True),
-            Stage("adamw_float32_6", "elem", level=2, scalars=(3, 4), matrices=True, block=128),
-            Stage("adamw_float32_7", "row", level=3, scalars=(), matrices=True),
-        ),
-    },
+    "adamw_float32_decouple_lr": {"kernel": "adamw_float32"},
     "adamw_float32_decouple_lr_small": {
         "kernel": "adamw_float32_small",
         "kernel_scalars": (
             "beta1", "beta2", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4",
         ),
-        "kernel_host": kernel_scalars_4,
+        "kernel_host": kernel_scalars_3,
     },
     "adamw_float32_decouple_lr_vector": {
         "kernel": "adamw_float32_vector",
@@ -298,46 +173,15 @@ KERNELS = {
             "beta1", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "beta2_times_0p0625", "scalar_4",
             "scalar_5",
         ),
-        "kernel_host": kernel_scalars_3,
+        "kernel_host": kernel_scalars_4,
     },
-    "adamw_bfloat16_decouple_lr": {
-        "kernel": "adamw_bfloat16",
-        "kernel_scalars": (
-            "beta1", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "beta2_times_0p0625", "scalar_4",
-            "scalar_5",
-        ),
-        "kernel_host": kernel_scalars_3,
-        "temps": (
-            Temp("exp_avg_sq_col_spread", "col"),
-            Temp("row_max_for_exp_avg_sq_row_top", "row", reduction="row_max", source="elem"),
-            Temp("col_max_for_exp_avg_sq_col_top", "col", reduction="col_max", source="elem"),
-            Temp("exp_avg_sq_row_top", "row"),
-            Temp("exp_avg_sq_col_top_spread", "col"),
-        ),
-        "stages": (
-            Stage("adamw_float32_1", "col", level=-1, scalars=(), temps=("exp_avg_sq_col_spread",), matrices=True),
-            Stage(
-                "adamw_bfloat16_2",
-                "elem",
-                level=0,
-                scalars=(0, 1, 2, 3, 4, 5, 6),
-                temps=("row_max_for_exp_avg_sq_row_top", "col_max_for_exp_avg_sq_col_top"),
-                matrices=True,
-                block=128,
-            ),
-            Stage("adamw_float32_3", "row", level=1, scalars=(), temps=("exp_avg_sq_row_top",), matrices=True),
-            Stage("adamw_bfloat16_4", "axis", level=1, scalars=(), matrices=True),
-            Stage("adamw_bfloat16_5", "col", level=1, scalars=(), temps=("exp_avg_sq_col_top_spread",), matrices=True),
-            Stage("adamw_bfloat16_6", "elem", level=2, scalars=(3, 4), matrices=True, block=128),
-            Stage("adamw_float32_7", "row", level=3, scalars=(), matrices=True),
-        ),
-    },
+    "adamw_bfloat16_decouple_lr": {"kernel": "adamw_bfloat16"},
     "adamw_bfloat16_decouple_lr_small": {
         "kernel": "adamw_bfloat16_small",
         "kernel_scalars": (
             "beta1", "beta2", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4",
         ),
-        "kernel_host": kernel_scalars_4,
+        "kernel_host": kernel_scalars_3,
     },
     "adamw_bfloat16_decouple_lr_vector": {
         "kernel": "adamw_bfloat16_vector",
@@ -345,46 +189,15 @@ KERNELS = {
             "beta1", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "beta2_times_0p0625", "scalar_4",
             "scalar_5",
         ),
-        "kernel_host": kernel_scalars_3,
+        "kernel_host": kernel_scalars_4,
     },
-    "adamw_float16_decouple_lr": {
-        "kernel": "adamw_float16",
-        "kernel_scalars": (
-            "beta1", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "beta2_times_0p0625", "scalar_4",
-            "scalar_5",
-        ),
-        "kernel_host": kernel_scalars_3,
-        "temps": (
-            Temp("exp_avg_sq_col_spread", "col"),
-            Temp("row_max_for_exp_avg_sq_row_top", "row", reduction="row_max", source="elem"),
-            Temp("col_max_for_exp_avg_sq_col_top", "col", reduction="col_max", source="elem"),
-            Temp("exp_avg_sq_row_top", "row"),
-            Temp("exp_avg_sq_col_top_spread", "col"),
-        ),
-        "stages": (
-            Stage("adamw_float32_1", "col", level=-1, scalars=(), temps=("exp_avg_sq_col_spread",), matrices=True),
-            Stage(
-                "adamw_float16_2",
-                "elem",
-                level=0,
-                scalars=(0, 1, 2, 3, 4, 5, 6),
-                temps=("row_max_for_exp_avg_sq_row_top", "col_max_for_exp_avg_sq_col_top"),
-                matrices=True,
-                block=128,
-            ),
-            Stage("adamw_float32_3", "row", level=1, scalars=(), temps=("exp_avg_sq_row_top",), matrices=True),
-            Stage("adamw_float16_4", "axis", level=1, scalars=(), matrices=True),
-            Stage("adamw_float16_5", "col", level=1, scalars=(), temps=("exp_avg_sq_col_top_spread",), matrices=True),
-            Stage("adamw_float16_6", "elem", level=2, scalars=(3, 4), matrices=True, block=128),
-            Stage("adamw_float32_7", "row", level=3, scalars=(), matrices=True),
-        ),
-    },
+    "adamw_float16_decouple_lr": {"kernel": "adamw_float16"},
     "adamw_float16_decouple_lr_small": {
         "kernel": "adamw_float16_small",
         "kernel_scalars": (
             "beta1", "beta2", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4",
         ),
-        "kernel_host": kernel_scalars_4,
+        "kernel_host": kernel_scalars_3,
     },
     "adamw_float16_decouple_lr_vector": {
         "kernel": "adamw_float16_vector",
@@ -392,76 +205,16 @@ KERNELS = {
             "beta1", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "beta2_times_0p0625", "scalar_4",
             "scalar_5",
         ),
-        "kernel_host": kernel_scalars_3,
+        "kernel_host": kernel_scalars_4,
     },
-    "adamw_float32_amsgrad": {
-        "kernel": "adamw_float32_amsgrad",
-        "kernel_scalars": (
-            "beta1", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
-            "beta2_times_0p0625", "scalar_4", "scalar_5",
-        ),
-        "kernel_host": kernel_scalars,
-        "temps": (
-            Temp("max_exp_avg_sq_col_spread", "col"),
-            Temp("exp_avg_sq_col_spread", "col"),
-            Temp("row_max_for_exp_avg_sq_row_top", "row", reduction="row_max", source="elem"),
-            Temp("col_max_for_exp_avg_sq_col_top", "col", reduction="col_max", source="elem"),
-            Temp("row_max_for_max_exp_avg_sq_row_top", "row", reduction="row_max", source="elem"),
-            Temp("col_max_for_max_exp_avg_sq_col_top", "col", reduction="col_max", source="elem"),
-            Temp("max_exp_avg_sq_row_top", "row"),
-            Temp("exp_avg_sq_row_top", "row"),
-            Temp("max_exp_avg_sq_col_top_spread", "col"),
-            Temp("exp_avg_sq_col_top_spread", "col"),
-        ),
-        "stages": (
-            Stage(
-                "adamw_float32_amsgrad_1",
-                "col",
-                level=-1,
-                scalars=(),
-                temps=("max_exp_avg_sq_col_spread", "exp_avg_sq_col_spread"),
-                matrices=True,
-            ),
-            Stage(
-                "adamw_float32_amsgrad_2",
-                "elem",
-                level=0,
-                scalars=(0, 1, 2, 3, 4, 5, 6),
-                temps=(
-                    "row_max_for_exp_avg_sq_row_top", "col_max_for_exp_avg_sq_col_top",
-                    "row_max_for_max_exp_avg_sq_row_top", "col_max_for_max_exp_avg_sq_col_top",
-                ),
-                matrices=True,
-                block=128,
-            ),
-            Stage(
-                "adamw_float32_amsgrad_3",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("max_exp_avg_sq_row_top", "exp_avg_sq_row_top"),
-                matrices=True,
-            ),
-            Stage("adamw_float32_amsgrad_4", "axis", level=1, scalars=(), matrices=True),
-            Stage(
-                "adamw_float32_amsgrad_5",
-                "col",
-                level=1,
-                scalars=(),
-                temps=("max_exp_avg_sq_col_top_spread", "exp_avg_sq_col_top_spread"),
-                matrices=True,
-            ),
-            Stage("adamw_float32_amsgrad_6", "elem", level=2, scalars=(3, 4), matrices=True, block=128),
-            Stage("adamw_float32_amsgrad_7", "row", level=3, scalars=(), matrices=True),
-        ),
-    },
+    "adamw_float32_amsgrad": {"kernel": "adamw_float32_amsgrad"},
     "adamw_float32_amsgrad_small": {
         "kernel": "adamw_float32_amsgrad_small",
         "kernel_scalars": (
             "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
             "scalar_3", "scalar_4",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "adamw_float32_amsgrad_vector": {
         "kernel": "adamw_float32_amsgrad_vector",
@@ -469,76 +222,16 @@ KERNELS = {
             "beta1", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
             "beta2_times_0p0625", "scalar_4", "scalar_5",
         ),
-        "kernel_host": kernel_scalars,
+        "kernel_host": kernel_scalars_2,
     },
-    "adamw_bfloat16_amsgrad": {
-        "kernel": "adamw_bfloat16_amsgrad",
-        "kernel_scalars": (
-            "beta1", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
-            "beta2_times_0p0625", "scalar_4", "scalar_5",
-        ),
-        "kernel_host": kernel_scalars,
-        "temps": (
-            Temp("max_exp_avg_sq_col_spread", "col"),
-            Temp("exp_avg_sq_col_spread", "col"),
-            Temp("row_max_for_exp_avg_sq_row_top", "row", reduction="row_max", source="elem"),
-            Temp("col_max_for_exp_avg_sq_col_top", "col", reduction="col_max", source="elem"),
-            Temp("row_max_for_max_exp_avg_sq_row_top", "row", reduction="row_max", source="elem"),
-            Temp("col_max_for_max_exp_avg_sq_col_top", "col", reduction="col_max", source="elem"),
-            Temp("max_exp_avg_sq_row_top", "row"),
-            Temp("exp_avg_sq_row_top", "row"),
-            Temp("max_exp_avg_sq_col_top_spread", "col"),
-            Temp("exp_avg_sq_col_top_spread", "col"),
-        ),
-        "stages": (
-            Stage(
-                "adamw_float32_amsgrad_1",
-                "col",
-                level=-1,
-                scalars=(),
-                temps=("max_exp_avg_sq_col_spread", "exp_avg_sq_col_spread"),
-                matrices=True,
-            ),
-            Stage(
-                "adamw_bfloat16_amsgrad_2",
-                "elem",
-                level=0,
-                scalars=(0, 1, 2, 3, 4, 5, 6),
-                temps=(
-                    "row_max_for_exp_avg_sq_row_top", "col_max_for_exp_avg_sq_col_top",
-                    "row_max_for_max_exp_avg_sq_row_top", "col_max_for_max_exp_avg_sq_col_top",
-                ),
-                matrices=True,
-                block=128,
-            ),
-            Stage(
-                "adamw_float32_amsgrad_3",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("max_exp_avg_sq_row_top", "exp_avg_sq_row_top"),
-                matrices=True,
-            ),
-            Stage("adamw_bfloat16_amsgrad_4", "axis", level=1, scalars=(), matrices=True),
-            Stage(
-                "adamw_bfloat16_amsgrad_5",
-                "col",
-                level=1,
-                scalars=(),
-                temps=("max_exp_avg_sq_col_top_spread", "exp_avg_sq_col_top_spread"),
-                matrices=True,
-            ),
-            Stage("adamw_bfloat16_amsgrad_6", "elem", level=2, scalars=(3, 4), matrices=True, block=128),
-            Stage("adamw_float32_amsgrad_7", "row", level=3, scalars=(), matrices=True),
-        ),
-    },
+    "adamw_bfloat16_amsgrad": {"kernel": "adamw_bfloat16_amsgrad"},
     "adamw_bfloat16_amsgrad_small": {
         "kernel": "adamw_bfloat16_amsgrad_small",
         "kernel_scalars": (
             "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
             "scalar_3", "scalar_4",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "adamw_bfloat16_amsgrad_vector": {
         "kernel": "adamw_bfloat16_amsgrad_vector",
@@ -546,76 +239,16 @@ KERNELS = {
             "beta1", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
             "beta2_times_0p0625", "scalar_4", "scalar_5",
         ),
-        "kernel_host": kernel_scalars,
+        "kernel_host": kernel_scalars_2,
     },
-    "adamw_float16_amsgrad": {
-        "kernel": "adamw_float16_amsgrad",
-        "kernel_scalars": (
-            "beta1", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
-            "beta2_times_0p0625", "scalar_4", "scalar_5",
-        ),
-        "kernel_host": kernel_scalars,
-        "temps": (
-            Temp("max_exp_avg_sq_col_spread", "col"),
-            Temp("exp_avg_sq_col_spread", "col"),
-            Temp("row_max_for_exp_avg_sq_row_top", "row", reduction="row_max", source="elem"),
-            Temp("col_max_for_exp_avg_sq_col_top", "col", reduction="col_max", source="elem"),
-            Temp("row_max_for_max_exp_avg_sq_row_top", "row", reduction="row_max", source="elem"),
-            Temp("col_max_for_max_exp_avg_sq_col_top", "col", reduction="col_max", source="elem"),
-            Temp("max_exp_avg_sq_row_top", "row"),
-            Temp("exp_avg_sq_row_top", "row"),
-            Temp("max_exp_avg_sq_col_top_spread", "col"),
-            Temp("exp_avg_sq_col_top_spread", "col"),
-        ),
-        "stages": (
-            Stage(
-                "adamw_float32_amsgrad_1",
-                "col",
-                level=-1,
-                scalars=(),
-                temps=("max_exp_avg_sq_col_spread", "exp_avg_sq_col_spread"),
-                matrices=True,
-            ),
-            Stage(
-                "adamw_float16_amsgrad_2",
-                "elem",
-                level=0,
-                scalars=(0, 1, 2, 3, 4, 5, 6),
-                temps=(
-                    "row_max_for_exp_avg_sq_row_top", "col_max_for_exp_avg_sq_col_top",
-                    "row_max_for_max_exp_avg_sq_row_top", "col_max_for_max_exp_avg_sq_col_top",
-                ),
-                matrices=True,
-                block=128,
-            ),
-            Stage(
-                "adamw_float32_amsgrad_3",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("max_exp_avg_sq_row_top", "exp_avg_sq_row_top"),
-                matrices=True,
-            ),
-            Stage("adamw_float16_amsgrad_4", "axis", level=1, scalars=(), matrices=True),
-            Stage(
-                "adamw_float16_amsgrad_5",
-                "col",
-                level=1,
-                scalars=(),
-                temps=("max_exp_avg_sq_col_top_spread", "exp_avg_sq_col_top_spread"),
-                matrices=True,
-            ),
-            Stage("adamw_float16_amsgrad_6", "elem", level=2, scalars=(3, 4), matrices=True, block=128),
-            Stage("adamw_float32_amsgrad_7", "row", level=3, scalars=(), matrices=True),
-        ),
-    },
+    "adamw_float16_amsgrad": {"kernel": "adamw_float16_amsgrad"},
     "adamw_float16_amsgrad_small": {
         "kernel": "adamw_float16_amsgrad_small",
         "kernel_scalars": (
             "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
             "scalar_3", "scalar_4",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "adamw_float16_amsgrad_vector": {
         "kernel": "adamw_float16_amsgrad_vector",
@@ -623,75 +256,15 @@ KERNELS = {
             "beta1", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
             "beta2_times_0p0625", "scalar_4", "scalar_5",
         ),
-        "kernel_host": kernel_scalars,
+        "kernel_host": kernel_scalars_2,
     },
-    "adamw_float32_amsgrad_decouple_lr": {
-        "kernel": "adamw_float32_amsgrad",
-        "kernel_scalars": (
-            "beta1", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "beta2_times_0p0625", "scalar_4",
-            "scalar_5",
-        ),
-        "kernel_host": kernel_scalars_3,
-        "temps": (
-            Temp("max_exp_avg_sq_col_spread", "col"),
-            Temp("exp_avg_sq_col_spread", "col"),
-            Temp("row_max_for_exp_avg_sq_row_top", "row", reduction="row_max", source="elem"),
-            Temp("col_max_for_exp_avg_sq_col_top", "col", reduction="col_max", source="elem"),
-            Temp("row_max_for_max_exp_avg_sq_row_top", "row", reduction="row_max", source="elem"),
-            Temp("col_max_for_max_exp_avg_sq_col_top", "col", reduction="col_max", source="elem"),
-            Temp("max_exp_avg_sq_row_top", "row"),
-            Temp("exp_avg_sq_row_top", "row"),
-            Temp("max_exp_avg_sq_col_top_spread", "col"),
-            Temp("exp_avg_sq_col_top_spread", "col"),
-        ),
-        "stages": (
-            Stage(
-                "adamw_float32_amsgrad_1",
-                "col",
-                level=-1,
-                scalars=(),
-                temps=("max_exp_avg_sq_col_spread", "exp_avg_sq_col_spread"),
-                matrices=True,
-            ),
-            Stage(
-                "adamw_float32_amsgrad_2",
-                "elem",
-                level=0,
-                scalars=(0, 1, 2, 3, 4, 5, 6),
-                temps=(
-                    "row_max_for_exp_avg_sq_row_top", "col_max_for_exp_avg_sq_col_top",
-                    "row_max_for_max_exp_avg_sq_row_top", "col_max_for_max_exp_avg_sq_col_top",
-                ),
-                matrices=True,
-                block=128,
-            ),
-            Stage(
-                "adamw_float32_amsgrad_3",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("max_exp_avg_sq_row_top", "exp_avg_sq_row_top"),
-                matrices=True,
-            ),
-            Stage("adamw_float32_amsgrad_4", "axis", level=1, scalars=(), matrices=True),
-            Stage(
-                "adamw_float32_amsgrad_5",
-                "col",
-                level=1,
-                scalars=(),
-                temps=("max_exp_avg_sq_col_top_spread", "exp_avg_sq_col_top_spread"),
-                matrices=True,
-            ),
-            Stage("adamw_float32_amsgrad_6", "elem", level=2, scalars=(3, 4), matrices=True, block=128),
-            Stage("adamw_float32_amsgrad_7", "row", level=3, scalars=(), matrices=True),
-        ),
-    },
+    "adamw_float32_amsgrad_decouple_lr": {"kernel": "adamw_float32_amsgrad"},
     "adamw_float32_amsgrad_decouple_lr_small": {
         "kernel": "adamw_float32_amsgrad_small",
         "kernel_scalars": (
             "beta1", "beta2", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4",
         ),
-        "kernel_host": kernel_scalars_4,
+        "kernel_host": kernel_scalars_3,
     },
     "adamw_float32_amsgrad_decouple_lr_vector": {
         "kernel": "adamw_float32_amsgrad_vector",
@@ -699,75 +272,15 @@ KERNELS = {
             "beta1", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "beta2_times_0p0625", "scalar_4",
             "scalar_5",
         ),
-        "kernel_host": kernel_scalars_3,
+        "kernel_host": kernel_scalars_4,
     },
-    "adamw_bfloat16_amsgrad_decouple_lr": {
-        "kernel": "adamw_bfloat16_amsgrad",
-        "kernel_scalars": (
-            "beta1", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "beta2_times_0p0625", "scalar_4",
-            "scalar_5",
-        ),
-        "kernel_host": kernel_scalars_3,
-        "temps": (
-            Temp("max_exp_avg_sq_col_spread", "col"),
-            Temp("exp_avg_sq_col_spread", "col"),
-            Temp("row_max_for_exp_avg_sq_row_top", "row", reduction="row_max", source="elem"),
-            Temp("col_max_for_exp_avg_sq_col_top", "col", reduction="col_max", source="elem"),
-            Temp("row_max_for_max_exp_avg_sq_row_top", "row", reduction="row_max", source="elem"),
-            Temp("col_max_for_max_exp_avg_sq_col_top", "col", reduction="col_max", source="elem"),
-            Temp("max_exp_avg_sq_row_top", "row"),
-            Temp("exp_avg_sq_row_top", "row"),
-            Temp("max_exp_avg_sq_col_top_spread", "col"),
-            Temp("exp_avg_sq_col_top_spread", "col"),
-        ),
-        "stages": (
-            Stage(
-                "adamw_float32_amsgrad_1",
-                "col",
-                level=-1,
-                scalars=(),
-                temps=("max_exp_avg_sq_col_spread", "exp_avg_sq_col_spread"),
-                matrices=True,
-            ),
-            Stage(
-                "adamw_bfloat16_amsgrad_2",
-                "elem",
-                level=0,
-                scalars=(0, 1, 2, 3, 4, 5, 6),
-                temps=(
-                    "row_max_for_exp_avg_sq_row_top", "col_max_for_exp_avg_sq_col_top",
-                    "row_max_for_max_exp_avg_sq_row_top", "col_max_for_max_exp_avg_sq_col_top",
-                ),
-                matrices=True,
-                block=128,
-            ),
-            Stage(
-                "adamw_float32_amsgrad_3",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("max_exp_avg_sq_row_top", "exp_avg_sq_row_top"),
-                matrices=True,
-            ),
-            Stage("adamw_bfloat16_amsgrad_4", "axis", level=1, scalars=(), matrices=True),
-            Stage(
-                "adamw_bfloat16_amsgrad_5",
-                "col",
-                level=1,
-                scalars=(),
-                temps=("max_exp_avg_sq_col_top_spread", "exp_avg_sq_col_top_spread"),
-                matrices=True,
-            ),
-            Stage("adamw_bfloat16_amsgrad_6", "elem", level=2, scalars=(3, 4), matrices=True, block=128),
-            Stage("adamw_float32_amsgrad_7", "row", level=3, scalars=(), matrices=True),
-        ),
-    },
+    "adamw_bfloat16_amsgrad_decouple_lr": {"kernel": "adamw_bfloat16_amsgrad"},
     "adamw_bfloat16_amsgrad_decouple_lr_small": {
         "kernel": "adamw_bfloat16_amsgrad_small",
         "kernel_scalars": (
             "beta1", "beta2", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4",
         ),
-        "kernel_host": kernel_scalars_4,
+        "kernel_host": kernel_scalars_3,
     },
     "adamw_bfloat16_amsgrad_decouple_lr_vector": {
         "kernel": "adamw_bfloat16_amsgrad_vector",
@@ -775,75 +288,15 @@ KERNELS = {
             "beta1", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "beta2_times_0p0625", "scalar_4",
             "scalar_5",
         ),
-        "kernel_host": kernel_scalars_3,
+        "kernel_host": kernel_scalars_4,
     },
-    "adamw_float16_amsgrad_decouple_lr": {
-        "kernel": "adamw_float16_amsgrad",
-        "kernel_scalars": (
-            "beta1", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "beta2_times_0p0625", "scalar_4",
-            "scalar_5",
-        ),
-        "kernel_host": kernel_scalars_3,
-        "temps": (
-            Temp("max_exp_avg_sq_col_spread", "col"),
-            Temp("exp_avg_sq_col_spread", "col"),
-            Temp("row_max_for_exp_avg_sq_row_top", "row", reduction="row_max", source="elem"),
-            Temp("col_max_for_exp_avg_sq_col_top", "col", reduction="col_max", source="elem"),
-            Temp("row_max_for_max_exp_avg_sq_row_top", "row", reduction="row_max", source="elem"),
-            Temp("col_max_for_max_exp_avg_sq_col_top", "col", reduction="col_max", source="elem"),
-            Temp("max_exp_avg_sq_row_top", "row"),
-            Temp("exp_avg_sq_row_top", "row"),
-            Temp("max_exp_avg_sq_col_top_spread", "col"),
-            Temp("exp_avg_sq_col_top_spread", "col"),
-        ),
-        "stages": (
-            Stage(
-                "adamw_float32_amsgrad_1",
-                "col",
-                level=-1,
-                scalars=(),
-                temps=("max_exp_avg_sq_col_spread", "exp_avg_sq_col_spread"),
-                matrices=True,
-            ),
-            Stage(
-                "adamw_float16_amsgrad_2",
-                "elem",
-                level=0,
-                scalars=(0, 1, 2, 3, 4, 5, 6),
-                temps=(
-                    "row_max_for_exp_avg_sq_row_top", "col_max_for_exp_avg_sq_col_top",
-                    "row_max_for_max_exp_avg_sq_row_top", "col_max_for_max_exp_avg_sq_col_top",
-                ),
-                matrices=True,
-                block=128,
-            ),
-            Stage(
-                "adamw_float32_amsgrad_3",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("max_exp_avg_sq_row_top", "exp_avg_sq_row_top"),
-                matrices=True,
-            ),
-            Stage("adamw_float16_amsgrad_4", "axis", level=1, scalars=(), matrices=True),
-            Stage(
-                "adamw_float16_amsgrad_5",
-                "col",
-                level=1,
-                scalars=(),
-                temps=("max_exp_avg_sq_col_top_spread", "exp_avg_sq_col_top_spread"),
-                matrices=True,
-            ),
-            Stage("adamw_float16_amsgrad_6", "elem", level=2, scalars=(3, 4), matrices=True, block=128),
-            Stage("adamw_float32_amsgrad_7", "row", level=3, scalars=(), matrices=True),
-        ),
-    },
+    "adamw_float16_amsgrad_decouple_lr": {"kernel": "adamw_float16_amsgrad"},
     "adamw_float16_amsgrad_decouple_lr_small": {
         "kernel": "adamw_float16_amsgrad_small",
         "kernel_scalars": (
             "beta1", "beta2", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4",
         ),
-        "kernel_host": kernel_scalars_4,
+        "kernel_host": kernel_scalars_3,
     },
     "adamw_float16_amsgrad_decouple_lr_vector": {
         "kernel": "adamw_float16_amsgrad_vector",
@@ -851,6 +304,294 @@ KERNELS = {
             "beta1", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "beta2_times_0p0625", "scalar_4",
             "scalar_5",
         ),
-        "kernel_host": kernel_scalars_3,
+        "kernel_host": kernel_scalars_4,
     },
 }
+
+# The steps that this plan divides in a way of its own.
+from optgen.runtime.records import Rule, Stage, Temp
+from optgen.runtime.records.scalars import choose, divide, larger, root
+
+
+def scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    scalar_0 = (1 - beta2) * grad_scale * grad_scale
+    beta2_times_0p0625 = beta2 * 0.0625
+    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
+    one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
+    common_1 = root(1 - beta2**step)
+    common_2 = divide(lr, 1 - beta1**step) * common_1
+    common_3 = common_2 < 7.888609052210118e-31
+    scalar_4 = choose(common_3, 1, divide(1, common_2))
+    scalar_5 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_3, 0, common_2))
+    return (
+        scalar_0, beta2_times_0p0625, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+        scalar_4, scalar_5,
+    )
+
+
+def scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, peak_lr):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    peak_lr_2 = larger(peak_lr, lr)              # 28  peak_lr = maximum(peak_lr, lr)
+    rate = divide(lr, larger(peak_lr_2, 1e-30))  # 29  rate = schedule_of(lr, peak_lr) if decouple_lr else lr
+    scalar_0 = (1 - beta2) * grad_scale * grad_scale
+    beta2_times_0p0625 = beta2 * 0.0625
+    scalar_0_2 = 1 - rate * weight_decay
+    one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
+    common_1 = root(1 - beta2**step)
+    common_2 = divide(lr, 1 - beta1**step) * common_1
+    common_3 = common_2 < 7.888609052210118e-31
+    scalar_4 = choose(common_3, 1, divide(1, common_2))
+    scalar_5 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_3, 0, common_2))
+    return (
+        scalar_0, beta2_times_0p0625, beta1, scalar_0_2, one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
+        peak_lr_2,
+    )
+
+
+RULES = (
+    Rule(
+        settings=(
+            {'amsgrad': False, 'decouple_lr': False},
+        ),
+        scalars=(
+            "scalar_0", "beta2_times_0p0625", "beta1", "one_minus_lr_times_weight_decay",
+            "one_minus_beta1_times_grad_scale", "scalar_4", "scalar_5",
+        ),
+        host=scalars,
+        temps=(
+            Temp("exp_avg_sq_col_spread", "col"),
+            Temp("col_max_for_exp_avg_sq_col_top", "col", "col_max", "elem"),
+            Temp("row_max_for_exp_avg_sq_row_top", "row", "row_max", "elem"),
+            Temp("exp_avg_sq_row_top", "row"),
+            Temp("exp_avg_sq_col_top_spread", "col"),
+        ),
+        stages=(
+            Stage(
+                "adamw_1", "col", -1, (), temps=('exp_avg_sq_col_spread',), matrices=True, reads=('exp_avg_sq_col',),
+                stores=('exp_avg_sq_col_spread',), picked=('exp_avg_sq_col_spread',),
+            ),
+            Stage(
+                "adamw_2", "elem", 0, (0, 1), temps=('row_max_for_exp_avg_sq_row_top',
+                'col_max_for_exp_avg_sq_col_top'), matrices=True, reads=('g', 'exp_avg_sq_codes', 'exp_avg_sq_row',
+                'exp_avg_sq_col_spread'), sums=(('max', ('row_max_for_exp_avg_sq_row_top',
+                'col_max_for_exp_avg_sq_col_top')),),
+            ),
+            Stage(
+                "adamw_3", "row", 1, (), temps=('exp_avg_sq_row_top',), matrices=True,
+                reads=('row_max_for_exp_avg_sq_row_top',), stores=('exp_avg_sq_row_top',),
+                picked=('exp_avg_sq_row_top',),
+            ),
+            Stage(
+                "adamw_4", "axis", 1, (), matrices=True, reads=('col_max_for_exp_avg_sq_col_top',),
+                stores=('exp_avg_sq_col',), picked=('exp_avg_sq_col',),
+            ),
+            Stage(
+                "adamw_5", "col", 1, (), temps=('exp_avg_sq_col_top_spread',), matrices=True,
+                reads=('exp_avg_sq_col',), stores=('exp_avg_sq_col_top_spread',),
+                picked=('exp_avg_sq_col_top_spread',),
+            ),
+            Stage(
+                "adamw_6", "elem", 2, (2, 3, 4, 0, 1, 5, 6), matrices=True, reads=('p', 'g', 'exp_avg',
+                'exp_avg_sq_codes', 'exp_avg_sq_row', 'exp_avg_sq_col_spread', 'exp_avg_sq_row_top',
+                'exp_avg_sq_col_top_spread'), stores=('p', 'exp_avg', 'exp_avg_sq_codes'),
+                picked=('exp_avg_sq_codes',),
+            ),
+            Stage(
+                "adamw_7", "row", 3, (), matrices=True, reads=('exp_avg_sq_row_top',), stores=('exp_avg_sq_row',),
+                picked=('exp_avg_sq_row',),
+            ),
+        ),
+    ),
+    Rule(
+        settings=(
+            {'amsgrad': False, 'decouple_lr': True},
+        ),
+        scalars=(
+            "scalar_0", "beta2_times_0p0625", "beta1", "scalar_0_2", "one_minus_beta1_times_grad_scale", "scalar_4",
+            "scalar_5",
+        ),
+        host=scalars_2,
+        temps=(
+            Temp("exp_avg_sq_col_spread", "col"),
+            Temp("col_max_for_exp_avg_sq_col_top", "col", "col_max", "elem"),
+            Temp("row_max_for_exp_avg_sq_row_top", "row", "row_max", "elem"),
+            Temp("exp_avg_sq_row_top", "row"),
+            Temp("exp_avg_sq_col_top_spread", "col"),
+        ),
+        stages=(
+            Stage(
+                "adamw_1", "col", -1, (), temps=('exp_avg_sq_col_spread',), matrices=True, reads=('exp_avg_sq_col',),
+                stores=('exp_avg_sq_col_spread',), picked=('exp_avg_sq_col_spread',),
+            ),
+            Stage(
+                "adamw_2", "elem", 0, (0, 1), temps=('row_max_for_exp_avg_sq_row_top',
+                'col_max_for_exp_avg_sq_col_top'), matrices=True, reads=('g', 'exp_avg_sq_codes', 'exp_avg_sq_row',
+                'exp_avg_sq_col_spread'), sums=(('max', ('row_max_for_exp_avg_sq_row_top',
+                'col_max_for_exp_avg_sq_col_top')),),
+            ),
+            Stage(
+                "adamw_3", "row", 1, (), temps=('exp_avg_sq_row_top',), matrices=True,
+                reads=('row_max_for_exp_avg_sq_row_top',), stores=('exp_avg_sq_row_top',),
+                picked=('exp_avg_sq_row_top',),
+            ),
+            Stage(
+                "adamw_4", "axis", 1, (), matrices=True, reads=('col_max_for_exp_avg_sq_col_top',),
+                stores=('exp_avg_sq_col',), picked=('exp_avg_sq_col',),
+            ),
+            Stage(
+                "adamw_5", "col", 1, (), temps=('exp_avg_sq_col_top_spread',), matrices=True,
+                reads=('exp_avg_sq_col',), stores=('exp_avg_sq_col_top_spread',),
+                picked=('exp_avg_sq_col_top_spread',),
+            ),
+            Stage(
+                "adamw_6", "elem", 2, (2, 3, 4, 0, 1, 5, 6), matrices=True, reads=('p', 'g', 'exp_avg',
+                'exp_avg_sq_codes', 'exp_avg_sq_row', 'exp_avg_sq_col_spread', 'exp_avg_sq_row_top',
+                'exp_avg_sq_col_top_spread'), stores=('p', 'exp_avg', 'exp_avg_sq_codes'),
+                picked=('exp_avg_sq_codes',),
+            ),
+            Stage(
+                "adamw_7", "row", 3, (), matrices=True, reads=('exp_avg_sq_row_top',), stores=('exp_avg_sq_row',),
+                picked=('exp_avg_sq_row',),
+            ),
+        ),
+    ),
+    Rule(
+        settings=(
+            {'amsgrad': True, 'decouple_lr': False},
+        ),
+        scalars=(
+            "scalar_0", "beta2_times_0p0625", "beta1", "one_minus_lr_times_weight_decay",
+            "one_minus_beta1_times_grad_scale", "scalar_4", "scalar_5",
+        ),
+        host=scalars,
+        temps=(
+            Temp("exp_avg_sq_col_spread", "col"),
+            Temp("max_exp_avg_sq_col_spread", "col"),
+            Temp("col_max_for_exp_avg_sq_col_top", "col", "col_max", "elem"),
+            Temp("col_max_for_max_exp_avg_sq_col_top", "col", "col_max", "elem"),
+            Temp("row_max_for_exp_avg_sq_row_top", "row", "row_max", "elem"),
+            Temp("row_max_for_max_exp_avg_sq_row_top", "row", "row_max", "elem"),
+            Temp("exp_avg_sq_row_top", "row"),
+            Temp("max_exp_avg_sq_row_top", "row"),
+            Temp("exp_avg_sq_col_top_spread", "col"),
+            Temp("max_exp_avg_sq_col_top_spread", "col"),
+        ),
+        stages=(
+            Stage(
+                "adamw_amsgrad_1", "col", -1, (), temps=('exp_avg_sq_col_spread', 'max_exp_avg_sq_col_spread'),
+                matrices=True, reads=('exp_avg_sq_col', 'max_exp_avg_sq_col'), stores=('exp_avg_sq_col_spread',
+                'max_exp_avg_sq_col_spread'), picked=('exp_avg_sq_col_spread', 'max_exp_avg_sq_col_spread'),
+            ),
+            Stage(
+                "adamw_amsgrad_2", "elem", 0, (0, 1), temps=('row_max_for_exp_avg_sq_row_top',
+                'col_max_for_exp_avg_sq_col_top', 'row_max_for_max_exp_avg_sq_row_top',
+                'col_max_for_max_exp_avg_sq_col_top'), matrices=True, reads=('g', 'exp_avg_sq_codes',
+                'exp_avg_sq_row', 'max_exp_avg_sq_codes', 'max_exp_avg_sq_row', 'exp_avg_sq_col_spread',
+                'max_exp_avg_sq_col_spread'), sums=(('max', ('row_max_for_exp_avg_sq_row_top',
+                'col_max_for_exp_avg_sq_col_top')), ('max', ('row_max_for_max_exp_avg_sq_row_top',
+                'col_max_for_max_exp_avg_sq_col_top'))),
+            ),
+            Stage(
+                "adamw_amsgrad_3", "row", 1, (), temps=('max_exp_avg_sq_row_top', 'exp_avg_sq_row_top'),
+                matrices=True, reads=('row_max_for_max_exp_avg_sq_row_top', 'row_max_for_exp_avg_sq_row_top'),
+                stores=('max_exp_avg_sq_row_top', 'exp_avg_sq_row_top'), picked=('max_exp_avg_sq_row_top',
+                'exp_avg_sq_row_top'),
+            ),
+            Stage(
+                "adamw_amsgrad_4", "axis", 1, (), matrices=True, reads=('col_max_for_exp_avg_sq_col_top',
+                'col_max_for_max_exp_avg_sq_col_top'), stores=('exp_avg_sq_col', 'max_exp_avg_sq_col'),
+                picked=('exp_avg_sq_col', 'max_exp_avg_sq_col'),
+            ),
+            Stage(
+                "adamw_amsgrad_5", "col", 1, (), temps=('max_exp_avg_sq_col_top_spread',
+                'exp_avg_sq_col_top_spread'), matrices=True, reads=('exp_avg_sq_col', 'max_exp_avg_sq_col'),
+                stores=('max_exp_avg_sq_col_top_spread', 'exp_avg_sq_col_top_spread'),
+                picked=('max_exp_avg_sq_col_top_spread', 'exp_avg_sq_col_top_spread'),
+            ),
+            Stage(
+                "adamw_amsgrad_6", "elem", 2, (2, 3, 4, 0, 1, 5, 6), matrices=True, reads=('p', 'g', 'exp_avg',
+                'exp_avg_sq_codes', 'exp_avg_sq_row', 'max_exp_avg_sq_codes', 'max_exp_avg_sq_row',
+                'max_exp_avg_sq_col_spread', 'exp_avg_sq_col_spread', 'exp_avg_sq_row_top',
+                'exp_avg_sq_col_top_spread', 'max_exp_avg_sq_row_top', 'max_exp_avg_sq_col_top_spread'), stores=('p',
+                'exp_avg', 'exp_avg_sq_codes', 'max_exp_avg_sq_codes'), picked=('exp_avg_sq_codes',
+                'max_exp_avg_sq_codes'),
+            ),
+            Stage(
+                "adamw_amsgrad_7", "row", 3, (), matrices=True, reads=('exp_avg_sq_row_top',
+                'max_exp_avg_sq_row_top'), stores=('exp_avg_sq_row', 'max_exp_avg_sq_row'), picked=('exp_avg_sq_row',
+                'max_exp_avg_sq_row'),
+            ),
+        ),
+    ),
+    Rule(
+        settings=(
+            {'amsgrad': True, 'decouple_lr': True},
+        ),
+        scalars=(
+            "scalar_0", "beta2_times_0p0625", "beta1", "scalar_0_2", "one_minus_beta1_times_grad_scale", "scalar_4",
+            "scalar_5",
+        ),
+        host=scalars_2,
+        temps=(
+            Temp("exp_avg_sq_col_spread", "col"),
+            Temp("max_exp_avg_sq_col_spread", "col"),
+            Temp("col_max_for_exp_avg_sq_col_top", "col", "col_max", "elem"),
+            Temp("col_max_for_max_exp_avg_sq_col_top", "col", "col_max", "elem"),
+            Temp("row_max_for_exp_avg_sq_row_top", "row", "row_max", "elem"),
+            Temp("row_max_for_max_exp_avg_sq_row_top", "row", "row_max", "elem"),
+            Temp("exp_avg_sq_row_top", "row"),
+            Temp("max_exp_avg_sq_row_top", "row"),
+            Temp("exp_avg_sq_col_top_spread", "col"),
+            Temp("max_exp_avg_sq_col_top_spread", "col"),
+        ),
+        stages=(
+            Stage(
+                "adamw_amsgrad_1", "col", -1, (), temps=('exp_avg_sq_col_spread', 'max_exp_avg_sq_col_spread'),
+                matrices=True, reads=('exp_avg_sq_col', 'max_exp_avg_sq_col'), stores=('exp_avg_sq_col_spread',
+                'max_exp_avg_sq_col_spread'), picked=('exp_avg_sq_col_spread', 'max_exp_avg_sq_col_spread'),
+            ),
+            Stage(
+                "adamw_amsgrad_2", "elem", 0, (0, 1), temps=('row_max_for_exp_avg_sq_row_top',
+                'col_max_for_exp_avg_sq_col_top', 'row_max_for_max_exp_avg_sq_row_top',
+                'col_max_for_max_exp_avg_sq_col_top'), matrices=True, reads=('g', 'exp_avg_sq_codes',
+                'exp_avg_sq_row', 'max_exp_avg_sq_codes', 'max_exp_avg_sq_row', 'exp_avg_sq_col_spread',
+                'max_exp_avg_sq_col_spread'), sums=(('max', ('row_max_for_exp_avg_sq_row_top',
+                'col_max_for_exp_avg_sq_col_top')), ('max', ('row_max_for_max_exp_avg_sq_row_top',
+                'col_max_for_max_exp_avg_sq_col_top'))),
+            ),
+            Stage(
+                "adamw_amsgrad_3", "row", 1, (), temps=('max_exp_avg_sq_row_top', 'exp_avg_sq_row_top'),
+                matrices=True, reads=('row_max_for_max_exp_avg_sq_row_top', 'row_max_for_exp_avg_sq_row_top'),
+                stores=('max_exp_avg_sq_row_top', 'exp_avg_sq_row_top'), picked=('max_exp_avg_sq_row_top',
+                'exp_avg_sq_row_top'),
+            ),
+            Stage(
+                "adamw_amsgrad_4", "axis", 1, (), matrices=True, reads=('col_max_for_exp_avg_sq_col_top',
+                'col_max_for_max_exp_avg_sq_col_top'), stores=('exp_avg_sq_col', 'max_exp_avg_sq_col'),
+                picked=('exp_avg_sq_col', 'max_exp_avg_sq_col'),
+            ),
+            Stage(
+                "adamw_amsgrad_5", "col", 1, (), temps=('max_exp_avg_sq_col_top_spread',
+                'exp_avg_sq_col_top_spread'), matrices=True, reads=('exp_avg_sq_col', 'max_exp_avg_sq_col'),
+                stores=('max_exp_avg_sq_col_top_spread', 'exp_avg_sq_col_top_spread'),
+                picked=('max_exp_avg_sq_col_top_spread', 'exp_avg_sq_col_top_spread'),
+            ),
+            Stage(
+                "adamw_amsgrad_6", "elem", 2, (2, 3, 4, 0, 1, 5, 6), matrices=True, reads=('p', 'g', 'exp_avg',
+                'exp_avg_sq_codes', 'exp_avg_sq_row', 'max_exp_avg_sq_codes', 'max_exp_avg_sq_row',
+                'max_exp_avg_sq_col_spread', 'exp_avg_sq_col_spread', 'exp_avg_sq_row_top',
+                'exp_avg_sq_col_top_spread', 'max_exp_avg_sq_row_top', 'max_exp_avg_sq_col_top_spread'), stores=('p',
+                'exp_avg', 'exp_avg_sq_codes', 'max_exp_avg_sq_codes'), picked=('exp_avg_sq_codes',
+                'max_exp_avg_sq_codes'),
+            ),
+            Stage(
+                "adamw_amsgrad_7", "row", 3, (), matrices=True, reads=('exp_avg_sq_row_top',
+                'max_exp_avg_sq_row_top'), stores=('exp_avg_sq_row', 'max_exp_avg_sq_row'), picked=('exp_avg_sq_row',
+                'max_exp_avg_sq_row'),
+            ),
+        ),
+    ),
+)

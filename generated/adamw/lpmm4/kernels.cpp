@@ -98,8 +98,8 @@ struct adamw_kernel_2 {
         {3, -1, 4, BLOCK_OF, true, true, NONE, 2},  // exp_avg_scale
         {4, -1, 4, EIGHTH, true, false, NONE, 3},  // exp_avg_sq_codes
         {5, -1, 4, ROW, true, false, NONE, 4},  // exp_avg_sq_row
-        {8, 12, 4, ROW, false, true, LARGEST, 5},  // row_max_for_exp_avg_sq_row_top
-        {9, 13, 4, COLUMN, false, true, LARGEST, 5},  // col_max_for_exp_avg_sq_col_top
+        {9, 13, 4, ROW, false, true, LARGEST, 5},  // row_max_for_exp_avg_sq_row_top
+        {8, 12, 4, COLUMN, false, true, LARGEST, 5},  // col_max_for_exp_avg_sq_col_top
         {7, -1, 4, COLUMN, true, false, NONE, 7},  // exp_avg_sq_col_spread
     });
 
@@ -120,11 +120,11 @@ struct adamw_kernel_2 {
         const float *__restrict exp_avg_sq_col_spread_at = (const float *)at[7];
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
-        const F beta1(known.scalars[0]);
-        const F one_minus_lr_times_weight_decay(known.scalars[1]);
-        const F one_minus_beta1_times_grad_scale(known.scalars[2]);
-        const F scalar_2(known.scalars[3]);
-        const F beta2_times_0p0625(known.scalars[4]);
+        const F beta1(known.scalars[2]);
+        const F one_minus_lr_times_weight_decay(known.scalars[3]);
+        const F one_minus_beta1_times_grad_scale(known.scalars[4]);
+        const F scalar_2(known.scalars[0]);
+        const F beta2_times_0p0625(known.scalars[1]);
         const F scalar_4(known.scalars[5]);
         const F scalar_5(known.scalars[6]);
         alignas(64) uint8_t exp_avg_codes_at[TILE];
@@ -268,7 +268,7 @@ struct adamw_kernel_3 {
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
         {10, -1, 4, ROW, false, true, NONE, 0},  // exp_avg_sq_row_top
-        {8, -1, 4, ROW, true, false, NONE, 1},  // row_max_for_exp_avg_sq_row_top
+        {9, -1, 4, ROW, true, false, NONE, 1},  // row_max_for_exp_avg_sq_row_top
     });
 
     template <bool RAGGED>
@@ -296,7 +296,7 @@ struct adamw_kernel_4 {
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
         {6, -1, 4, AXIS, false, true, NONE, 0},  // exp_avg_sq_col
-        {9, -1, 4, COLUMN, true, false, NONE, 1},  // col_max_for_exp_avg_sq_col_top
+        {8, -1, 4, COLUMN, true, false, NONE, 1},  // col_max_for_exp_avg_sq_col_top
     });
 
     template <bool RAGGED>
@@ -369,8 +369,8 @@ struct adamw_kernel_6 {
         const float *__restrict exp_avg_sq_row_top_at = (const float *)at[4];  // float32 [row]  read
         // float32 [col]  read
         const float *__restrict exp_avg_sq_col_top_spread_at = (const float *)at[5];
-        const F scalar_2(known.scalars[3]);
-        const F beta2_times_0p0625(known.scalars[4]);
+        const F scalar_2(known.scalars[0]);
+        const F beta2_times_0p0625(known.scalars[1]);
         alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
         unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
 
@@ -674,8 +674,8 @@ struct adamw_amsgrad_kernel_1 {
     static constexpr auto PLACES = places<Weight, false, false, Place>({
         {6, -1, 4, AXIS, true, false, NONE, 0},  // exp_avg_sq_col
         {9, -1, 4, AXIS, true, false, NONE, 1},  // max_exp_avg_sq_col
-        {10, -1, 4, COLUMN, false, true, NONE, 2},  // max_exp_avg_sq_col_spread
-        {11, -1, 4, COLUMN, false, true, NONE, 3},  // exp_avg_sq_col_spread
+        {11, -1, 4, COLUMN, false, true, NONE, 2},  // max_exp_avg_sq_col_spread
+        {10, -1, 4, COLUMN, false, true, NONE, 3},  // exp_avg_sq_col_spread
     });
 
     template <bool RAGGED>
@@ -714,12 +714,12 @@ struct adamw_amsgrad_kernel_2 {
         {5, -1, 4, ROW, true, false, NONE, 4},  // exp_avg_sq_row
         {7, -1, 4, EIGHTH, true, false, NONE, 5},  // max_exp_avg_sq_codes
         {8, -1, 4, ROW, true, false, NONE, 6},  // max_exp_avg_sq_row
-        {12, 20, 4, ROW, false, true, LARGEST, 7},  // row_max_for_exp_avg_sq_row_top
-        {13, 21, 4, COLUMN, false, true, LARGEST, 7},  // col_max_for_exp_avg_sq_col_top
-        {14, 22, 4, ROW, false, true, LARGEST, 9},  // row_max_for_max_exp_avg_sq_row_top
-        {15, 23, 4, COLUMN, false, true, LARGEST, 9},  // col_max_for_max_exp_avg_sq_col_top
-        {11, -1, 4, COLUMN, true, false, NONE, 11},  // exp_avg_sq_col_spread
-        {10, -1, 4, COLUMN, true, false, NONE, 12},  // max_exp_avg_sq_col_spread
+        {14, 22, 4, ROW, false, true, LARGEST, 7},  // row_max_for_exp_avg_sq_row_top
+        {12, 20, 4, COLUMN, false, true, LARGEST, 7},  // col_max_for_exp_avg_sq_col_top
+        {15, 23, 4, ROW, false, true, LARGEST, 9},  // row_max_for_max_exp_avg_sq_row_top
+        {13, 21, 4, COLUMN, false, true, LARGEST, 9},  // col_max_for_max_exp_avg_sq_col_top
+        {10, -1, 4, COLUMN, true, false, NONE, 11},  // exp_avg_sq_col_spread
+        {11, -1, 4, COLUMN, true, false, NONE, 12},  // max_exp_avg_sq_col_spread
     });
 
     template <bool RAGGED>
@@ -746,11 +746,11 @@ struct adamw_amsgrad_kernel_2 {
         const float *__restrict max_exp_avg_sq_col_spread_at = (const float *)at[12];
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
-        const F beta1(known.scalars[0]);
-        const F one_minus_lr_times_weight_decay(known.scalars[1]);
-        const F one_minus_beta1_times_grad_scale(known.scalars[2]);
-        const F scalar_2(known.scalars[3]);
-        const F beta2_times_0p0625(known.scalars[4]);
+        const F beta1(known.scalars[2]);
+        const F one_minus_lr_times_weight_decay(known.scalars[3]);
+        const F one_minus_beta1_times_grad_scale(known.scalars[4]);
+        const F scalar_2(known.scalars[0]);
+        const F beta2_times_0p0625(known.scalars[1]);
         const F scalar_4(known.scalars[5]);
         const F scalar_5(known.scalars[6]);
         alignas(64) uint8_t exp_avg_codes_at[TILE];
@@ -908,10 +908,10 @@ struct adamw_amsgrad_kernel_3 {
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
-        {16, -1, 4, ROW, false, true, NONE, 0},  // max_exp_avg_sq_row_top
-        {17, -1, 4, ROW, false, true, NONE, 1},  // exp_avg_sq_row_top
-        {14, -1, 4, ROW, true, false, NONE, 2},  // row_max_for_max_exp_avg_sq_row_top
-        {12, -1, 4, ROW, true, false, NONE, 3},  // row_max_for_exp_avg_sq_row_top
+        {17, -1, 4, ROW, false, true, NONE, 0},  // max_exp_avg_sq_row_top
+        {16, -1, 4, ROW, false, true, NONE, 1},  // exp_avg_sq_row_top
+        {15, -1, 4, ROW, true, false, NONE, 2},  // row_max_for_max_exp_avg_sq_row_top
+        {14, -1, 4, ROW, true, false, NONE, 3},  // row_max_for_exp_avg_sq_row_top
     });
 
     template <bool RAGGED>
@@ -946,8 +946,8 @@ struct adamw_amsgrad_kernel_4 {
     static constexpr auto PLACES = places<Weight, false, false, Place>({
         {6, -1, 4, AXIS, false, true, NONE, 0},  // exp_avg_sq_col
         {9, -1, 4, AXIS, false, true, NONE, 1},  // max_exp_avg_sq_col
-        {13, -1, 4, COLUMN, true, false, NONE, 2},  // col_max_for_exp_avg_sq_col_top
-        {15, -1, 4, COLUMN, true, false, NONE, 3},  // col_max_for_max_exp_avg_sq_col_top
+        {12, -1, 4, COLUMN, true, false, NONE, 2},  // col_max_for_exp_avg_sq_col_top
+        {13, -1, 4, COLUMN, true, false, NONE, 3},  // col_max_for_max_exp_avg_sq_col_top
     });
 
     template <bool RAGGED>
@@ -982,8 +982,8 @@ struct adamw_amsgrad_kernel_5 {
     static constexpr auto PLACES = places<Weight, false, false, Place>({
         {6, -1, 4, AXIS, true, false, NONE, 0},  // exp_avg_sq_col
         {9, -1, 4, AXIS, true, false, NONE, 1},  // max_exp_avg_sq_col
-        {18, -1, 4, COLUMN, false, true, NONE, 2},  // max_exp_avg_sq_col_top_spread
-        {19, -1, 4, COLUMN, false, true, NONE, 3},  // exp_avg_sq_col_top_spread
+        {19, -1, 4, COLUMN, false, true, NONE, 2},  // max_exp_avg_sq_col_top_spread
+        {18, -1, 4, COLUMN, false, true, NONE, 3},  // exp_avg_sq_col_top_spread
     });
 
     template <bool RAGGED>
@@ -1017,12 +1017,12 @@ struct adamw_amsgrad_kernel_6 {
         {5, -1, 4, ROW, true, false, NONE, 2},  // exp_avg_sq_row
         {7, -1, 4, EIGHTH, true, true, NONE, 3},  // max_exp_avg_sq_codes
         {8, -1, 4, ROW, true, false, NONE, 4},  // max_exp_avg_sq_row
-        {11, -1, 4, COLUMN, true, false, NONE, 5},  // exp_avg_sq_col_spread
-        {17, -1, 4, ROW, true, false, NONE, 6},  // exp_avg_sq_row_top
-        {19, -1, 4, COLUMN, true, false, NONE, 7},  // exp_avg_sq_col_top_spread
-        {10, -1, 4, COLUMN, true, false, NONE, 8},  // max_exp_avg_sq_col_spread
-        {16, -1, 4, ROW, true, false, NONE, 9},  // max_exp_avg_sq_row_top
-        {18, -1, 4, COLUMN, true, false, NONE, 10},  // max_exp_avg_sq_col_top_spread
+        {10, -1, 4, COLUMN, true, false, NONE, 5},  // exp_avg_sq_col_spread
+        {16, -1, 4, ROW, true, false, NONE, 6},  // exp_avg_sq_row_top
+        {18, -1, 4, COLUMN, true, false, NONE, 7},  // exp_avg_sq_col_top_spread
+        {11, -1, 4, COLUMN, true, false, NONE, 8},  // max_exp_avg_sq_col_spread
+        {17, -1, 4, ROW, true, false, NONE, 9},  // max_exp_avg_sq_row_top
+        {19, -1, 4, COLUMN, true, false, NONE, 10},  // max_exp_avg_sq_col_top_spread
     });
 
     template <bool RAGGED>
@@ -1045,8 +1045,8 @@ struct adamw_amsgrad_kernel_6 {
         const float *__restrict max_exp_avg_sq_row_top_at = (const float *)at[9];
         // float32 [col]  read
         const float *__restrict max_exp_avg_sq_col_top_spread_at = (const float *)at[10];
-        const F scalar_2(known.scalars[3]);
-        const F beta2_times_0p0625(known.scalars[4]);
+        const F scalar_2(known.scalars[0]);
+        const F beta2_times_0p0625(known.scalars[1]);
         alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
         alignas(64) uint8_t max_exp_avg_sq_codes_at[TILE];
         unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
@@ -1113,8 +1113,8 @@ struct adamw_amsgrad_kernel_7 {
     static constexpr auto PLACES = places<Weight, false, false, Place>({
         {5, -1, 4, ROW, false, true, NONE, 0},  // exp_avg_sq_row
         {8, -1, 4, ROW, false, true, NONE, 1},  // max_exp_avg_sq_row
-        {17, -1, 4, ROW, true, false, NONE, 2},  // exp_avg_sq_row_top
-        {16, -1, 4, ROW, true, false, NONE, 3},  // max_exp_avg_sq_row_top
+        {16, -1, 4, ROW, true, false, NONE, 2},  // exp_avg_sq_row_top
+        {17, -1, 4, ROW, true, false, NONE, 3},  // max_exp_avg_sq_row_top
     });
 
     template <bool RAGGED>
@@ -1430,12 +1430,12 @@ struct adamw_step {
         {4, ROW},  // exp_avg_sq_row
         {4, AXIS},  // exp_avg_sq_col
         {4, COLUMN},  // exp_avg_sq_col_spread
-        {4, ROW},  // row_max_for_exp_avg_sq_row_top
         {4, COLUMN},  // col_max_for_exp_avg_sq_col_top
+        {4, ROW},  // row_max_for_exp_avg_sq_row_top
         {4, ROW},  // exp_avg_sq_row_top
         {4, COLUMN},  // exp_avg_sq_col_top_spread
-        {4, ROW + 8},  // partial results of row_max_for_exp_avg_sq_row_top
         {4, COLUMN + 8},  // partial results of col_max_for_exp_avg_sq_col_top
+        {4, ROW + 8},  // partial results of row_max_for_exp_avg_sq_row_top
     });
     static constexpr Stage STAGES[] = {
         stage<adamw_kernel_1<Weight, Grad>>(),
@@ -1462,20 +1462,20 @@ struct adamw_amsgrad_step {
         {4, EIGHTH},  // max_exp_avg_sq_codes
         {4, ROW},  // max_exp_avg_sq_row
         {4, AXIS},  // max_exp_avg_sq_col
-        {4, COLUMN},  // max_exp_avg_sq_col_spread
         {4, COLUMN},  // exp_avg_sq_col_spread
-        {4, ROW},  // row_max_for_exp_avg_sq_row_top
+        {4, COLUMN},  // max_exp_avg_sq_col_spread
         {4, COLUMN},  // col_max_for_exp_avg_sq_col_top
-        {4, ROW},  // row_max_for_max_exp_avg_sq_row_top
         {4, COLUMN},  // col_max_for_max_exp_avg_sq_col_top
-        {4, ROW},  // max_exp_avg_sq_row_top
+        {4, ROW},  // row_max_for_exp_avg_sq_row_top
+        {4, ROW},  // row_max_for_max_exp_avg_sq_row_top
         {4, ROW},  // exp_avg_sq_row_top
-        {4, COLUMN},  // max_exp_avg_sq_col_top_spread
+        {4, ROW},  // max_exp_avg_sq_row_top
         {4, COLUMN},  // exp_avg_sq_col_top_spread
-        {4, ROW + 8},  // partial results of row_max_for_exp_avg_sq_row_top
+        {4, COLUMN},  // max_exp_avg_sq_col_top_spread
         {4, COLUMN + 8},  // partial results of col_max_for_exp_avg_sq_col_top
-        {4, ROW + 8},  // partial results of row_max_for_max_exp_avg_sq_row_top
         {4, COLUMN + 8},  // partial results of col_max_for_max_exp_avg_sq_col_top
+        {4, ROW + 8},  // partial results of row_max_for_exp_avg_sq_row_top
+        {4, ROW + 8},  // partial results of row_max_for_max_exp_avg_sq_row_top
     });
     static constexpr Stage STAGES[] = {
         stage<adamw_amsgrad_kernel_1<Weight, Grad>>(),

@@ -15,7 +15,6 @@
 #   traffic   9.0625 B per bfloat16 parameter and step: 3 sweeps
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Stage, Temp
 from optgen.runtime.records.scalars import choose, divide, larger, root
 
 DISCOURAGED = {  # state -> what the lint finds wrong with how it is kept; constructing an optimizer warns
@@ -39,23 +38,6 @@ DISCOURAGED = {  # state -> what the lint finds wrong with how it is kept; const
 def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
-    scalar_0 = (1 - beta2) * grad_scale * grad_scale
-    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
-    one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
-    common_1 = root(1 - beta2**step)
-    common_2 = divide(lr, 1 - beta1**step) * common_1
-    common_3 = common_2 < 7.888609052210118e-31
-    scalar_2 = choose(common_3, 1, divide(1, common_2))
-    scalar_3 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_3, 0, common_2))
-    return (
-        beta2, scalar_0, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-        scalar_3,
-    )
-
-
-def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
     one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
     scalar_2 = (1 - beta2) * grad_scale * grad_scale
@@ -70,7 +52,7 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
     )
 
 
-def kernel_scalars_3(step, grad_scale, *, lr, betas, eps, weight_decay):
+def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
@@ -88,23 +70,7 @@ def kernel_scalars_3(step, grad_scale, *, lr, betas, eps, weight_decay):
     )
 
 
-def kernel_scalars_4(step, grad_scale, *, lr, betas, eps, weight_decay, peak_lr):
-    """The kernel's scalars at this step, and the new host states; fp64."""
-    beta1, beta2 = betas
-    peak_lr_2 = larger(peak_lr, lr)              # 28  peak_lr = maximum(peak_lr, lr)
-    rate = divide(lr, larger(peak_lr_2, 1e-30))  # 29  rate = schedule_of(lr, peak_lr) if decouple_lr else lr
-    scalar_0 = (1 - beta2) * grad_scale * grad_scale
-    scalar_0_2 = 1 - rate * weight_decay
-    one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
-    common_1 = root(1 - beta2**step)
-    common_2 = divide(lr, 1 - beta1**step) * common_1
-    common_3 = common_2 < 7.888609052210118e-31
-    scalar_2 = choose(common_3, 1, divide(1, common_2))
-    scalar_3 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_3, 0, common_2))
-    return (beta2, scalar_0, beta1, scalar_0_2, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, peak_lr_2)
-
-
-def kernel_scalars_5(step, grad_scale, *, lr, betas, eps, weight_decay, peak_lr):
+def kernel_scalars_3(step, grad_scale, *, lr, betas, eps, weight_decay, peak_lr):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
     peak_lr_2 = larger(peak_lr, lr)              # 28  peak_lr = maximum(peak_lr, lr)
@@ -120,7 +86,7 @@ def kernel_scalars_5(step, grad_scale, *, lr, betas, eps, weight_decay, peak_lr)
     return (beta1, beta2, scalar_0, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, peak_lr_2)
 
 
-def kernel_scalars_6(step, grad_scale, *, lr, betas, eps, weight_decay, peak_lr):
+def kernel_scalars_4(step, grad_scale, *, lr, betas, eps, weight_decay, peak_lr):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
     peak_lr_2 = larger(peak_lr, lr)              # 28  peak_lr = maximum(peak_lr, lr)
@@ -141,60 +107,14 @@ def kernel_scalars_6(step, grad_scale, *, lr, betas, eps, weight_decay, peak_lr)
 
 
 KERNELS = {
-    "adamw_float32": {
-        "kernel": "adamw_float32",
-        "kernel_scalars": (
-            "beta2", "scalar_0", "beta1", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale",
-            "scalar_2", "scalar_3",
-        ),
-        "kernel_host": kernel_scalars,
-        "temps": (
-            Temp("exp_avg_sq_least", "row"),
-            Temp("row_sum_for_exp_avg_sq_row_means", "row", reduction="row_sum", source="elem"),
-            Temp("col_sum_for_exp_avg_sq_col_factor", "col", reduction="col_sum", source="elem"),
-            Temp("exp_avg_sq_row_means", "row"),
-            Temp("mat_sum_for_exp_avg_sq_row_factor", "mat", reduction="mat_sum", source="row"),
-            Temp("mat_max", "mat"),
-            Temp("exp_avg_sq_row_factor_min_1p1754943508222875em38", "row"),
-        ),
-        "stages": (
-            Stage("adamw_float32_1", "row", level=-1, scalars=(), temps=("exp_avg_sq_least",), matrices=True),
-            Stage(
-                "adamw_float32_2",
-                "elem",
-                level=0,
-                scalars=(0, 1),
-                temps=("row_sum_for_exp_avg_sq_row_means", "col_sum_for_exp_avg_sq_col_factor"),
-                matrices=True,
-            ),
-            Stage(
-                "adamw_float32_3",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("exp_avg_sq_row_means", "mat_sum_for_exp_avg_sq_row_factor"),
-                matrices=True,
-            ),
-            Stage("adamw_float32_4", "col", level=1, scalars=(), matrices=True),
-            Stage("adamw_float32_5", "mat", level=1, scalars=(), temps=("mat_max",), matrices=True),
-            Stage(
-                "adamw_float32_6",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("exp_avg_sq_row_factor_min_1p1754943508222875em38",),
-                matrices=True,
-            ),
-            Stage("adamw_float32_7", "elem", level=2, scalars=(2, 3, 4, 5, 6), matrices=True, block=128),
-        ),
-    },
+    "adamw_float32": {"kernel": "adamw_float32"},
     "adamw_float32_small": {
         "kernel": "adamw_float32_small",
         "kernel_scalars": (
             "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
             "scalar_3", "scalar_4",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "adamw_float32_vector": {
         "kernel": "adamw_float32_vector",
@@ -202,62 +122,16 @@ KERNELS = {
             "beta1", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
             "beta2_times_0p0625", "scalar_4", "scalar_5",
         ),
-        "kernel_host": kernel_scalars_3,
+        "kernel_host": kernel_scalars_2,
     },
-    "adamw_bfloat16": {
-        "kernel": "adamw_bfloat16",
-        "kernel_scalars": (
-            "beta2", "scalar_0", "beta1", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale",
-            "scalar_2", "scalar_3",
-        ),
-        "kernel_host": kernel_scalars,
-        "temps": (
-            Temp("exp_avg_sq_least", "row"),
-            Temp("row_sum_for_exp_avg_sq_row_means", "row", reduction="row_sum", source="elem"),
-            Temp("col_sum_for_exp_avg_sq_col_factor", "col", reduction="col_sum", source="elem"),
-            Temp("exp_avg_sq_row_means", "row"),
-            Temp("mat_sum_for_exp_avg_sq_row_factor", "mat", reduction="mat_sum", source="row"),
-            Temp("mat_max", "mat"),
-            Temp("exp_avg_sq_row_factor_min_1p1754943508222875em38", "row"),
-        ),
-        "stages": (
-            Stage("adamw_float32_1", "row", level=-1, scalars=(), temps=("exp_avg_sq_least",), matrices=True),
-            Stage(
-                "adamw_bfloat16_2",
-                "elem",
-                level=0,
-                scalars=(0, 1),
-                temps=("row_sum_for_exp_avg_sq_row_means", "col_sum_for_exp_avg_sq_col_factor"),
-                matrices=True,
-            ),
-            Stage(
-                "adamw_float32_3",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("exp_avg_sq_row_means", "mat_sum_for_exp_avg_sq_row_factor"),
-                matrices=True,
-            ),
-            Stage("adamw_bfloat16_4", "col", level=1, scalars=(), matrices=True),
-            Stage("adamw_bfloat16_5", "mat", level=1, scalars=(), temps=("mat_max",), matrices=True),
-            Stage(
-                "adamw_bfloat16_6",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("exp_avg_sq_row_factor_min_1p1754943508222875em38",),
-                matrices=True,
-            ),
-            Stage("adamw_bfloat16_7", "elem", level=2, scalars=(2, 3, 4, 5, 6), matrices=True, block=128),
-        ),
-    },
+    "adamw_bfloat16": {"kernel": "adamw_bfloat16"},
     "adamw_bfloat16_small": {
         "kernel": "adamw_bfloat16_small",
         "kernel_scalars": (
             "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
             "scalar_3", "scalar_4",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "adamw_bfloat16_vector": {
         "kernel": "adamw_bfloat16_vector",
@@ -265,62 +139,16 @@ KERNELS = {
             "beta1", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
             "beta2_times_0p0625", "scalar_4", "scalar_5",
         ),
-        "kernel_host": kernel_scalars_3,
+        "kernel_host": kernel_scalars_2,
     },
-    "adamw_float16": {
-        "kernel": "adamw_float16",
-        "kernel_scalars": (
-            "beta2", "scalar_0", "beta1", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale",
-            "scalar_2", "scalar_3",
-        ),
-        "kernel_host": kernel_scalars,
-        "temps": (
-            Temp("exp_avg_sq_least", "row"),
-            Temp("row_sum_for_exp_avg_sq_row_means", "row", reduction="row_sum", source="elem"),
-            Temp("col_sum_for_exp_avg_sq_col_factor", "col", reduction="col_sum", source="elem"),
-            Temp("exp_avg_sq_row_means", "row"),
-            Temp("mat_sum_for_exp_avg_sq_row_factor", "mat", reduction="mat_sum", source="row"),
-            Temp("mat_max", "mat"),
-            Temp("exp_avg_sq_row_factor_min_1p1754943508222875em38", "row"),
-        ),
-        "stages": (
-            Stage("adamw_float32_1", "row", level=-1, scalars=(), temps=("exp_avg_sq_least",), matrices=True),
-            Stage(
-                "adamw_float16_2",
-                "elem",
-                level=0,
-                scalars=(0, 1),
-                temps=("row_sum_for_exp_avg_sq_row_means", "col_sum_for_exp_avg_sq_col_factor"),
-                matrices=True,
-            ),
-            Stage(
-                "adamw_float32_3",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("exp_avg_sq_row_means", "mat_sum_for_exp_avg_sq_row_factor"),
-                matrices=True,
-            ),
-            Stage("adamw_float16_4", "col", level=1, scalars=(), matrices=True),
-            Stage("adamw_float16_5", "mat", level=1, scalars=(), temps=("mat_max",), matrices=True),
-            Stage(
-                "adamw_float16_6",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("exp_avg_sq_row_factor_min_1p1754943508222875em38",),
-                matrices=True,
-            ),
-            Stage("adamw_float16_7", "elem", level=2, scalars=(2, 3, 4, 5, 6), matrices=True, block=128),
-        ),
-    },
+    "adamw_float16": {"kernel": "adamw_float16"},
     "adamw_float16_small": {
         "kernel": "adamw_float16_small",
         "kernel_scalars": (
             "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
             "scalar_3", "scalar_4",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "adamw_float16_vector": {
         "kernel": "adamw_float16_vector",
@@ -328,60 +156,15 @@ KERNELS = {
             "beta1", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
             "beta2_times_0p0625", "scalar_4", "scalar_5",
         ),
-        "kernel_host": kernel_scalars_3,
+        "kernel_host": kernel_scalars_2,
     },
-    "adamw_float32_decouple_lr": {
-        "kernel": "adamw_float32",
-        "kernel_scalars": (
-            "beta2", "scalar_0", "beta1", "scalar_0_2", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3",
-        ),
-        "kernel_host": kernel_scalars_4,
-        "temps": (
-            Temp("exp_avg_sq_least", "row"),
-            Temp("row_sum_for_exp_avg_sq_row_means", "row", reduction="row_sum", source="elem"),
-            Temp("col_sum_for_exp_avg_sq_col_factor", "col", reduction="col_sum", source="elem"),
-            Temp("exp_avg_sq_row_means", "row"),
-            Temp("mat_sum_for_exp_avg_sq_row_factor", "mat", reduction="mat_sum", source="row"),
-            Temp("mat_max", "mat"),
-            Temp("exp_avg_sq_row_factor_min_1p1754943508222875em38", "row"),
-        ),
-        "stages": (
-            Stage("adamw_float32_1", "row", level=-1, scalars=(), temps=("exp_avg_sq_least",), matrices=True),
-            Stage(
-                "adamw_float32_2",
-                "elem",
-                level=0,
-                scalars=(0, 1),
-                temps=("row_sum_for_exp_avg_sq_row_means", "col_sum_for_exp_avg_sq_col_factor"),
-                matrices=True,
-            ),
-            Stage(
-                "adamw_float32_3",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("exp_avg_sq_row_means", "mat_sum_for_exp_avg_sq_row_factor"),
-                matrices=True,
-            ),
-            Stage("adamw_float32_4", "col", level=1, scalars=(), matrices=True),
-            Stage("adamw_float32_5", "mat", level=1, scalars=(), temps=("mat_max",), matrices=True),
-            Stage(
-                "adamw_float32_6",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("exp_avg_sq_row_factor_min_1p1754943508222875em38",),
-                matrices=True,
-            ),
-            Stage("adamw_float32_7", "elem", level=2, scalars=(2, 3, 4, 5, 6), matrices=True, block=128),
-        ),
-    },
+    "adamw_float32_decouple_lr": {"kernel": "adamw_float32"},
     "adamw_float32_decouple_lr_small": {
         "kernel": "adamw_float32_small",
         "kernel_scalars": (
             "beta1", "beta2", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4",
         ),
-        "kernel_host": kernel_scalars_5,
+        "kernel_host": kernel_scalars_3,
     },
     "adamw_float32_decouple_lr_vector": {
         "kernel": "adamw_float32_vector",
@@ -389,60 +172,15 @@ KERNELS = {
             "beta1", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "beta2_times_0p0625", "scalar_4",
             "scalar_5",
         ),
-        "kernel_host": kernel_scalars_6,
-    },
-    "adamw_bfloat16_decouple_lr": {
-        "kernel": "adamw_bfloat16",
-        "kernel_scalars": (
-            "beta2", "scalar_0", "beta1", "scalar_0_2", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3",
-        ),
         "kernel_host": kernel_scalars_4,
-        "temps": (
-            Temp("exp_avg_sq_least", "row"),
-            Temp("row_sum_for_exp_avg_sq_row_means", "row", reduction="row_sum", source="elem"),
-            Temp("col_sum_for_exp_avg_sq_col_factor", "col", reduction="col_sum", source="elem"),
-            Temp("exp_avg_sq_row_means", "row"),
-            Temp("mat_sum_for_exp_avg_sq_row_factor", "mat", reduction="mat_sum", source="row"),
-            Temp("mat_max", "mat"),
-            Temp("exp_avg_sq_row_factor_min_1p1754943508222875em38", "row"),
-        ),
-        "stages": (
-            Stage("adamw_float32_1", "row", level=-1, scalars=(), temps=("exp_avg_sq_least",), matrices=True),
-            Stage(
-                "adamw_bfloat16_2",
-                "elem",
-                level=0,
-                scalars=(0, 1),
-                temps=("row_sum_for_exp_avg_sq_row_means", "col_sum_for_exp_avg_sq_col_factor"),
-                matrices=True,
-            ),
-            Stage(
-                "adamw_float32_3",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("exp_avg_sq_row_means", "mat_sum_for_exp_avg_sq_row_factor"),
-                matrices=True,
-            ),
-            Stage("adamw_bfloat16_4", "col", level=1, scalars=(), matrices=True),
-            Stage("adamw_bfloat16_5", "mat", level=1, scalars=(), temps=("mat_max",), matrices=True),
-            Stage(
-                "adamw_bfloat16_6",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("exp_avg_sq_row_factor_min_1p1754943508222875em38",),
-                matrices=True,
-            ),
-            Stage("adamw_bfloat16_7", "elem", level=2, scalars=(2, 3, 4, 5, 6), matrices=True, block=128),
-        ),
     },
+    "adamw_bfloat16_decouple_lr": {"kernel": "adamw_bfloat16"},
     "adamw_bfloat16_decouple_lr_small": {
         "kernel": "adamw_bfloat16_small",
         "kernel_scalars": (
             "beta1", "beta2", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4",
         ),
-        "kernel_host": kernel_scalars_5,
+        "kernel_host": kernel_scalars_3,
     },
     "adamw_bfloat16_decouple_lr_vector": {
         "kernel": "adamw_bfloat16_vector",
@@ -450,60 +188,15 @@ KERNELS = {
             "beta1", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "beta2_times_0p0625", "scalar_4",
             "scalar_5",
         ),
-        "kernel_host": kernel_scalars_6,
-    },
-    "adamw_float16_decouple_lr": {
-        "kernel": "adamw_float16",
-        "kernel_scalars": (
-            "beta2", "scalar_0", "beta1", "scalar_0_2", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3",
-        ),
         "kernel_host": kernel_scalars_4,
-        "temps": (
-            Temp("exp_avg_sq_least", "row"),
-            Temp("row_sum_for_exp_avg_sq_row_means", "row", reduction="row_sum", source="elem"),
-            Temp("col_sum_for_exp_avg_sq_col_factor", "col", reduction="col_sum", source="elem"),
-            Temp("exp_avg_sq_row_means", "row"),
-            Temp("mat_sum_for_exp_avg_sq_row_factor", "mat", reduction="mat_sum", source="row"),
-            Temp("mat_max", "mat"),
-            Temp("exp_avg_sq_row_factor_min_1p1754943508222875em38", "row"),
-        ),
-        "stages": (
-            Stage("adamw_float32_1", "row", level=-1, scalars=(), temps=("exp_avg_sq_least",), matrices=True),
-            Stage(
-                "adamw_float16_2",
-                "elem",
-                level=0,
-                scalars=(0, 1),
-                temps=("row_sum_for_exp_avg_sq_row_means", "col_sum_for_exp_avg_sq_col_factor"),
-                matrices=True,
-            ),
-            Stage(
-                "adamw_float32_3",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("exp_avg_sq_row_means", "mat_sum_for_exp_avg_sq_row_factor"),
-                matrices=True,
-            ),
-            Stage("adamw_float16_4", "col", level=1, scalars=(), matrices=True),
-            Stage("adamw_float16_5", "mat", level=1, scalars=(), temps=("mat_max",), matrices=True),
-            Stage(
-                "adamw_float16_6",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("exp_avg_sq_row_factor_min_1p1754943508222875em38",),
-                matrices=True,
-            ),
-            Stage("adamw_float16_7", "elem", level=2, scalars=(2, 3, 4, 5, 6), matrices=True, block=128),
-        ),
     },
+    "adamw_float16_decouple_lr": {"kernel": "adamw_float16"},
     "adamw_float16_decouple_lr_small": {
         "kernel": "adamw_float16_small",
         "kernel_scalars": (
             "beta1", "beta2", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4",
         ),
-        "kernel_host": kernel_scalars_5,
+        "kernel_host": kernel_scalars_3,
     },
     "adamw_float16_decouple_lr_vector": {
         "kernel": "adamw_float16_vector",
@@ -511,95 +204,16 @@ KERNELS = {
             "beta1", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "beta2_times_0p0625", "scalar_4",
             "scalar_5",
         ),
-        "kernel_host": kernel_scalars_6,
+        "kernel_host": kernel_scalars_4,
     },
-    "adamw_float32_amsgrad": {
-        "kernel": "adamw_float32_amsgrad",
-        "kernel_scalars": (
-            "beta2", "scalar_0", "beta1", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale",
-            "scalar_2", "scalar_3",
-        ),
-        "kernel_host": kernel_scalars,
-        "temps": (
-            Temp("max_exp_avg_sq_least", "row"),
-            Temp("exp_avg_sq_least", "row"),
-            Temp("row_sum_for_exp_avg_sq_row_means", "row", reduction="row_sum", source="elem"),
-            Temp("col_sum_for_exp_avg_sq_col_factor", "col", reduction="col_sum", source="elem"),
-            Temp("exp_avg_sq_row_means", "row"),
-            Temp("mat_sum_for_exp_avg_sq_row_factor", "mat", reduction="mat_sum", source="row"),
-            Temp("mat_max", "mat"),
-            Temp("exp_avg_sq_row_factor_min_1p1754943508222875em38", "row"),
-            Temp("row_sum_for_max_exp_avg_sq_row_means", "row", reduction="row_sum", source="elem"),
-            Temp("col_sum_for_max_exp_avg_sq_col_factor", "col", reduction="col_sum", source="elem"),
-            Temp("max_exp_avg_sq_row_means", "row"),
-            Temp("mat_sum_for_max_exp_avg_sq_row_factor", "mat", reduction="mat_sum", source="row"),
-            Temp("mat_max_2", "mat"),
-            Temp("row_min", "row"),
-        ),
-        "stages": (
-            Stage(
-                "adamw_float32_amsgrad_1",
-                "row",
-                level=-1,
-                scalars=(),
-                temps=("max_exp_avg_sq_least", "exp_avg_sq_least"),
-                matrices=True,
-            ),
-            Stage(
-                "adamw_float32_amsgrad_2",
-                "elem",
-                level=0,
-                scalars=(0, 1),
-                temps=("row_sum_for_exp_avg_sq_row_means", "col_sum_for_exp_avg_sq_col_factor"),
-                matrices=True,
-            ),
-            Stage(
-                "adamw_float32_amsgrad_3",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("exp_avg_sq_row_means", "mat_sum_for_exp_avg_sq_row_factor"),
-                matrices=True,
-            ),
-            Stage("adamw_float32_amsgrad_4", "col", level=1, scalars=(), matrices=True),
-            Stage("adamw_float32_amsgrad_5", "mat", level=1, scalars=(), temps=("mat_max",), matrices=True),
-            Stage(
-                "adamw_float32_amsgrad_6",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("exp_avg_sq_row_factor_min_1p1754943508222875em38",),
-                matrices=True,
-            ),
-            Stage(
-                "adamw_float32_amsgrad_7",
-                "elem",
-                level=2,
-                scalars=(),
-                temps=("row_sum_for_max_exp_avg_sq_row_means", "col_sum_for_max_exp_avg_sq_col_factor"),
-                matrices=True,
-            ),
-            Stage(
-                "adamw_float32_amsgrad_8",
-                "row",
-                level=3,
-                scalars=(),
-                temps=("max_exp_avg_sq_row_means", "mat_sum_for_max_exp_avg_sq_row_factor"),
-                matrices=True,
-            ),
-            Stage("adamw_float32_amsgrad_9", "col", level=3, scalars=(), matrices=True),
-            Stage("adamw_float32_amsgrad_10", "mat", level=3, scalars=(), temps=("mat_max_2",), matrices=True),
-            Stage("adamw_float32_amsgrad_11", "row", level=3, scalars=(), temps=("row_min",), matrices=True),
-            Stage("adamw_float32_amsgrad_12", "elem", level=4, scalars=(2, 3, 4, 5, 6), matrices=True, block=128),
-        ),
-    },
+    "adamw_float32_amsgrad": {"kernel": "adamw_float32_amsgrad"},
     "adamw_float32_amsgrad_small": {
         "kernel": "adamw_float32_amsgrad_small",
         "kernel_scalars": (
             "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
             "scalar_3", "scalar_4",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "adamw_float32_amsgrad_vector": {
         "kernel": "adamw_float32_amsgrad_vector",
@@ -607,95 +221,16 @@ KERNELS = {
             "beta1", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
             "beta2_times_0p0625", "scalar_4", "scalar_5",
         ),
-        "kernel_host": kernel_scalars_3,
+        "kernel_host": kernel_scalars_2,
     },
-    "adamw_bfloat16_amsgrad": {
-        "kernel": "adamw_bfloat16_amsgrad",
-        "kernel_scalars": (
-            "beta2", "scalar_0", "beta1", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale",
-            "scalar_2", "scalar_3",
-        ),
-        "kernel_host": kernel_scalars,
-        "temps": (
-            Temp("max_exp_avg_sq_least", "row"),
-            Temp("exp_avg_sq_least", "row"),
-            Temp("row_sum_for_exp_avg_sq_row_means", "row", reduction="row_sum", source="elem"),
-            Temp("col_sum_for_exp_avg_sq_col_factor", "col", reduction="col_sum", source="elem"),
-            Temp("exp_avg_sq_row_means", "row"),
-            Temp("mat_sum_for_exp_avg_sq_row_factor", "mat", reduction="mat_sum", source="row"),
-            Temp("mat_max", "mat"),
-            Temp("exp_avg_sq_row_factor_min_1p1754943508222875em38", "row"),
-            Temp("row_sum_for_max_exp_avg_sq_row_means", "row", reduction="row_sum", source="elem"),
-            Temp("col_sum_for_max_exp_avg_sq_col_factor", "col", reduction="col_sum", source="elem"),
-            Temp("max_exp_avg_sq_row_means", "row"),
-            Temp("mat_sum_for_max_exp_avg_sq_row_factor", "mat", reduction="mat_sum", source="row"),
-            Temp("mat_max_2", "mat"),
-            Temp("row_min", "row"),
-        ),
-        "stages": (
-            Stage(
-                "adamw_float32_amsgrad_1",
-                "row",
-                level=-1,
-                scalars=(),
-                temps=("max_exp_avg_sq_least", "exp_avg_sq_least"),
-                matrices=True,
-            ),
-            Stage(
-                "adamw_bfloat16_amsgrad_2",
-                "elem",
-                level=0,
-                scalars=(0, 1),
-                temps=("row_sum_for_exp_avg_sq_row_means", "col_sum_for_exp_avg_sq_col_factor"),
-                matrices=True,
-            ),
-            Stage(
-                "adamw_float32_amsgrad_3",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("exp_avg_sq_row_means", "mat_sum_for_exp_avg_sq_row_factor"),
-                matrices=True,
-            ),
-            Stage("adamw_bfloat16_amsgrad_4", "col", level=1, scalars=(), matrices=True),
-            Stage("adamw_bfloat16_amsgrad_5", "mat", level=1, scalars=(), temps=("mat_max",), matrices=True),
-            Stage(
-                "adamw_bfloat16_amsgrad_6",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("exp_avg_sq_row_factor_min_1p1754943508222875em38",),
-                matrices=True,
-            ),
-            Stage(
-                "adamw_float32_amsgrad_7",
-                "elem",
-                level=2,
-                scalars=(),
-                temps=("row_sum_for_max_exp_avg_sq_row_means", "col_sum_for_max_exp_avg_sq_col_factor"),
-                matrices=True,
-            ),
-            Stage(
-                "adamw_float32_amsgrad_8",
-                "row",
-                level=3,
-                scalars=(),
-                temps=("max_exp_avg_sq_row_means", "mat_sum_for_max_exp_avg_sq_row_factor"),
-                matrices=True,
-            ),
-            Stage("adamw_bfloat16_amsgrad_9", "col", level=3, scalars=(), matrices=True),
-            Stage("adamw_bfloat16_amsgrad_10", "mat", level=3, scalars=(), temps=("mat_max_2",), matrices=True),
-            Stage("adamw_bfloat16_amsgrad_11", "row", level=3, scalars=(), temps=("row_min",), matrices=True),
-            Stage("adamw_bfloat16_amsgrad_12", "elem", level=4, scalars=(2, 3, 4, 5, 6), matrices=True, block=128),
-        ),
-    },
+    "adamw_bfloat16_amsgrad": {"kernel": "adamw_bfloat16_amsgrad"},
     "adamw_bfloat16_amsgrad_small": {
         "kernel": "adamw_bfloat16_amsgrad_small",
         "kernel_scalars": (
             "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
             "scalar_3", "scalar_4",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "adamw_bfloat16_amsgrad_vector": {
         "kernel": "adamw_bfloat16_amsgrad_vector",
@@ -703,95 +238,16 @@ KERNELS = {
             "beta1", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
             "beta2_times_0p0625", "scalar_4", "scalar_5",
         ),
-        "kernel_host": kernel_scalars_3,
+        "kernel_host": kernel_scalars_2,
     },
-    "adamw_float16_amsgrad": {
-        "kernel": "adamw_float16_amsgrad",
-        "kernel_scalars": (
-            "beta2", "scalar_0", "beta1", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale",
-            "scalar_2", "scalar_3",
-        ),
-        "kernel_host": kernel_scalars,
-        "temps": (
-            Temp("max_exp_avg_sq_least", "row"),
-            Temp("exp_avg_sq_least", "row"),
-            Temp("row_sum_for_exp_avg_sq_row_means", "row", reduction="row_sum", source="elem"),
-            Temp("col_sum_for_exp_avg_sq_col_factor", "col", reduction="col_sum", source="elem"),
-            Temp("exp_avg_sq_row_means", "row"),
-            Temp("mat_sum_for_exp_avg_sq_row_factor", "mat", reduction="mat_sum", source="row"),
-            Temp("mat_max", "mat"),
-            Temp("exp_avg_sq_row_factor_min_1p1754943508222875em38", "row"),
-            Temp("row_sum_for_max_exp_avg_sq_row_means", "row", reduction="row_sum", source="elem"),
-            Temp("col_sum_for_max_exp_avg_sq_col_factor", "col", reduction="col_sum", source="elem"),
-            Temp("max_exp_avg_sq_row_means", "row"),
-            Temp("mat_sum_for_max_exp_avg_sq_row_factor", "mat", reduction="mat_sum", source="row"),
-            Temp("mat_max_2", "mat"),
-            Temp("row_min", "row"),
-        ),
-        "stages": (
-            Stage(
-                "adamw_float32_amsgrad_1",
-                "row",
-                level=-1,
-                scalars=(),
-                temps=("max_exp_avg_sq_least", "exp_avg_sq_least"),
-                matrices=True,
-            ),
-            Stage(
-                "adamw_float16_amsgrad_2",
-                "elem",
-                level=0,
-                scalars=(0, 1),
-                temps=("row_sum_for_exp_avg_sq_row_means", "col_sum_for_exp_avg_sq_col_factor"),
-                matrices=True,
-            ),
-            Stage(
-                "adamw_float32_amsgrad_3",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("exp_avg_sq_row_means", "mat_sum_for_exp_avg_sq_row_factor"),
-                matrices=True,
-            ),
-            Stage("adamw_float16_amsgrad_4", "col", level=1, scalars=(), matrices=True),
-            Stage("adamw_float16_amsgrad_5", "mat", level=1, scalars=(), temps=("mat_max",), matrices=True),
-            Stage(
-                "adamw_float16_amsgrad_6",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("exp_avg_sq_row_factor_min_1p1754943508222875em38",),
-                matrices=True,
-            ),
-            Stage(
-                "adamw_float32_amsgrad_7",
-                "elem",
-                level=2,
-                scalars=(),
-                temps=("row_sum_for_max_exp_avg_sq_row_means", "col_sum_for_max_exp_avg_sq_col_factor"),
-                matrices=True,
-            ),
-            Stage(
-                "adamw_float32_amsgrad_8",
-                "row",
-                level=3,
-                scalars=(),
-                temps=("max_exp_avg_sq_row_means", "mat_sum_for_max_exp_avg_sq_row_factor"),
-                matrices=True,
-            ),
-            Stage("adamw_float16_amsgrad_9", "col", level=3, scalars=(), matrices=True),
-            Stage("adamw_float16_amsgrad_10", "mat", level=3, scalars=(), temps=("mat_max_2",), matrices=True),
-            Stage("adamw_float16_amsgrad_11", "row", level=3, scalars=(), temps=("row_min",), matrices=True),
-            Stage("adamw_float16_amsgrad_12", "elem", level=4, scalars=(2, 3, 4, 5, 6), matrices=True, block=128),
-        ),
-    },
+    "adamw_float16_amsgrad": {"kernel": "adamw_float16_amsgrad"},
     "adamw_float16_amsgrad_small": {
         "kernel": "adamw_float16_amsgrad_small",
         "kernel_scalars": (
             "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
             "scalar_3", "scalar_4",
         ),
-        "kernel_host": kernel_scalars_2,
+        "kernel_host": kernel_scalars,
     },
     "adamw_float16_amsgrad_vector": {
         "kernel": "adamw_float16_amsgrad_vector",
@@ -799,93 +255,15 @@ KERNELS = {
             "beta1", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
             "beta2_times_0p0625", "scalar_4", "scalar_5",
         ),
-        "kernel_host": kernel_scalars_3,
+        "kernel_host": kernel_scalars_2,
     },
-    "adamw_float32_amsgrad_decouple_lr": {
-        "kernel": "adamw_float32_amsgrad",
-        "kernel_scalars": (
-            "beta2", "scalar_0", "beta1", "scalar_0_2", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3",
-        ),
-        "kernel_host": kernel_scalars_4,
-        "temps": (
-            Temp("max_exp_avg_sq_least", "row"),
-            Temp("exp_avg_sq_least", "row"),
-            Temp("row_sum_for_exp_avg_sq_row_means", "row", reduction="row_sum", source="elem"),
-            Temp("col_sum_for_exp_avg_sq_col_factor", "col", reduction="col_sum", source="elem"),
-            Temp("exp_avg_sq_row_means", "row"),
-            Temp("mat_sum_for_exp_avg_sq_row_factor", "mat", reduction="mat_sum", source="row"),
-            Temp("mat_max", "mat"),
-            Temp("exp_avg_sq_row_factor_min_1p1754943508222875em38", "row"),
-            Temp("row_sum_for_max_exp_avg_sq_row_means", "row", reduction="row_sum", source="elem"),
-            Temp("col_sum_for_max_exp_avg_sq_col_factor", "col", reduction="col_sum", source="elem"),
-            Temp("max_exp_avg_sq_row_means", "row"),
-            Temp("mat_sum_for_max_exp_avg_sq_row_factor", "mat", reduction="mat_sum", source="row"),
-            Temp("mat_max_2", "mat"),
-            Temp("row_min", "row"),
-        ),
-        "stages": (
-            Stage(
-                "adamw_float32_amsgrad_1",
-                "row",
-                level=-1,
-                scalars=(),
-                temps=("max_exp_avg_sq_least", "exp_avg_sq_least"),
-                matrices=True,
-            ),
-            Stage(
-                "adamw_float32_amsgrad_2",
-                "elem",
-                level=0,
-                scalars=(0, 1),
-                temps=("row_sum_for_exp_avg_sq_row_means", "col_sum_for_exp_avg_sq_col_factor"),
-                matrices=True,
-            ),
-            Stage(
-                "adamw_float32_amsgrad_3",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("exp_avg_sq_row_means", "mat_sum_for_exp_avg_sq_row_factor"),
-                matrices=True,
-            ),
-            Stage("adamw_float32_amsgrad_4", "col", level=1, scalars=(), matrices=True),
-            Stage("adamw_float32_amsgrad_5", "mat", level=1, scalars=(), temps=("mat_max",), matrices=True),
-            Stage(
-                "adamw_float32_amsgrad_6",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("exp_avg_sq_row_factor_min_1p1754943508222875em38",),
-                matrices=True,
-            ),
-            Stage(
-                "adamw_float32_amsgrad_7",
-                "elem",
-                level=2,
-                scalars=(),
-                temps=("row_sum_for_max_exp_avg_sq_row_means", "col_sum_for_max_exp_avg_sq_col_factor"),
-                matrices=True,
-            ),
-            Stage(
-                "adamw_float32_amsgrad_8",
-                "row",
-                level=3,
-                scalars=(),
-                temps=("max_exp_avg_sq_row_means", "mat_sum_for_max_exp_avg_sq_row_factor"),
-                matrices=True,
-            ),
-            Stage("adamw_float32_amsgrad_9", "col", level=3, scalars=(), matrices=True),
-            Stage("adamw_float32_amsgrad_10", "mat", level=3, scalars=(), temps=("mat_max_2",), matrices=True),
-            Stage("adamw_float32_amsgrad_11", "row", level=3, scalars=(), temps=("row_min",), matrices=True),
-            Stage("adamw_float32_amsgrad_12", "elem", level=4, scalars=(2, 3, 4, 5, 6), matrices=True, block=128),
-        ),
-    },
+    "adamw_float32_amsgrad_decouple_lr": {"kernel": "adamw_float32_amsgrad"},
     "adamw_float32_amsgrad_decouple_lr_small": {
         "kernel": "adamw_float32_amsgrad_small",
         "kernel_scalars": (
             "beta1", "beta2", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4",
         ),
-        "kernel_host": kernel_scalars_5,
+        "kernel_host": kernel_scalars_3,
     },
     "adamw_float32_amsgrad_decouple_lr_vector": {
         "kernel": "adamw_float32_amsgrad_vector",
@@ -893,93 +271,15 @@ KERNELS = {
             "beta1", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "beta2_times_0p0625", "scalar_4",
             "scalar_5",
         ),
-        "kernel_host": kernel_scalars_6,
-    },
-    "adamw_bfloat16_amsgrad_decouple_lr": {
-        "kernel": "adamw_bfloat16_amsgrad",
-        "kernel_scalars": (
-            "beta2", "scalar_0", "beta1", "scalar_0_2", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3",
-        ),
         "kernel_host": kernel_scalars_4,
-        "temps": (
-            Temp("max_exp_avg_sq_least", "row"),
-            Temp("exp_avg_sq_least", "row"),
-            Temp("row_sum_for_exp_avg_sq_row_means", "row", reduction="row_sum", source="elem"),
-            Temp("col_sum_for_exp_avg_sq_col_factor", "col", reduction="col_sum", source="elem"),
-            Temp("exp_avg_sq_row_means", "row"),
-            Temp("mat_sum_for_exp_avg_sq_row_factor", "mat", reduction="mat_sum", source="row"),
-            Temp("mat_max", "mat"),
-            Temp("exp_avg_sq_row_factor_min_1p1754943508222875em38", "row"),
-            Temp("row_sum_for_max_exp_avg_sq_row_means", "row", reduction="row_sum", source="elem"),
-            Temp("col_sum_for_max_exp_avg_sq_col_factor", "col", reduction="col_sum", source="elem"),
-            Temp("max_exp_avg_sq_row_means", "row"),
-            Temp("mat_sum_for_max_exp_avg_sq_row_factor", "mat", reduction="mat_sum", source="row"),
-            Temp("mat_max_2", "mat"),
-            Temp("row_min", "row"),
-        ),
-        "stages": (
-            Stage(
-                "adamw_float32_amsgrad_1",
-                "row",
-                level=-1,
-                scalars=(),
-                temps=("max_exp_avg_sq_least", "exp_avg_sq_least"),
-                matrices=True,
-            ),
-            Stage(
-                "adamw_bfloat16_amsgrad_2",
-                "elem",
-                level=0,
-                scalars=(0, 1),
-                temps=("row_sum_for_exp_avg_sq_row_means", "col_sum_for_exp_avg_sq_col_factor"),
-                matrices=True,
-            ),
-            Stage(
-                "adamw_float32_amsgrad_3",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("exp_avg_sq_row_means", "mat_sum_for_exp_avg_sq_row_factor"),
-                matrices=True,
-            ),
-            Stage("adamw_bfloat16_amsgrad_4", "col", level=1, scalars=(), matrices=True),
-            Stage("adamw_bfloat16_amsgrad_5", "mat", level=1, scalars=(), temps=("mat_max",), matrices=True),
-            Stage(
-                "adamw_bfloat16_amsgrad_6",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("exp_avg_sq_row_factor_min_1p1754943508222875em38",),
-                matrices=True,
-            ),
-            Stage(
-                "adamw_float32_amsgrad_7",
-                "elem",
-                level=2,
-                scalars=(),
-                temps=("row_sum_for_max_exp_avg_sq_row_means", "col_sum_for_max_exp_avg_sq_col_factor"),
-                matrices=True,
-            ),
-            Stage(
-                "adamw_float32_amsgrad_8",
-                "row",
-                level=3,
-                scalars=(),
-                temps=("max_exp_avg_sq_row_means", "mat_sum_for_max_exp_avg_sq_row_factor"),
-                matrices=True,
-            ),
-            Stage("adamw_bfloat16_amsgrad_9", "col", level=3, scalars=(), matrices=True),
-            Stage("adamw_bfloat16_amsgrad_10", "mat", level=3, scalars=(), temps=("mat_max_2",), matrices=True),
-            Stage("adamw_bfloat16_amsgrad_11", "row", level=3, scalars=(), temps=("row_min",), matrices=True),
-            Stage("adamw_bfloat16_amsgrad_12", "elem", level=4, scalars=(2, 3, 4, 5, 6), matrices=True, block=128),
-        ),
     },
+    "adamw_bfloat16_amsgrad_decouple_lr": {"kernel": "adamw_bfloat16_amsgrad"},
     "adamw_bfloat16_amsgrad_decouple_lr_small": {
         "kernel": "adamw_bfloat16_amsgrad_small",
         "kernel_scalars": (
             "beta1", "beta2", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4",
         ),
-        "kernel_host": kernel_scalars_5,
+        "kernel_host": kernel_scalars_3,
     },
     "adamw_bfloat16_amsgrad_decouple_lr_vector": {
         "kernel": "adamw_bfloat16_amsgrad_vector",
@@ -987,93 +287,15 @@ KERNELS = {
             "beta1", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "beta2_times_0p0625", "scalar_4",
             "scalar_5",
         ),
-        "kernel_host": kernel_scalars_6,
-    },
-    "adamw_float16_amsgrad_decouple_lr": {
-        "kernel": "adamw_float16_amsgrad",
-        "kernel_scalars": (
-            "beta2", "scalar_0", "beta1", "scalar_0_2", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3",
-        ),
         "kernel_host": kernel_scalars_4,
-        "temps": (
-            Temp("max_exp_avg_sq_least", "row"),
-            Temp("exp_avg_sq_least", "row"),
-            Temp("row_sum_for_exp_avg_sq_row_means", "row", reduction="row_sum", source="elem"),
-            Temp("col_sum_for_exp_avg_sq_col_factor", "col", reduction="col_sum", source="elem"),
-            Temp("exp_avg_sq_row_means", "row"),
-            Temp("mat_sum_for_exp_avg_sq_row_factor", "mat", reduction="mat_sum", source="row"),
-            Temp("mat_max", "mat"),
-            Temp("exp_avg_sq_row_factor_min_1p1754943508222875em38", "row"),
-            Temp("row_sum_for_max_exp_avg_sq_row_means", "row", reduction="row_sum", source="elem"),
-            Temp("col_sum_for_max_exp_avg_sq_col_factor", "col", reduction="col_sum", source="elem"),
-            Temp("max_exp_avg_sq_row_means", "row"),
-            Temp("mat_sum_for_max_exp_avg_sq_row_factor", "mat", reduction="mat_sum", source="row"),
-            Temp("mat_max_2", "mat"),
-            Temp("row_min", "row"),
-        ),
-        "stages": (
-            Stage(
-                "adamw_float32_amsgrad_1",
-                "row",
-                level=-1,
-                scalars=(),
-                temps=("max_exp_avg_sq_least", "exp_avg_sq_least"),
-                matrices=True,
-            ),
-            Stage(
-                "adamw_float16_amsgrad_2",
-                "elem",
-                level=0,
-                scalars=(0, 1),
-                temps=("row_sum_for_exp_avg_sq_row_means", "col_sum_for_exp_avg_sq_col_factor"),
-                matrices=True,
-            ),
-            Stage(
-                "adamw_float32_amsgrad_3",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("exp_avg_sq_row_means", "mat_sum_for_exp_avg_sq_row_factor"),
-                matrices=True,
-            ),
-            Stage("adamw_float16_amsgrad_4", "col", level=1, scalars=(), matrices=True),
-            Stage("adamw_float16_amsgrad_5", "mat", level=1, scalars=(), temps=("mat_max",), matrices=True),
-            Stage(
-                "adamw_float16_amsgrad_6",
-                "row",
-                level=1,
-                scalars=(),
-                temps=("exp_avg_sq_row_factor_min_1p1754943508222875em38",),
-                matrices=True,
-            ),
-            Stage(
-                "adamw_float32_amsgrad_7",
-                "elem",
-                level=2,
-                scalars=(),
-                temps=("row_sum_for_max_exp_avg_sq_row_means", "col_sum_for_max_exp_avg_sq_col_factor"),
-                matrices=True,
-            ),
-            Stage(
-                "adamw_float32_amsgrad_8",
-                "row",
-                level=3,
-                scalars=(),
-                temps=("max_exp_avg_sq_row_means", "mat_sum_for_max_exp_avg_sq_row_factor"),
-                matrices=True,
-            ),
-            Stage("adamw_float16_amsgrad_9", "col", level=3, scalars=(), matrices=True),
-            Stage("adamw_float16_amsgrad_10", "mat", level=3, scalars=(), temps=("mat_max_2",), matrices=True),
-            Stage("adamw_float16_amsgrad_11", "row", level=3, scalars=(), temps=("row_min",), matrices=True),
-            Stage("adamw_float16_amsgrad_12", "elem", level=4, scalars=(2, 3, 4, 5, 6), matrices=True, block=128),
-        ),
     },
+    "adamw_float16_amsgrad_decouple_lr": {"kernel": "adamw_float16_amsgrad"},
     "adamw_float16_amsgrad_decouple_lr_small": {
         "kernel": "adamw_float16_amsgrad_small",
         "kernel_scalars": (
             "beta1", "beta2", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4",
         ),
-        "kernel_host": kernel_scalars_5,
+        "kernel_host": kernel_scalars_3,
     },
     "adamw_float16_amsgrad_decouple_lr_vector": {
         "kernel": "adamw_float16_amsgrad_vector",
@@ -1081,6 +303,335 @@ KERNELS = {
             "beta1", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "beta2_times_0p0625", "scalar_4",
             "scalar_5",
         ),
-        "kernel_host": kernel_scalars_6,
+        "kernel_host": kernel_scalars_4,
     },
 }
+
+# The steps that this plan divides in a way of its own.
+from optgen.runtime.records import Rule, Stage, Temp
+from optgen.runtime.records.scalars import choose, divide, larger, root
+
+
+def scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    scalar_0 = (1 - beta2) * grad_scale * grad_scale
+    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
+    one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
+    common_1 = root(1 - beta2**step)
+    common_2 = divide(lr, 1 - beta1**step) * common_1
+    common_3 = common_2 < 7.888609052210118e-31
+    scalar_2 = choose(common_3, 1, divide(1, common_2))
+    scalar_3 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_3, 0, common_2))
+    return (
+        beta2, scalar_0, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+        scalar_3,
+    )
+
+
+def scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, peak_lr):
+    """The kernel's scalars at this step, and the new host states; fp64."""
+    beta1, beta2 = betas
+    peak_lr_2 = larger(peak_lr, lr)              # 28  peak_lr = maximum(peak_lr, lr)
+    rate = divide(lr, larger(peak_lr_2, 1e-30))  # 29  rate = schedule_of(lr, peak_lr) if decouple_lr else lr
+    scalar_0 = (1 - beta2) * grad_scale * grad_scale
+    scalar_0_2 = 1 - rate * weight_decay
+    one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
+    common_1 = root(1 - beta2**step)
+    common_2 = divide(lr, 1 - beta1**step) * common_1
+    common_3 = common_2 < 7.888609052210118e-31
+    scalar_2 = choose(common_3, 1, divide(1, common_2))
+    scalar_3 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_3, 0, common_2))
+    return (beta2, scalar_0, beta1, scalar_0_2, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, peak_lr_2)
+
+
+RULES = (
+    Rule(
+        settings=(
+            {'amsgrad': False, 'decouple_lr': False},
+        ),
+        scalars=(
+            "beta2", "scalar_0", "beta1", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale",
+            "scalar_2", "scalar_3",
+        ),
+        host=scalars,
+        temps=(
+            Temp("exp_avg_sq_least", "row"),
+            Temp("col_sum_for_exp_avg_sq_col_factor", "col", "col_sum", "elem"),
+            Temp("row_sum_for_exp_avg_sq_row_means", "row", "row_sum", "elem"),
+            Temp("exp_avg_sq_row_means", "row"),
+            Temp("mat_sum_for_exp_avg_sq_row_factor", "mat", "mat_sum", "row"),
+            Temp("mat_max", "mat"),
+            Temp("exp_avg_sq_row_factor_min_1p1754943508222875em38", "row"),
+        ),
+        stages=(
+            Stage(
+                "adamw_1", "row", -1, (), temps=('exp_avg_sq_least',), matrices=True, reads=('exp_avg_sq_row',),
+                stores=('exp_avg_sq_least',), picked=('exp_avg_sq_least',),
+            ),
+            Stage(
+                "adamw_2", "elem", 0, (0, 1), temps=('row_sum_for_exp_avg_sq_row_means',
+                'col_sum_for_exp_avg_sq_col_factor'), matrices=True, reads=('g', 'exp_avg_sq_row', 'exp_avg_sq_col',
+                'exp_avg_sq_least'), sums=(('sum', ('row_sum_for_exp_avg_sq_row_means',
+                'col_sum_for_exp_avg_sq_col_factor')),),
+            ),
+            Stage(
+                "adamw_3", "row", 1, (), temps=('exp_avg_sq_row_means', 'mat_sum_for_exp_avg_sq_row_factor'),
+                matrices=True, reads=('row_sum_for_exp_avg_sq_row_means',), stores=('exp_avg_sq_row_means',),
+                sums=(('sum', ('mat_sum_for_exp_avg_sq_row_factor',)),), extents=('columns',),
+            ),
+            Stage(
+                "adamw_4", "col", 1, (), matrices=True, reads=('col_sum_for_exp_avg_sq_col_factor',),
+                stores=('exp_avg_sq_col',), extents=('rows',), picked=('exp_avg_sq_col',),
+            ),
+            Stage(
+                "adamw_5", "mat", 1, (), temps=('mat_max',), matrices=True,
+                reads=('mat_sum_for_exp_avg_sq_row_factor',), stores=('mat_max',), extents=('rows',),
+                picked=('mat_max',),
+            ),
+            Stage(
+                "adamw_6", "row", 1, (), temps=('exp_avg_sq_row_factor_min_1p1754943508222875em38',), matrices=True,
+                reads=('exp_avg_sq_row_means', 'mat_max'), stores=('exp_avg_sq_row',
+                'exp_avg_sq_row_factor_min_1p1754943508222875em38'), picked=('exp_avg_sq_row',
+                'exp_avg_sq_row_factor_min_1p1754943508222875em38'),
+            ),
+            Stage(
+                "adamw_7", "elem", 2, (2, 3, 4, 5, 6), matrices=True, reads=('p', 'g', 'exp_avg', 'exp_avg_sq_row',
+                'exp_avg_sq_col', 'exp_avg_sq_row_factor_min_1p1754943508222875em38'), stores=('p', 'exp_avg'),
+            ),
+        ),
+    ),
+    Rule(
+        settings=(
+            {'amsgrad': False, 'decouple_lr': True},
+        ),
+        scalars=(
+            "beta2", "scalar_0", "beta1", "scalar_0_2", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3",
+        ),
+        host=scalars_2,
+        temps=(
+            Temp("exp_avg_sq_least", "row"),
+            Temp("col_sum_for_exp_avg_sq_col_factor", "col", "col_sum", "elem"),
+            Temp("row_sum_for_exp_avg_sq_row_means", "row", "row_sum", "elem"),
+            Temp("exp_avg_sq_row_means", "row"),
+            Temp("mat_sum_for_exp_avg_sq_row_factor", "mat", "mat_sum", "row"),
+            Temp("mat_max", "mat"),
+            Temp("exp_avg_sq_row_factor_min_1p1754943508222875em38", "row"),
+        ),
+        stages=(
+            Stage(
+                "adamw_1", "row", -1, (), temps=('exp_avg_sq_least',), matrices=True, reads=('exp_avg_sq_row',),
+                stores=('exp_avg_sq_least',), picked=('exp_avg_sq_least',),
+            ),
+            Stage(
+                "adamw_2", "elem", 0, (0, 1), temps=('row_sum_for_exp_avg_sq_row_means',
+                'col_sum_for_exp_avg_sq_col_factor'), matrices=True, reads=('g', 'exp_avg_sq_row', 'exp_avg_sq_col',
+                'exp_avg_sq_least'), sums=(('sum', ('row_sum_for_exp_avg_sq_row_means',
+                'col_sum_for_exp_avg_sq_col_factor')),),
+            ),
+            Stage(
+                "adamw_3", "row", 1, (), temps=('exp_avg_sq_row_means', 'mat_sum_for_exp_avg_sq_row_factor'),
+                matrices=True, reads=('row_sum_for_exp_avg_sq_row_means',), stores=('exp_avg_sq_row_means',),
+                sums=(('sum', ('mat_sum_for_exp_avg_sq_row_factor',)),), extents=('columns',),
+            ),
+            Stage(
+                "adamw_4", "col", 1, (), matrices=True, reads=('col_sum_for_exp_avg_sq_col_factor',),
+                stores=('exp_avg_sq_col',), extents=('rows',), picked=('exp_avg_sq_col',),
+            ),
+            Stage(
+                "adamw_5", "mat", 1, (), temps=('mat_max',), matrices=True,
+                reads=('mat_sum_for_exp_avg_sq_row_factor',), stores=('mat_max',), extents=('rows',),
+                picked=('mat_max',),
+            ),
+            Stage(
+                "adamw_6", "row", 1, (), temps=('exp_avg_sq_row_factor_min_1p1754943508222875em38',), matrices=True,
+                reads=('exp_avg_sq_row_means', 'mat_max'), stores=('exp_avg_sq_row',
+                'exp_avg_sq_row_factor_min_1p1754943508222875em38'), picked=('exp_avg_sq_row',
+                'exp_avg_sq_row_factor_min_1p1754943508222875em38'),
+            ),
+            Stage(
+                "adamw_7", "elem", 2, (2, 3, 4, 5, 6), matrices=True, reads=('p', 'g', 'exp_avg', 'exp_avg_sq_row',
+                'exp_avg_sq_col', 'exp_avg_sq_row_factor_min_1p1754943508222875em38'), stores=('p', 'exp_avg'),
+            ),
+        ),
+    ),
+    Rule(
+        settings=(
+            {'amsgrad': True, 'decouple_lr': False},
+        ),
+        scalars=(
+            "beta2", "scalar_0", "beta1", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale",
+            "scalar_2", "scalar_3",
+        ),
+        host=scalars,
+        temps=(
+            Temp("exp_avg_sq_least", "row"),
+            Temp("max_exp_avg_sq_least", "row"),
+            Temp("col_sum_for_exp_avg_sq_col_factor", "col", "col_sum", "elem"),
+            Temp("row_sum_for_exp_avg_sq_row_means", "row", "row_sum", "elem"),
+            Temp("exp_avg_sq_row_means", "row"),
+            Temp("mat_sum_for_exp_avg_sq_row_factor", "mat", "mat_sum", "row"),
+            Temp("mat_max", "mat"),
+            Temp("exp_avg_sq_row_factor_min_1p1754943508222875em38", "row"),
+            Temp("col_sum_for_max_exp_avg_sq_col_factor", "col", "col_sum", "elem"),
+            Temp("row_sum_for_max_exp_avg_sq_row_means", "row", "row_sum", "elem"),
+            Temp("mat_sum_for_max_exp_avg_sq_row_factor", "mat", "mat_sum", "row"),
+            Temp("max_exp_avg_sq_row_means", "row"),
+            Temp("mat_max_2", "mat"),
+            Temp("row_min", "row"),
+        ),
+        stages=(
+            Stage(
+                "adamw_amsgrad_1", "row", -1, (), temps=('max_exp_avg_sq_least', 'exp_avg_sq_least'), matrices=True,
+                reads=('exp_avg_sq_row', 'max_exp_avg_sq_row'), stores=('max_exp_avg_sq_least', 'exp_avg_sq_least'),
+                picked=('max_exp_avg_sq_least', 'exp_avg_sq_least'),
+            ),
+            Stage(
+                "adamw_2", "elem", 0, (0, 1), temps=('row_sum_for_exp_avg_sq_row_means',
+                'col_sum_for_exp_avg_sq_col_factor'), matrices=True, reads=('g', 'exp_avg_sq_row', 'exp_avg_sq_col',
+                'exp_avg_sq_least'), sums=(('sum', ('row_sum_for_exp_avg_sq_row_means',
+                'col_sum_for_exp_avg_sq_col_factor')),),
+            ),
+            Stage(
+                "adamw_3", "row", 1, (), temps=('exp_avg_sq_row_means', 'mat_sum_for_exp_avg_sq_row_factor'),
+                matrices=True, reads=('row_sum_for_exp_avg_sq_row_means',), stores=('exp_avg_sq_row_means',),
+                sums=(('sum', ('mat_sum_for_exp_avg_sq_row_factor',)),), extents=('columns',),
+            ),
+            Stage(
+                "adamw_4", "col", 1, (), matrices=True, reads=('col_sum_for_exp_avg_sq_col_factor',),
+                stores=('exp_avg_sq_col',), extents=('rows',), picked=('exp_avg_sq_col',),
+            ),
+            Stage(
+                "adamw_5", "mat", 1, (), temps=('mat_max',), matrices=True,
+                reads=('mat_sum_for_exp_avg_sq_row_factor',), stores=('mat_max',), extents=('rows',),
+                picked=('mat_max',),
+            ),
+            Stage(
+                "adamw_6", "row", 1, (), temps=('exp_avg_sq_row_factor_min_1p1754943508222875em38',), matrices=True,
+                reads=('exp_avg_sq_row_means', 'mat_max'), stores=('exp_avg_sq_row',
+                'exp_avg_sq_row_factor_min_1p1754943508222875em38'), picked=('exp_avg_sq_row',
+                'exp_avg_sq_row_factor_min_1p1754943508222875em38'),
+            ),
+            Stage(
+                "adamw_amsgrad_7", "elem", 2, (), temps=('row_sum_for_max_exp_avg_sq_row_means',
+                'col_sum_for_max_exp_avg_sq_col_factor'), matrices=True, reads=('exp_avg_sq_row', 'exp_avg_sq_col',
+                'max_exp_avg_sq_row', 'max_exp_avg_sq_col', 'max_exp_avg_sq_least',
+                'exp_avg_sq_row_factor_min_1p1754943508222875em38'), sums=(('sum',
+                ('row_sum_for_max_exp_avg_sq_row_means', 'col_sum_for_max_exp_avg_sq_col_factor')),),
+            ),
+            Stage(
+                "adamw_amsgrad_8", "row", 3, (), temps=('max_exp_avg_sq_row_means',
+                'mat_sum_for_max_exp_avg_sq_row_factor'), matrices=True,
+                reads=('row_sum_for_max_exp_avg_sq_row_means',), stores=('max_exp_avg_sq_row_means',), sums=(('sum',
+                ('mat_sum_for_max_exp_avg_sq_row_factor',)),), extents=('columns',),
+            ),
+            Stage(
+                "adamw_amsgrad_9", "col", 3, (), matrices=True, reads=('col_sum_for_max_exp_avg_sq_col_factor',),
+                stores=('max_exp_avg_sq_col',), extents=('rows',), picked=('max_exp_avg_sq_col',),
+            ),
+            Stage(
+                "adamw_amsgrad_10", "mat", 3, (), temps=('mat_max_2',), matrices=True,
+                reads=('mat_sum_for_max_exp_avg_sq_row_factor',), stores=('mat_max_2',), extents=('rows',),
+                picked=('mat_max_2',),
+            ),
+            Stage(
+                "adamw_amsgrad_11", "row", 3, (), temps=('row_min',), matrices=True,
+                reads=('max_exp_avg_sq_row_means', 'mat_max_2'), stores=('max_exp_avg_sq_row', 'row_min'),
+                picked=('max_exp_avg_sq_row', 'row_min'),
+            ),
+            Stage(
+                "adamw_amsgrad_12", "elem", 4, (2, 3, 4, 5, 6), matrices=True, reads=('p', 'g', 'exp_avg',
+                'max_exp_avg_sq_row', 'max_exp_avg_sq_col', 'row_min'), stores=('p', 'exp_avg'),
+            ),
+        ),
+    ),
+    Rule(
+        settings=(
+            {'amsgrad': True, 'decouple_lr': True},
+        ),
+        scalars=(
+            "beta2", "scalar_0", "beta1", "scalar_0_2", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3",
+        ),
+        host=scalars_2,
+        temps=(
+            Temp("exp_avg_sq_least", "row"),
+            Temp("max_exp_avg_sq_least", "row"),
+            Temp("col_sum_for_exp_avg_sq_col_factor", "col", "col_sum", "elem"),
+            Temp("row_sum_for_exp_avg_sq_row_means", "row", "row_sum", "elem"),
+            Temp("exp_avg_sq_row_means", "row"),
+            Temp("mat_sum_for_exp_avg_sq_row_factor", "mat", "mat_sum", "row"),
+            Temp("mat_max", "mat"),
+            Temp("exp_avg_sq_row_factor_min_1p1754943508222875em38", "row"),
+            Temp("col_sum_for_max_exp_avg_sq_col_factor", "col", "col_sum", "elem"),
+            Temp("row_sum_for_max_exp_avg_sq_row_means", "row", "row_sum", "elem"),
+            Temp("mat_sum_for_max_exp_avg_sq_row_factor", "mat", "mat_sum", "row"),
+            Temp("max_exp_avg_sq_row_means", "row"),
+            Temp("mat_max_2", "mat"),
+            Temp("row_min", "row"),
+        ),
+        stages=(
+            Stage(
+                "adamw_amsgrad_1", "row", -1, (), temps=('max_exp_avg_sq_least', 'exp_avg_sq_least'), matrices=True,
+                reads=('exp_avg_sq_row', 'max_exp_avg_sq_row'), stores=('max_exp_avg_sq_least', 'exp_avg_sq_least'),
+                picked=('max_exp_avg_sq_least', 'exp_avg_sq_least'),
+            ),
+            Stage(
+                "adamw_2", "elem", 0, (0, 1), temps=('row_sum_for_exp_avg_sq_row_means',
+                'col_sum_for_exp_avg_sq_col_factor'), matrices=True, reads=('g', 'exp_avg_sq_row', 'exp_avg_sq_col',
+                'exp_avg_sq_least'), sums=(('sum', ('row_sum_for_exp_avg_sq_row_means',
+                'col_sum_for_exp_avg_sq_col_factor')),),
+            ),
+            Stage(
+                "adamw_3", "row", 1, (), temps=('exp_avg_sq_row_means', 'mat_sum_for_exp_avg_sq_row_factor'),
+                matrices=True, reads=('row_sum_for_exp_avg_sq_row_means',), stores=('exp_avg_sq_row_means',),
+                sums=(('sum', ('mat_sum_for_exp_avg_sq_row_factor',)),), extents=('columns',),
+            ),
+            Stage(
+                "adamw_4", "col", 1, (), matrices=True, reads=('col_sum_for_exp_avg_sq_col_factor',),
+                stores=('exp_avg_sq_col',), extents=('rows',), picked=('exp_avg_sq_col',),
+            ),
+            Stage(
+                "adamw_5", "mat", 1, (), temps=('mat_max',), matrices=True,
+                reads=('mat_sum_for_exp_avg_sq_row_factor',), stores=('mat_max',), extents=('rows',),
+                picked=('mat_max',),
+            ),
+            Stage(
+                "adamw_6", "row", 1, (), temps=('exp_avg_sq_row_factor_min_1p1754943508222875em38',), matrices=True,
+                reads=('exp_avg_sq_row_means', 'mat_max'), stores=('exp_avg_sq_row',
+                'exp_avg_sq_row_factor_min_1p1754943508222875em38'), picked=('exp_avg_sq_row',
+                'exp_avg_sq_row_factor_min_1p1754943508222875em38'),
+            ),
+            Stage(
+                "adamw_amsgrad_7", "elem", 2, (), temps=('row_sum_for_max_exp_avg_sq_row_means',
+                'col_sum_for_max_exp_avg_sq_col_factor'), matrices=True, reads=('exp_avg_sq_row', 'exp_avg_sq_col',
+                'max_exp_avg_sq_row', 'max_exp_avg_sq_col', 'max_exp_avg_sq_least',
+                'exp_avg_sq_row_factor_min_1p1754943508222875em38'), sums=(('sum',
+                ('row_sum_for_max_exp_avg_sq_row_means', 'col_sum_for_max_exp_avg_sq_col_factor')),),
+            ),
+            Stage(
+                "adamw_amsgrad_8", "row", 3, (), temps=('max_exp_avg_sq_row_means',
+                'mat_sum_for_max_exp_avg_sq_row_factor'), matrices=True,
+                reads=('row_sum_for_max_exp_avg_sq_row_means',), stores=('max_exp_avg_sq_row_means',), sums=(('sum',
+                ('mat_sum_for_max_exp_avg_sq_row_factor',)),), extents=('columns',),
+            ),
+            Stage(
+                "adamw_amsgrad_9", "col", 3, (), matrices=True, reads=('col_sum_for_max_exp_avg_sq_col_factor',),
+                stores=('max_exp_avg_sq_col',), extents=('rows',), picked=('max_exp_avg_sq_col',),
+            ),
+            Stage(
+                "adamw_amsgrad_10", "mat", 3, (), temps=('mat_max_2',), matrices=True,
+                reads=('mat_sum_for_max_exp_avg_sq_row_factor',), stores=('mat_max_2',), extents=('rows',),
+                picked=('mat_max_2',),
+            ),
+            Stage(
+                "adamw_amsgrad_11", "row", 3, (), temps=('row_min',), matrices=True,
+                reads=('max_exp_avg_sq_row_means', 'mat_max_2'), stores=('max_exp_avg_sq_row', 'row_min'),
+                picked=('max_exp_avg_sq_row', 'row_min'),
+            ),
+            Stage(
+                "adamw_amsgrad_12", "elem", 4, (2, 3, 4, 5, 6), matrices=True, reads=('p', 'g', 'exp_avg',
+                'max_exp_avg_sq_row', 'max_exp_avg_sq_col', 'row_min'), stores=('p', 'exp_avg'),
+            ),
+        ),
+    ),
+)

@@ -93,8 +93,8 @@ struct adamw_kernel_2 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {4, -1, 4, ROW, true, false, NONE, 1},  // exp_avg_sq_row
         {5, -1, 4, COLUMN, true, false, NONE, 2},  // exp_avg_sq_col
-        {7, 13, 4, ROW, false, true, TOTAL, 3},  // row_sum_for_exp_avg_sq_row_means
-        {8, 14, 4, COLUMN, false, true, TOTAL, 3},  // col_sum_for_exp_avg_sq_col_factor
+        {8, 14, 4, ROW, false, true, TOTAL, 3},  // row_sum_for_exp_avg_sq_row_means
+        {7, 13, 4, COLUMN, false, true, TOTAL, 3},  // col_sum_for_exp_avg_sq_col_factor
         {6, -1, 4, ROW, true, false, NONE, 5},  // exp_avg_sq_least
     });
 
@@ -135,7 +135,7 @@ struct adamw_kernel_3 {
     static constexpr auto PLACES = places<Weight, false, false, Place>({
         {9, -1, 4, ROW, false, true, NONE, 0},  // exp_avg_sq_row_means
         {10, -1, 4, MATRIX, false, true, TOTAL, 1},  // mat_sum_for_exp_avg_sq_row_factor
-        {7, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_exp_avg_sq_row_means
+        {8, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_exp_avg_sq_row_means
     });
 
     template <bool RAGGED>
@@ -167,7 +167,7 @@ struct adamw_kernel_4 {
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
         {5, -1, 4, COLUMN, false, true, NONE, 0},  // exp_avg_sq_col
-        {8, -1, 4, COLUMN, true, false, NONE, 1},  // col_sum_for_exp_avg_sq_col_factor
+        {7, -1, 4, COLUMN, true, false, NONE, 1},  // col_sum_for_exp_avg_sq_col_factor
     });
 
     template <bool RAGGED>
@@ -657,8 +657,8 @@ struct adamw_amsgrad_kernel_1 {
     static constexpr auto PLACES = places<Weight, false, false, Place>({
         {4, -1, 4, ROW, true, false, NONE, 0},  // exp_avg_sq_row
         {6, -1, 4, ROW, true, false, NONE, 1},  // max_exp_avg_sq_row
-        {8, -1, 4, ROW, false, true, NONE, 2},  // max_exp_avg_sq_least
-        {9, -1, 4, ROW, false, true, NONE, 3},  // exp_avg_sq_least
+        {9, -1, 4, ROW, false, true, NONE, 2},  // max_exp_avg_sq_least
+        {8, -1, 4, ROW, false, true, NONE, 3},  // exp_avg_sq_least
     });
 
     template <bool RAGGED>
@@ -692,9 +692,9 @@ struct adamw_amsgrad_kernel_2 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {4, -1, 4, ROW, true, false, NONE, 1},  // exp_avg_sq_row
         {5, -1, 4, COLUMN, true, false, NONE, 2},  // exp_avg_sq_col
-        {10, 22, 4, ROW, false, true, TOTAL, 3},  // row_sum_for_exp_avg_sq_row_means
-        {11, 23, 4, COLUMN, false, true, TOTAL, 3},  // col_sum_for_exp_avg_sq_col_factor
-        {9, -1, 4, ROW, true, false, NONE, 5},  // exp_avg_sq_least
+        {11, 23, 4, ROW, false, true, TOTAL, 3},  // row_sum_for_exp_avg_sq_row_means
+        {10, 22, 4, COLUMN, false, true, TOTAL, 3},  // col_sum_for_exp_avg_sq_col_factor
+        {8, -1, 4, ROW, true, false, NONE, 5},  // exp_avg_sq_least
     });
 
     template <bool RAGGED>
@@ -734,7 +734,7 @@ struct adamw_amsgrad_kernel_3 {
     static constexpr auto PLACES = places<Weight, false, false, Place>({
         {12, -1, 4, ROW, false, true, NONE, 0},  // exp_avg_sq_row_means
         {13, -1, 4, MATRIX, false, true, TOTAL, 1},  // mat_sum_for_exp_avg_sq_row_factor
-        {10, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_exp_avg_sq_row_means
+        {11, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_exp_avg_sq_row_means
     });
 
     template <bool RAGGED>
@@ -766,7 +766,7 @@ struct adamw_amsgrad_kernel_4 {
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
         {5, -1, 4, COLUMN, false, true, NONE, 0},  // exp_avg_sq_col
-        {11, -1, 4, COLUMN, true, false, NONE, 1},  // col_sum_for_exp_avg_sq_col_factor
+        {10, -1, 4, COLUMN, true, false, NONE, 1},  // col_sum_for_exp_avg_sq_col_factor
     });
 
     template <bool RAGGED>
@@ -865,9 +865,9 @@ struct adamw_amsgrad_kernel_7 {
         {5, -1, 4, COLUMN, true, false, NONE, 1},  // exp_avg_sq_col
         {6, -1, 4, ROW, true, false, NONE, 2},  // max_exp_avg_sq_row
         {7, -1, 4, COLUMN, true, false, NONE, 3},  // max_exp_avg_sq_col
-        {16, 24, 4, ROW, false, true, TOTAL, 4},  // row_sum_for_max_exp_avg_sq_row_means
-        {17, 25, 4, COLUMN, false, true, TOTAL, 4},  // col_sum_for_max_exp_avg_sq_col_factor
-        {8, -1, 4, ROW, true, false, NONE, 6},  // max_exp_avg_sq_least
+        {17, 25, 4, ROW, false, true, TOTAL, 4},  // row_sum_for_max_exp_avg_sq_row_means
+        {16, 24, 4, COLUMN, false, true, TOTAL, 4},  // col_sum_for_max_exp_avg_sq_col_factor
+        {9, -1, 4, ROW, true, false, NONE, 6},  // max_exp_avg_sq_least
         {15, -1, 4, ROW, true, false, NONE, 7},  // exp_avg_sq_row_factor_min_1p1754943508222875em38
     });
 
@@ -911,9 +911,9 @@ struct adamw_amsgrad_kernel_8 {
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
-        {18, -1, 4, ROW, false, true, NONE, 0},  // max_exp_avg_sq_row_means
-        {19, -1, 4, MATRIX, false, true, TOTAL, 1},  // mat_sum_for_max_exp_avg_sq_row_factor
-        {16, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_max_exp_avg_sq_row_means
+        {19, -1, 4, ROW, false, true, NONE, 0},  // max_exp_avg_sq_row_means
+        {18, -1, 4, MATRIX, false, true, TOTAL, 1},  // mat_sum_for_max_exp_avg_sq_row_factor
+        {17, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_max_exp_avg_sq_row_means
     });
 
     template <bool RAGGED>
@@ -945,7 +945,7 @@ struct adamw_amsgrad_kernel_9 {
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
         {7, -1, 4, COLUMN, false, true, NONE, 0},  // max_exp_avg_sq_col
-        {17, -1, 4, COLUMN, true, false, NONE, 1},  // col_sum_for_max_exp_avg_sq_col_factor
+        {16, -1, 4, COLUMN, true, false, NONE, 1},  // col_sum_for_max_exp_avg_sq_col_factor
     });
 
     template <bool RAGGED>
@@ -976,7 +976,7 @@ struct adamw_amsgrad_kernel_10 {
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
         {20, -1, 4, MATRIX, false, true, NONE, 0},  // mat_max_2
-        {19, -1, 4, MATRIX, true, false, NONE, 1},  // mat_sum_for_max_exp_avg_sq_row_factor
+        {18, -1, 4, MATRIX, true, false, NONE, 1},  // mat_sum_for_max_exp_avg_sq_row_factor
     });
 
     template <bool RAGGED>
@@ -1007,7 +1007,7 @@ struct adamw_amsgrad_kernel_11 {
     static constexpr auto PLACES = places<Weight, false, false, Place>({
         {6, -1, 4, ROW, false, true, NONE, 0},  // max_exp_avg_sq_row
         {21, -1, 4, ROW, false, true, NONE, 1},  // row_min
-        {18, -1, 4, ROW, true, false, NONE, 2},  // max_exp_avg_sq_row_means
+        {19, -1, 4, ROW, true, false, NONE, 2},  // max_exp_avg_sq_row_means
         {20, -1, 4, MATRIX, true, false, NONE, 3},  // mat_max_2
     });
 
@@ -1484,14 +1484,14 @@ struct adamw_step {
         {4, ROW},  // exp_avg_sq_row
         {4, COLUMN},  // exp_avg_sq_col
         {4, ROW},  // exp_avg_sq_least
-        {4, ROW},  // row_sum_for_exp_avg_sq_row_means
         {4, COLUMN},  // col_sum_for_exp_avg_sq_col_factor
+        {4, ROW},  // row_sum_for_exp_avg_sq_row_means
         {4, ROW},  // exp_avg_sq_row_means
         {4, MATRIX},  // mat_sum_for_exp_avg_sq_row_factor
         {4, MATRIX},  // mat_max
         {4, ROW},  // exp_avg_sq_row_factor_min_1p1754943508222875em38
-        {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row_means
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col_factor
+        {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row_means
     });
     static constexpr Stage STAGES[] = {
         stage<adamw_kernel_1<Weight, Grad>>(),
@@ -1516,24 +1516,24 @@ struct adamw_amsgrad_step {
         {4, COLUMN},  // exp_avg_sq_col
         {4, ROW},  // max_exp_avg_sq_row
         {4, COLUMN},  // max_exp_avg_sq_col
-        {4, ROW},  // max_exp_avg_sq_least
         {4, ROW},  // exp_avg_sq_least
-        {4, ROW},  // row_sum_for_exp_avg_sq_row_means
+        {4, ROW},  // max_exp_avg_sq_least
         {4, COLUMN},  // col_sum_for_exp_avg_sq_col_factor
+        {4, ROW},  // row_sum_for_exp_avg_sq_row_means
         {4, ROW},  // exp_avg_sq_row_means
         {4, MATRIX},  // mat_sum_for_exp_avg_sq_row_factor
         {4, MATRIX},  // mat_max
         {4, ROW},  // exp_avg_sq_row_factor_min_1p1754943508222875em38
-        {4, ROW},  // row_sum_for_max_exp_avg_sq_row_means
         {4, COLUMN},  // col_sum_for_max_exp_avg_sq_col_factor
-        {4, ROW},  // max_exp_avg_sq_row_means
+        {4, ROW},  // row_sum_for_max_exp_avg_sq_row_means
         {4, MATRIX},  // mat_sum_for_max_exp_avg_sq_row_factor
+        {4, ROW},  // max_exp_avg_sq_row_means
         {4, MATRIX},  // mat_max_2
         {4, ROW},  // row_min
-        {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row_means
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col_factor
-        {4, ROW + 8},  // partial results of row_sum_for_max_exp_avg_sq_row_means
+        {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row_means
         {4, COLUMN + 8},  // partial results of col_sum_for_max_exp_avg_sq_col_factor
+        {4, ROW + 8},  // partial results of row_sum_for_max_exp_avg_sq_row_means
     });
     static constexpr Stage STAGES[] = {
         stage<adamw_amsgrad_kernel_1<Weight, Grad>>(),

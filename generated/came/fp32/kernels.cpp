@@ -364,8 +364,8 @@ struct came_kernel_10 {
     static constexpr auto PLACES = places<Weight, false, false, Place>({
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {2, -1, 4, ELEMENT, true, true, NONE, 1},  // exp_avg
-        {17, 26, 4, ROW, false, true, TOTAL, 2},  // row_sum_for_exp_avg_res_row
-        {18, 27, 4, COLUMN, false, true, TOTAL, 2},  // col_sum_for_exp_avg_res_col
+        {18, 27, 4, ROW, false, true, TOTAL, 2},  // row_sum_for_exp_avg_res_row
+        {17, 26, 4, COLUMN, false, true, TOTAL, 2},  // col_sum_for_exp_avg_res_col
         {10, -1, 4, COLUMN, true, false, NONE, 4},  // one_over_sqrt_exp_avg_sq_col_2
         {16, -1, 4, ROW, true, false, NONE, 5},  // row_mul_3
     });
@@ -411,7 +411,7 @@ struct came_kernel_11 {
     static constexpr auto PLACES = places<Weight, false, false, Place>({
         {5, -1, 4, ROW, true, true, NONE, 0},  // exp_avg_res_row
         {19, -1, 4, MATRIX, false, true, TOTAL, 1},  // mat_sum_of_exp_avg_res_row
-        {17, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_exp_avg_res_row
+        {18, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_exp_avg_res_row
     });
 
     template <bool RAGGED>
@@ -450,7 +450,7 @@ struct came_kernel_12 {
     static constexpr auto PLACES = places<Weight, false, false, Place>({
         {6, -1, 4, COLUMN, true, true, NONE, 0},  // exp_avg_res_col
         {20, -1, 4, COLUMN, false, true, NONE, 1},  // one_over_sqrt_exp_avg_res_col_2
-        {18, -1, 4, COLUMN, true, false, NONE, 2},  // col_sum_for_exp_avg_res_col
+        {17, -1, 4, COLUMN, true, false, NONE, 2},  // col_sum_for_exp_avg_res_col
     });
 
     template <bool RAGGED>
@@ -742,8 +742,8 @@ struct came_step {
         {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // one_over_one_max_tensor_div
         {4, ROW},  // row_mul_3
-        {4, ROW},  // row_sum_for_exp_avg_res_row
         {4, COLUMN},  // col_sum_for_exp_avg_res_col
+        {4, ROW},  // row_sum_for_exp_avg_res_row
         {4, MATRIX},  // mat_sum_of_exp_avg_res_row
         {4, COLUMN},  // one_over_sqrt_exp_avg_res_col_2
         {4, MATRIX},  // mat_sum_of_exp_avg_res_row_over_rows
@@ -751,8 +751,8 @@ struct came_step {
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, ROW + 8},  // partial results of row_sum_of_g
-        {4, ROW + 8},  // partial results of row_sum_for_exp_avg_res_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_res_col
+        {4, ROW + 8},  // partial results of row_sum_for_exp_avg_res_row
     });
     static constexpr Stage STAGES[] = {
         stage<came_kernel_1<Weight, Grad>>(),

@@ -394,8 +394,8 @@ struct came_kernel_10 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {2, -1, 1, ELEMENT, true, true, NONE, 1},  // exp_avg_codes
         {3, -1, 2, BLOCK_OF, true, true, NONE, 2},  // exp_avg_scale
-        {18, 27, 4, ROW, false, true, TOTAL, 3},  // row_sum_for_exp_avg_res_row
-        {19, 28, 4, COLUMN, false, true, TOTAL, 3},  // col_sum_for_exp_avg_res_col
+        {19, 28, 4, ROW, false, true, TOTAL, 3},  // row_sum_for_exp_avg_res_row
+        {18, 27, 4, COLUMN, false, true, TOTAL, 3},  // col_sum_for_exp_avg_res_col
         {11, -1, 4, COLUMN, true, false, NONE, 5},  // one_over_sqrt_exp_avg_sq_col_2
         {17, -1, 4, ROW, true, false, NONE, 6},  // row_mul_3
     });
@@ -502,7 +502,7 @@ struct came_kernel_11 {
     static constexpr auto PLACES = places<Weight, false, false, Place>({
         {6, -1, 4, ROW, true, true, NONE, 0},  // exp_avg_res_row
         {20, -1, 4, MATRIX, false, true, TOTAL, 1},  // mat_sum_of_exp_avg_res_row
-        {18, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_exp_avg_res_row
+        {19, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_exp_avg_res_row
     });
 
     template <bool RAGGED>
@@ -541,7 +541,7 @@ struct came_kernel_12 {
     static constexpr auto PLACES = places<Weight, false, false, Place>({
         {7, -1, 4, COLUMN, true, true, NONE, 0},  // exp_avg_res_col
         {21, -1, 4, COLUMN, false, true, NONE, 1},  // one_over_sqrt_exp_avg_res_col_2
-        {19, -1, 4, COLUMN, true, false, NONE, 2},  // col_sum_for_exp_avg_res_col
+        {18, -1, 4, COLUMN, true, false, NONE, 2},  // col_sum_for_exp_avg_res_col
     });
 
     template <bool RAGGED>
@@ -1007,8 +1007,8 @@ struct came_small_kernel_10 {
     static constexpr auto PLACES = places<Weight, false, false, Place>({
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {2, -1, 4, ELEMENT, true, true, NONE, 1},  // exp_avg
-        {17, 26, 4, ROW, false, true, TOTAL, 2},  // row_sum_for_exp_avg_res_row
-        {18, 27, 4, COLUMN, false, true, TOTAL, 2},  // col_sum_for_exp_avg_res_col
+        {18, 27, 4, ROW, false, true, TOTAL, 2},  // row_sum_for_exp_avg_res_row
+        {17, 26, 4, COLUMN, false, true, TOTAL, 2},  // col_sum_for_exp_avg_res_col
         {10, -1, 4, COLUMN, true, false, NONE, 4},  // one_over_sqrt_exp_avg_sq_col_2
         {16, -1, 4, ROW, true, false, NONE, 5},  // row_mul_3
     });
@@ -1054,7 +1054,7 @@ struct came_small_kernel_11 {
     static constexpr auto PLACES = places<Weight, false, false, Place>({
         {5, -1, 4, ROW, true, true, NONE, 0},  // exp_avg_res_row
         {19, -1, 4, MATRIX, false, true, TOTAL, 1},  // mat_sum_of_exp_avg_res_row
-        {17, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_exp_avg_res_row
+        {18, -1, 4, ROW, true, false, NONE, 2},  // row_sum_for_exp_avg_res_row
     });
 
     template <bool RAGGED>
@@ -1093,7 +1093,7 @@ struct came_small_kernel_12 {
     static constexpr auto PLACES = places<Weight, false, false, Place>({
         {6, -1, 4, COLUMN, true, true, NONE, 0},  // exp_avg_res_col
         {20, -1, 4, COLUMN, false, true, NONE, 1},  // one_over_sqrt_exp_avg_res_col_2
-        {18, -1, 4, COLUMN, true, false, NONE, 2},  // col_sum_for_exp_avg_res_col
+        {17, -1, 4, COLUMN, true, false, NONE, 2},  // col_sum_for_exp_avg_res_col
     });
 
     template <bool RAGGED>
@@ -1687,8 +1687,8 @@ struct came_step {
         {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // one_over_one_max_tensor_div
         {4, ROW},  // row_mul_3
-        {4, ROW},  // row_sum_for_exp_avg_res_row
         {4, COLUMN},  // col_sum_for_exp_avg_res_col
+        {4, ROW},  // row_sum_for_exp_avg_res_row
         {4, MATRIX},  // mat_sum_of_exp_avg_res_row
         {4, COLUMN},  // one_over_sqrt_exp_avg_res_col_2
         {4, MATRIX},  // mat_sum_of_exp_avg_res_row_over_rows
@@ -1696,8 +1696,8 @@ struct came_step {
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, ROW + 8},  // partial results of row_sum_of_g
-        {4, ROW + 8},  // partial results of row_sum_for_exp_avg_res_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_res_col
+        {4, ROW + 8},  // partial results of row_sum_for_exp_avg_res_row
     });
     static constexpr Stage STAGES[] = {
         stage<came_kernel_1<Weight, Grad>>(),
@@ -1739,8 +1739,8 @@ struct came_small_step {
         {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // one_over_one_max_tensor_div
         {4, ROW},  // row_mul_3
-        {4, ROW},  // row_sum_for_exp_avg_res_row
         {4, COLUMN},  // col_sum_for_exp_avg_res_col
+        {4, ROW},  // row_sum_for_exp_avg_res_row
         {4, MATRIX},  // mat_sum_of_exp_avg_res_row
         {4, COLUMN},  // one_over_sqrt_exp_avg_res_col_2
         {4, MATRIX},  // mat_sum_of_exp_avg_res_row_over_rows
@@ -1748,8 +1748,8 @@ struct came_small_step {
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, ROW + 8},  // partial results of row_sum_of_g
-        {4, ROW + 8},  // partial results of row_sum_for_exp_avg_res_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_res_col
+        {4, ROW + 8},  // partial results of row_sum_for_exp_avg_res_row
     });
     static constexpr Stage STAGES[] = {
         stage<came_small_kernel_1<Weight, Grad>>(),

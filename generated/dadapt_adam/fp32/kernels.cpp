@@ -69,8 +69,8 @@ struct dadapt_adam_kernel_1 {
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
         {5, -1, 4, WHOLE, true, false, NONE, 0},  // d
-        {7, -1, 4, WHOLE, false, true, NONE, 1},  // one_times_one_minus_beta1_times_rate
-        {8, -1, 4, WHOLE, false, true, NONE, 2},  // one_minus_rate_times_weight_decay
+        {8, -1, 4, WHOLE, false, true, NONE, 1},  // one_times_one_minus_beta1_times_rate
+        {7, -1, 4, WHOLE, false, true, NONE, 2},  // one_minus_rate_times_weight_decay
         {9, -1, 4, WHOLE, false, true, NONE, 3},  // one_times_one_minus_sqrt_beta2_times_rate
     });
 
@@ -115,11 +115,11 @@ struct dadapt_adam_kernel_2 {
         {2, -1, 4, ELEMENT, true, true, NONE, 1},  // exp_avg
         {3, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg_sq
         {4, -1, 4, ELEMENT, true, true, NONE, 3},  // s
-        {10, 14, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_total
-        {11, 15, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_numerator
+        {11, 15, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_total
+        {10, 14, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_numerator
         {9, -1, 4, WHOLE, true, false, NONE, 6},  // one_times_one_minus_sqrt_beta2_times_rate
-        {8, -1, 4, WHOLE, true, false, NONE, 7},  // one_minus_rate_times_weight_decay
-        {7, -1, 4, WHOLE, true, false, NONE, 8},  // one_times_one_minus_beta1_times_rate
+        {7, -1, 4, WHOLE, true, false, NONE, 7},  // one_minus_rate_times_weight_decay
+        {8, -1, 4, WHOLE, true, false, NONE, 8},  // one_times_one_minus_beta1_times_rate
     });
 
     template <bool RAGGED>
@@ -196,8 +196,8 @@ struct dadapt_adam_kernel_3 {
     static constexpr auto PLACES = places<Weight, false, false, Place>({
         {12, -1, 4, WHOLE, false, true, NONE, 0},  // model_sum_for_numerator
         {13, -1, 4, WHOLE, false, true, NONE, 1},  // total
-        {11, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_numerator
-        {10, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_for_total
+        {10, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_numerator
+        {11, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_for_total
     });
 
     template <bool RAGGED>
@@ -277,8 +277,8 @@ struct dadapt_adam_use_bias_correction_kernel_1 {
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
         {5, -1, 4, WHOLE, true, false, NONE, 0},  // d
-        {7, -1, 4, WHOLE, false, true, NONE, 1},  // one_times_one_minus_beta1_times_rate
-        {8, -1, 4, WHOLE, false, true, NONE, 2},  // one_minus_rate_times_weight_decay
+        {8, -1, 4, WHOLE, false, true, NONE, 1},  // one_times_one_minus_beta1_times_rate
+        {7, -1, 4, WHOLE, false, true, NONE, 2},  // one_minus_rate_times_weight_decay
         {9, -1, 4, WHOLE, false, true, NONE, 3},  // one_times_one_minus_sqrt_beta2_times_rate
     });
 
@@ -323,11 +323,11 @@ struct dadapt_adam_use_bias_correction_kernel_2 {
         {2, -1, 4, ELEMENT, true, true, NONE, 1},  // exp_avg
         {3, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg_sq
         {4, -1, 4, ELEMENT, true, true, NONE, 3},  // s
-        {10, 14, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_total
-        {11, 15, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_numerator
+        {11, 15, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_total
+        {10, 14, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_numerator
         {9, -1, 4, WHOLE, true, false, NONE, 6},  // one_times_one_minus_sqrt_beta2_times_rate
-        {8, -1, 4, WHOLE, true, false, NONE, 7},  // one_minus_rate_times_weight_decay
-        {7, -1, 4, WHOLE, true, false, NONE, 8},  // one_times_one_minus_beta1_times_rate
+        {7, -1, 4, WHOLE, true, false, NONE, 7},  // one_minus_rate_times_weight_decay
+        {8, -1, 4, WHOLE, true, false, NONE, 8},  // one_times_one_minus_beta1_times_rate
     });
 
     template <bool RAGGED>
@@ -405,15 +405,15 @@ struct dadapt_adam_step {
         {4, ELEMENT},  // s
         {4, WHOLE},  // d
         {4, WHOLE},  // numerator_weighted
-        {4, WHOLE},  // one_times_one_minus_beta1_times_rate
         {4, WHOLE},  // one_minus_rate_times_weight_decay
+        {4, WHOLE},  // one_times_one_minus_beta1_times_rate
         {4, WHOLE},  // one_times_one_minus_sqrt_beta2_times_rate
-        {4, WHOLE},  // tensor_sum_for_total
         {4, WHOLE},  // tensor_sum_for_numerator
+        {4, WHOLE},  // tensor_sum_for_total
         {4, WHOLE},  // model_sum_for_numerator
         {4, WHOLE},  // total
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_total
         {4, WHOLE + 8},  // partial results of tensor_sum_for_numerator
+        {4, WHOLE + 8},  // partial results of tensor_sum_for_total
     });
     static constexpr Stage STAGES[] = {
         stage<dadapt_adam_kernel_1<Weight, Grad>>(),
@@ -434,15 +434,15 @@ struct dadapt_adam_use_bias_correction_step {
         {4, ELEMENT},  // s
         {4, WHOLE},  // d
         {4, WHOLE},  // numerator_weighted
-        {4, WHOLE},  // one_times_one_minus_beta1_times_rate
         {4, WHOLE},  // one_minus_rate_times_weight_decay
+        {4, WHOLE},  // one_times_one_minus_beta1_times_rate
         {4, WHOLE},  // one_times_one_minus_sqrt_beta2_times_rate
-        {4, WHOLE},  // tensor_sum_for_total
         {4, WHOLE},  // tensor_sum_for_numerator
+        {4, WHOLE},  // tensor_sum_for_total
         {4, WHOLE},  // model_sum_for_numerator
         {4, WHOLE},  // total
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_total
         {4, WHOLE + 8},  // partial results of tensor_sum_for_numerator
+        {4, WHOLE + 8},  // partial results of tensor_sum_for_total
     });
     static constexpr Stage STAGES[] = {
         stage<dadapt_adam_use_bias_correction_kernel_1<Weight, Grad>>(),

@@ -85,8 +85,8 @@ struct fromage_kernel_1 {
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, true, false, Place>({
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {2, 6, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_for_p_norm
-        {3, 7, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_g_norm
+        {3, 7, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_for_p_norm
+        {2, 6, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_g_norm
     });
 
     template <bool RAGGED>
@@ -116,10 +116,10 @@ struct fromage_kernel_2 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
-        {4, -1, 4, WHOLE, false, true, NONE, 0},  // shrink
-        {5, -1, 4, WHOLE, false, true, NONE, 1},  // lr_times_ratio
-        {3, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_g_norm
-        {2, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_for_p_norm
+        {5, -1, 4, WHOLE, false, true, NONE, 0},  // shrink
+        {4, -1, 4, WHOLE, false, true, NONE, 1},  // lr_times_ratio
+        {2, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_g_norm
+        {3, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_for_p_norm
     });
 
     template <bool RAGGED>
@@ -165,8 +165,8 @@ struct fromage_kernel_3 {
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, true, true, Place>({
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {5, -1, 4, WHOLE, true, false, NONE, 1},  // lr_times_ratio
-        {4, -1, 4, WHOLE, true, false, NONE, 2},  // shrink
+        {4, -1, 4, WHOLE, true, false, NONE, 1},  // lr_times_ratio
+        {5, -1, 4, WHOLE, true, false, NONE, 2},  // shrink
     });
 
     template <bool RAGGED>
@@ -201,12 +201,12 @@ struct fromage_step {
     static constexpr int SCALARS = 4, BLOCK = 1;
     // bytes per entry, what there is one of
     static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
-        {4, WHOLE},  // tensor_sum_for_p_norm
         {4, WHOLE},  // tensor_sum_for_g_norm
-        {4, WHOLE},  // shrink
+        {4, WHOLE},  // tensor_sum_for_p_norm
         {4, WHOLE},  // lr_times_ratio
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_p_norm
+        {4, WHOLE},  // shrink
         {4, WHOLE + 8},  // partial results of tensor_sum_for_g_norm
+        {4, WHOLE + 8},  // partial results of tensor_sum_for_p_norm
     });
     static constexpr Stage STAGES[] = {
         stage<fromage_kernel_1<Weight, Grad>>(),

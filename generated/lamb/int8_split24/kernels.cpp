@@ -100,8 +100,8 @@ struct lamb_kernel_1 {
         {3, -1, 2, BLOCK_OF, true, true, NONE, 2},  // exp_avg_scale
         {4, -1, 1, ELEMENT, true, true, NONE, 3},  // exp_avg_sq_codes
         {5, -1, 2, BLOCK_OF, true, true, NONE, 4},  // exp_avg_sq_range
-        {6, 9, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_weight_norm
-        {7, 10, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_update_norm
+        {7, 10, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_weight_norm
+        {6, 9, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_update_norm
     });
 
     template <bool RAGGED>
@@ -311,8 +311,8 @@ struct lamb_kernel_2 {
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
         {8, -1, 4, WHOLE, false, true, NONE, 0},  // lr_times_trust
-        {6, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_for_weight_norm
-        {7, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_update_norm
+        {7, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_for_weight_norm
+        {6, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_update_norm
     });
 
     template <bool RAGGED>
@@ -442,8 +442,8 @@ struct lamb_small_kernel_1 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {2, -1, 4, ELEMENT, true, true, NONE, 1},  // exp_avg
         {3, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg_sq
-        {4, 7, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_weight_norm
-        {5, 8, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_update_norm
+        {5, 8, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_weight_norm
+        {4, 7, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_update_norm
     });
 
     template <bool RAGGED>
@@ -493,8 +493,8 @@ struct lamb_small_kernel_2 {
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
         {6, -1, 4, WHOLE, false, true, NONE, 0},  // lr_times_trust
-        {4, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_for_weight_norm
-        {5, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_update_norm
+        {5, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_for_weight_norm
+        {4, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_update_norm
     });
 
     template <bool RAGGED>
@@ -578,11 +578,11 @@ struct lamb_step {
         {2, BLOCK_OF},  // exp_avg_scale
         {1, ELEMENT},  // exp_avg_sq_codes
         {2, BLOCK_OF},  // exp_avg_sq_range
-        {4, WHOLE},  // tensor_sum_for_weight_norm
         {4, WHOLE},  // tensor_sum_for_update_norm
+        {4, WHOLE},  // tensor_sum_for_weight_norm
         {4, WHOLE},  // lr_times_trust
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_weight_norm
         {4, WHOLE + 8},  // partial results of tensor_sum_for_update_norm
+        {4, WHOLE + 8},  // partial results of tensor_sum_for_weight_norm
     });
     static constexpr Stage STAGES[] = {
         stage<lamb_kernel_1<Weight, Grad>>(),
@@ -599,11 +599,11 @@ struct lamb_small_step {
     static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {4, ELEMENT},  // exp_avg
         {4, ELEMENT},  // exp_avg_sq
-        {4, WHOLE},  // tensor_sum_for_weight_norm
         {4, WHOLE},  // tensor_sum_for_update_norm
+        {4, WHOLE},  // tensor_sum_for_weight_norm
         {4, WHOLE},  // lr_times_trust
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_weight_norm
         {4, WHOLE + 8},  // partial results of tensor_sum_for_update_norm
+        {4, WHOLE + 8},  // partial results of tensor_sum_for_weight_norm
     });
     static constexpr Stage STAGES[] = {
         stage<lamb_small_kernel_1<Weight, Grad>>(),

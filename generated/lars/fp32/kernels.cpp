@@ -61,8 +61,8 @@ struct lars_kernel_1 {
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, true, false, Place>({
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {3, 6, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_for_weight_norm
-        {4, 7, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_grad_norm
+        {4, 7, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_for_weight_norm
+        {3, 6, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_grad_norm
     });
 
     template <bool RAGGED>
@@ -93,8 +93,8 @@ struct lars_kernel_2 {
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
         {5, -1, 4, WHOLE, false, true, NONE, 0},  // lr_times_local_lr
-        {3, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_for_weight_norm
-        {4, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_grad_norm
+        {4, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_for_weight_norm
+        {3, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_grad_norm
     });
 
     template <bool RAGGED>
@@ -181,11 +181,11 @@ struct lars_step {
     // bytes per entry, what there is one of
     static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {4, ELEMENT},  // momentum_buffer
-        {4, WHOLE},  // tensor_sum_for_weight_norm
         {4, WHOLE},  // tensor_sum_for_grad_norm
+        {4, WHOLE},  // tensor_sum_for_weight_norm
         {4, WHOLE},  // lr_times_local_lr
-        {4, WHOLE + 8},  // partial results of tensor_sum_for_weight_norm
         {4, WHOLE + 8},  // partial results of tensor_sum_for_grad_norm
+        {4, WHOLE + 8},  // partial results of tensor_sum_for_weight_norm
     });
     static constexpr Stage STAGES[] = {
         stage<lars_kernel_1<Weight, Grad>>(),

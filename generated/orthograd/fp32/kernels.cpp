@@ -93,9 +93,9 @@ struct orthograd_kernel_2 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
-        {5, -1, 4, WHOLE, false, true, NONE, 0},  // radial
+        {7, -1, 4, WHOLE, false, true, NONE, 0},  // radial
         {6, -1, 4, WHOLE, false, true, NONE, 1},  // g_norm
-        {7, -1, 4, WHOLE, false, true, NONE, 2},  // by_1em05_times_g_norm
+        {5, -1, 4, WHOLE, false, true, NONE, 2},  // by_1em05_times_g_norm
         {3, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_for_radial
         {4, -1, 4, WHOLE, true, false, NONE, 4},  // tensor_sum_for_radial_2
         {2, -1, 4, WHOLE, true, false, NONE, 5},  // tensor_sum_for_g_norm
@@ -142,7 +142,7 @@ struct orthograd_kernel_3 {
     static constexpr auto PLACES = places<Weight, true, false, Place>({
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {8, 13, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_for_tangent_norm
-        {5, -1, 4, WHOLE, true, false, NONE, 2},  // radial
+        {7, -1, 4, WHOLE, true, false, NONE, 2},  // radial
     });
 
     template <bool RAGGED>
@@ -176,7 +176,7 @@ struct orthograd_kernel_4 {
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
         {9, -1, 4, WHOLE, false, true, NONE, 0},  // stretch
-        {7, -1, 4, WHOLE, true, false, NONE, 1},  // by_1em05_times_g_norm
+        {5, -1, 4, WHOLE, true, false, NONE, 1},  // by_1em05_times_g_norm
         {8, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_tangent_norm
         {6, -1, 4, WHOLE, true, false, NONE, 3},  // g_norm
     });
@@ -218,7 +218,7 @@ struct orthograd_kernel_5 {
     static constexpr auto PLACES = places<Weight, true, true, Place>({
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {9, -1, 4, WHOLE, true, false, NONE, 1},  // stretch
-        {5, -1, 4, WHOLE, true, false, NONE, 2},  // radial
+        {7, -1, 4, WHOLE, true, false, NONE, 2},  // radial
     });
 
     template <bool RAGGED>
@@ -295,9 +295,9 @@ struct orthograd_has_momentum_kernel_2 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
-        {6, -1, 4, WHOLE, false, true, NONE, 0},  // radial
+        {8, -1, 4, WHOLE, false, true, NONE, 0},  // radial
         {7, -1, 4, WHOLE, false, true, NONE, 1},  // g_norm
-        {8, -1, 4, WHOLE, false, true, NONE, 2},  // by_1em05_times_g_norm
+        {6, -1, 4, WHOLE, false, true, NONE, 2},  // by_1em05_times_g_norm
         {4, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_for_radial
         {5, -1, 4, WHOLE, true, false, NONE, 4},  // tensor_sum_for_radial_2
         {3, -1, 4, WHOLE, true, false, NONE, 5},  // tensor_sum_for_g_norm
@@ -344,7 +344,7 @@ struct orthograd_has_momentum_kernel_3 {
     static constexpr auto PLACES = places<Weight, true, false, Place>({
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {9, 14, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_for_tangent_norm
-        {6, -1, 4, WHOLE, true, false, NONE, 2},  // radial
+        {8, -1, 4, WHOLE, true, false, NONE, 2},  // radial
     });
 
     template <bool RAGGED>
@@ -378,7 +378,7 @@ struct orthograd_has_momentum_kernel_4 {
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
         {10, -1, 4, WHOLE, false, true, NONE, 0},  // stretch
-        {8, -1, 4, WHOLE, true, false, NONE, 1},  // by_1em05_times_g_norm
+        {6, -1, 4, WHOLE, true, false, NONE, 1},  // by_1em05_times_g_norm
         {9, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_tangent_norm
         {7, -1, 4, WHOLE, true, false, NONE, 3},  // g_norm
     });
@@ -421,7 +421,7 @@ struct orthograd_has_momentum_kernel_5 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {2, -1, 4, ELEMENT, true, true, NONE, 1},  // momentum_buffer
         {10, -1, 4, WHOLE, true, false, NONE, 2},  // stretch
-        {6, -1, 4, WHOLE, true, false, NONE, 3},  // radial
+        {8, -1, 4, WHOLE, true, false, NONE, 3},  // radial
     });
 
     template <bool RAGGED>
@@ -478,7 +478,7 @@ struct orthograd_nesterov_has_momentum_kernel_5 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {2, -1, 4, ELEMENT, true, true, NONE, 1},  // momentum_buffer
         {10, -1, 4, WHOLE, true, false, NONE, 2},  // stretch
-        {6, -1, 4, WHOLE, true, false, NONE, 3},  // radial
+        {8, -1, 4, WHOLE, true, false, NONE, 3},  // radial
     });
 
     template <bool RAGGED>
@@ -533,9 +533,9 @@ struct orthograd_step {
         {4, WHOLE},  // tensor_sum_for_g_norm
         {4, WHOLE},  // tensor_sum_for_radial
         {4, WHOLE},  // tensor_sum_for_radial_2
-        {4, WHOLE},  // radial
-        {4, WHOLE},  // g_norm
         {4, WHOLE},  // by_1em05_times_g_norm
+        {4, WHOLE},  // g_norm
+        {4, WHOLE},  // radial
         {4, WHOLE},  // tensor_sum_for_tangent_norm
         {4, WHOLE},  // stretch
         {4, WHOLE + 8},  // partial results of tensor_sum_for_g_norm
@@ -562,9 +562,9 @@ struct orthograd_has_momentum_step {
         {4, WHOLE},  // tensor_sum_for_g_norm
         {4, WHOLE},  // tensor_sum_for_radial
         {4, WHOLE},  // tensor_sum_for_radial_2
-        {4, WHOLE},  // radial
-        {4, WHOLE},  // g_norm
         {4, WHOLE},  // by_1em05_times_g_norm
+        {4, WHOLE},  // g_norm
+        {4, WHOLE},  // radial
         {4, WHOLE},  // tensor_sum_for_tangent_norm
         {4, WHOLE},  // stretch
         {4, WHOLE + 8},  // partial results of tensor_sum_for_g_norm
@@ -591,9 +591,9 @@ struct orthograd_nesterov_has_momentum_step {
         {4, WHOLE},  // tensor_sum_for_g_norm
         {4, WHOLE},  // tensor_sum_for_radial
         {4, WHOLE},  // tensor_sum_for_radial_2
-        {4, WHOLE},  // radial
-        {4, WHOLE},  // g_norm
         {4, WHOLE},  // by_1em05_times_g_norm
+        {4, WHOLE},  // g_norm
+        {4, WHOLE},  // radial
         {4, WHOLE},  // tensor_sum_for_tangent_norm
         {4, WHOLE},  // stretch
         {4, WHOLE + 8},  // partial results of tensor_sum_for_g_norm

@@ -119,9 +119,9 @@ struct orthograd_kernel_2 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
-        {5, -1, 4, WHOLE, false, true, NONE, 0},  // radial
+        {7, -1, 4, WHOLE, false, true, NONE, 0},  // radial
         {6, -1, 4, WHOLE, false, true, NONE, 1},  // g_norm
-        {7, -1, 4, WHOLE, false, true, NONE, 2},  // by_1em05_times_g_norm
+        {5, -1, 4, WHOLE, false, true, NONE, 2},  // by_1em05_times_g_norm
         {3, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_for_radial
         {4, -1, 4, WHOLE, true, false, NONE, 4},  // tensor_sum_for_radial_2
         {2, -1, 4, WHOLE, true, false, NONE, 5},  // tensor_sum_for_g_norm
@@ -168,7 +168,7 @@ struct orthograd_kernel_3 {
     static constexpr auto PLACES = places<Weight, true, false, Place>({
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {8, 13, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_for_tangent_norm
-        {5, -1, 4, WHOLE, true, false, NONE, 2},  // radial
+        {7, -1, 4, WHOLE, true, false, NONE, 2},  // radial
     });
 
     template <bool RAGGED>
@@ -202,7 +202,7 @@ struct orthograd_kernel_4 {
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
         {9, -1, 4, WHOLE, false, true, NONE, 0},  // stretch
-        {7, -1, 4, WHOLE, true, false, NONE, 1},  // by_1em05_times_g_norm
+        {5, -1, 4, WHOLE, true, false, NONE, 1},  // by_1em05_times_g_norm
         {8, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_tangent_norm
         {6, -1, 4, WHOLE, true, false, NONE, 3},  // g_norm
     });
@@ -244,7 +244,7 @@ struct orthograd_kernel_5 {
     static constexpr auto PLACES = places<Weight, true, true, Place>({
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {9, -1, 4, WHOLE, true, false, NONE, 1},  // stretch
-        {5, -1, 4, WHOLE, true, false, NONE, 2},  // radial
+        {7, -1, 4, WHOLE, true, false, NONE, 2},  // radial
     });
 
     template <bool RAGGED>
@@ -321,9 +321,9 @@ struct orthograd_has_momentum_kernel_2 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
-        {7, -1, 4, WHOLE, false, true, NONE, 0},  // radial
+        {9, -1, 4, WHOLE, false, true, NONE, 0},  // radial
         {8, -1, 4, WHOLE, false, true, NONE, 1},  // g_norm
-        {9, -1, 4, WHOLE, false, true, NONE, 2},  // by_1em05_times_g_norm
+        {7, -1, 4, WHOLE, false, true, NONE, 2},  // by_1em05_times_g_norm
         {5, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_for_radial
         {6, -1, 4, WHOLE, true, false, NONE, 4},  // tensor_sum_for_radial_2
         {4, -1, 4, WHOLE, true, false, NONE, 5},  // tensor_sum_for_g_norm
@@ -370,7 +370,7 @@ struct orthograd_has_momentum_kernel_3 {
     static constexpr auto PLACES = places<Weight, true, false, Place>({
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {10, 15, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_for_tangent_norm
-        {7, -1, 4, WHOLE, true, false, NONE, 2},  // radial
+        {9, -1, 4, WHOLE, true, false, NONE, 2},  // radial
     });
 
     template <bool RAGGED>
@@ -404,7 +404,7 @@ struct orthograd_has_momentum_kernel_4 {
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
         {11, -1, 4, WHOLE, false, true, NONE, 0},  // stretch
-        {9, -1, 4, WHOLE, true, false, NONE, 1},  // by_1em05_times_g_norm
+        {7, -1, 4, WHOLE, true, false, NONE, 1},  // by_1em05_times_g_norm
         {10, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_tangent_norm
         {8, -1, 4, WHOLE, true, false, NONE, 3},  // g_norm
     });
@@ -448,7 +448,7 @@ struct orthograd_has_momentum_kernel_5 {
         {2, -1, 1, ELEMENT, true, true, NONE, 1},  // momentum_buffer_codes
         {3, -1, 2, BLOCK_OF, true, true, NONE, 2},  // momentum_buffer_scale
         {11, -1, 4, WHOLE, true, false, NONE, 3},  // stretch
-        {7, -1, 4, WHOLE, true, false, NONE, 4},  // radial
+        {9, -1, 4, WHOLE, true, false, NONE, 4},  // radial
     });
 
     template <bool RAGGED>
@@ -613,9 +613,9 @@ struct orthograd_has_momentum_small_kernel_2 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
-        {6, -1, 4, WHOLE, false, true, NONE, 0},  // radial
+        {8, -1, 4, WHOLE, false, true, NONE, 0},  // radial
         {7, -1, 4, WHOLE, false, true, NONE, 1},  // g_norm
-        {8, -1, 4, WHOLE, false, true, NONE, 2},  // by_1em05_times_g_norm
+        {6, -1, 4, WHOLE, false, true, NONE, 2},  // by_1em05_times_g_norm
         {4, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_for_radial
         {5, -1, 4, WHOLE, true, false, NONE, 4},  // tensor_sum_for_radial_2
         {3, -1, 4, WHOLE, true, false, NONE, 5},  // tensor_sum_for_g_norm
@@ -662,7 +662,7 @@ struct orthograd_has_momentum_small_kernel_3 {
     static constexpr auto PLACES = places<Weight, true, false, Place>({
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {9, 14, 4, WHOLE, false, true, TOTAL, 1},  // tensor_sum_for_tangent_norm
-        {6, -1, 4, WHOLE, true, false, NONE, 2},  // radial
+        {8, -1, 4, WHOLE, true, false, NONE, 2},  // radial
     });
 
     template <bool RAGGED>
@@ -696,7 +696,7 @@ struct orthograd_has_momentum_small_kernel_4 {
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
         {10, -1, 4, WHOLE, false, true, NONE, 0},  // stretch
-        {8, -1, 4, WHOLE, true, false, NONE, 1},  // by_1em05_times_g_norm
+        {6, -1, 4, WHOLE, true, false, NONE, 1},  // by_1em05_times_g_norm
         {9, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_tangent_norm
         {7, -1, 4, WHOLE, true, false, NONE, 3},  // g_norm
     });
@@ -739,7 +739,7 @@ struct orthograd_has_momentum_small_kernel_5 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {2, -1, 4, ELEMENT, true, true, NONE, 1},  // momentum_buffer
         {10, -1, 4, WHOLE, true, false, NONE, 2},  // stretch
-        {6, -1, 4, WHOLE, true, false, NONE, 3},  // radial
+        {8, -1, 4, WHOLE, true, false, NONE, 3},  // radial
     });
 
     template <bool RAGGED>
@@ -797,7 +797,7 @@ struct orthograd_nesterov_has_momentum_kernel_5 {
         {2, -1, 1, ELEMENT, true, true, NONE, 1},  // momentum_buffer_codes
         {3, -1, 2, BLOCK_OF, true, true, NONE, 2},  // momentum_buffer_scale
         {11, -1, 4, WHOLE, true, false, NONE, 3},  // stretch
-        {7, -1, 4, WHOLE, true, false, NONE, 4},  // radial
+        {9, -1, 4, WHOLE, true, false, NONE, 4},  // radial
     });
 
     template <bool RAGGED>
@@ -919,7 +919,7 @@ struct orthograd_nesterov_has_momentum_small_kernel_5 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {2, -1, 4, ELEMENT, true, true, NONE, 1},  // momentum_buffer
         {10, -1, 4, WHOLE, true, false, NONE, 2},  // stretch
-        {6, -1, 4, WHOLE, true, false, NONE, 3},  // radial
+        {8, -1, 4, WHOLE, true, false, NONE, 3},  // radial
     });
 
     template <bool RAGGED>
@@ -974,9 +974,9 @@ struct orthograd_step {
         {4, WHOLE},  // tensor_sum_for_g_norm
         {4, WHOLE},  // tensor_sum_for_radial
         {4, WHOLE},  // tensor_sum_for_radial_2
-        {4, WHOLE},  // radial
-        {4, WHOLE},  // g_norm
         {4, WHOLE},  // by_1em05_times_g_norm
+        {4, WHOLE},  // g_norm
+        {4, WHOLE},  // radial
         {4, WHOLE},  // tensor_sum_for_tangent_norm
         {4, WHOLE},  // stretch
         {4, WHOLE + 8},  // partial results of tensor_sum_for_g_norm
@@ -1004,9 +1004,9 @@ struct orthograd_has_momentum_step {
         {4, WHOLE},  // tensor_sum_for_g_norm
         {4, WHOLE},  // tensor_sum_for_radial
         {4, WHOLE},  // tensor_sum_for_radial_2
-        {4, WHOLE},  // radial
-        {4, WHOLE},  // g_norm
         {4, WHOLE},  // by_1em05_times_g_norm
+        {4, WHOLE},  // g_norm
+        {4, WHOLE},  // radial
         {4, WHOLE},  // tensor_sum_for_tangent_norm
         {4, WHOLE},  // stretch
         {4, WHOLE + 8},  // partial results of tensor_sum_for_g_norm
@@ -1033,9 +1033,9 @@ struct orthograd_has_momentum_small_step {
         {4, WHOLE},  // tensor_sum_for_g_norm
         {4, WHOLE},  // tensor_sum_for_radial
         {4, WHOLE},  // tensor_sum_for_radial_2
-        {4, WHOLE},  // radial
-        {4, WHOLE},  // g_norm
         {4, WHOLE},  // by_1em05_times_g_norm
+        {4, WHOLE},  // g_norm
+        {4, WHOLE},  // radial
         {4, WHOLE},  // tensor_sum_for_tangent_norm
         {4, WHOLE},  // stretch
         {4, WHOLE + 8},  // partial results of tensor_sum_for_g_norm
@@ -1063,9 +1063,9 @@ struct orthograd_nesterov_has_momentum_step {
         {4, WHOLE},  // tensor_sum_for_g_norm
         {4, WHOLE},  // tensor_sum_for_radial
         {4, WHOLE},  // tensor_sum_for_radial_2
-        {4, WHOLE},  // radial
-        {4, WHOLE},  // g_norm
         {4, WHOLE},  // by_1em05_times_g_norm
+        {4, WHOLE},  // g_norm
+        {4, WHOLE},  // radial
         {4, WHOLE},  // tensor_sum_for_tangent_norm
         {4, WHOLE},  // stretch
         {4, WHOLE + 8},  // partial results of tensor_sum_for_g_norm
@@ -1092,9 +1092,9 @@ struct orthograd_nesterov_has_momentum_small_step {
         {4, WHOLE},  // tensor_sum_for_g_norm
         {4, WHOLE},  // tensor_sum_for_radial
         {4, WHOLE},  // tensor_sum_for_radial_2
-        {4, WHOLE},  // radial
-        {4, WHOLE},  // g_norm
         {4, WHOLE},  // by_1em05_times_g_norm
+        {4, WHOLE},  // g_norm
+        {4, WHOLE},  // radial
         {4, WHOLE},  // tensor_sum_for_tangent_norm
         {4, WHOLE},  // stretch
         {4, WHOLE + 8},  // partial results of tensor_sum_for_g_norm

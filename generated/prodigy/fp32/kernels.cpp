@@ -73,11 +73,11 @@ struct prodigy_kernel_1 {
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
         {6, -1, 4, WHOLE, true, false, NONE, 0},  // d
-        {9, -1, 4, WHOLE, false, true, NONE, 1},  // one_times_one_minus_beta1_times_d
-        {10, -1, 4, WHOLE, false, true, NONE, 2},  // rate
+        {12, -1, 4, WHOLE, false, true, NONE, 1},  // one_times_one_minus_beta1_times_d
+        {13, -1, 4, WHOLE, false, true, NONE, 2},  // rate
         {11, -1, 4, WHOLE, false, true, NONE, 3},  // one_minus_rate_times_weight_decay
-        {12, -1, 4, WHOLE, false, true, NONE, 4},  // d_over_d0
-        {13, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0_times_rate
+        {9, -1, 4, WHOLE, false, true, NONE, 4},  // d_over_d0
+        {10, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0_times_rate
     });
 
     template <bool RAGGED>
@@ -123,7 +123,7 @@ struct prodigy_kernel_2 {
         {5, -1, 4, ELEMENT, true, false, NONE, 2},  // p0
         {14, 20, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_d_denom
         {15, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_numerator
-        {13, -1, 4, WHOLE, true, false, NONE, 5},  // d_over_d0_times_rate
+        {10, -1, 4, WHOLE, true, false, NONE, 5},  // d_over_d0_times_rate
     });
 
     template <bool RAGGED>
@@ -168,8 +168,8 @@ struct prodigy_kernel_3 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
-        {16, -1, 4, WHOLE, false, true, NONE, 0},  // model_sum_for_numerator
-        {17, -1, 4, WHOLE, false, true, NONE, 1},  // d_denom
+        {17, -1, 4, WHOLE, false, true, NONE, 0},  // model_sum_for_numerator
+        {16, -1, 4, WHOLE, false, true, NONE, 1},  // d_denom
         {15, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_numerator
         {14, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_for_d_denom
     });
@@ -207,8 +207,8 @@ struct prodigy_kernel_4 {
         {8, -1, 4, WHOLE, true, true, NONE, 2},  // d_numerator
         {18, -1, 4, WHOLE, false, true, NONE, 3},  // d_2
         {19, -1, 4, WHOLE, false, true, NONE, 4},  // d_2_times_eps
-        {17, -1, 4, WHOLE, true, false, NONE, 5},  // d_denom
-        {16, -1, 4, WHOLE, true, false, NONE, 6},  // model_sum_for_numerator
+        {16, -1, 4, WHOLE, true, false, NONE, 5},  // d_denom
+        {17, -1, 4, WHOLE, true, false, NONE, 6},  // model_sum_for_numerator
     });
 
     template <bool RAGGED>
@@ -272,8 +272,8 @@ struct prodigy_kernel_5 {
         {3, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg_sq
         {6, -1, 4, WHOLE, true, false, NONE, 3},  // d
         {11, -1, 4, WHOLE, true, false, NONE, 4},  // one_minus_rate_times_weight_decay
-        {10, -1, 4, WHOLE, true, false, NONE, 5},  // rate
-        {9, -1, 4, WHOLE, true, false, NONE, 6},  // one_times_one_minus_beta1_times_d
+        {13, -1, 4, WHOLE, true, false, NONE, 5},  // rate
+        {12, -1, 4, WHOLE, true, false, NONE, 6},  // one_times_one_minus_beta1_times_d
         {19, -1, 4, WHOLE, true, false, NONE, 7},  // d_2_times_eps
     });
 
@@ -364,11 +364,11 @@ struct prodigy_safeguard_warmup_kernel_1 {
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
         {6, -1, 4, WHOLE, true, false, NONE, 0},  // d
-        {9, -1, 4, WHOLE, false, true, NONE, 1},  // one_times_one_minus_beta1_times_d
-        {10, -1, 4, WHOLE, false, true, NONE, 2},  // rate
+        {12, -1, 4, WHOLE, false, true, NONE, 1},  // one_times_one_minus_beta1_times_d
+        {13, -1, 4, WHOLE, false, true, NONE, 2},  // rate
         {11, -1, 4, WHOLE, false, true, NONE, 3},  // one_minus_rate_times_weight_decay
-        {12, -1, 4, WHOLE, false, true, NONE, 4},  // d_over_d0
-        {13, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0_times_d_times_one
+        {9, -1, 4, WHOLE, false, true, NONE, 4},  // d_over_d0
+        {10, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0_times_d_times_one
     });
 
     template <bool RAGGED>
@@ -415,7 +415,7 @@ struct prodigy_safeguard_warmup_kernel_2 {
         {5, -1, 4, ELEMENT, true, false, NONE, 2},  // p0
         {14, 20, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_d_denom
         {15, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_numerator
-        {13, -1, 4, WHOLE, true, false, NONE, 5},  // d_over_d0_times_d_times_one
+        {10, -1, 4, WHOLE, true, false, NONE, 5},  // d_over_d0_times_d_times_one
     });
 
     template <bool RAGGED>
@@ -469,8 +469,8 @@ struct prodigy_safeguard_warmup_kernel_5 {
         {3, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg_sq
         {6, -1, 4, WHOLE, true, false, NONE, 3},  // d
         {11, -1, 4, WHOLE, true, false, NONE, 4},  // one_minus_rate_times_weight_decay
-        {10, -1, 4, WHOLE, true, false, NONE, 5},  // rate
-        {9, -1, 4, WHOLE, true, false, NONE, 6},  // one_times_one_minus_beta1_times_d
+        {13, -1, 4, WHOLE, true, false, NONE, 5},  // rate
+        {12, -1, 4, WHOLE, true, false, NONE, 6},  // one_times_one_minus_beta1_times_d
         {19, -1, 4, WHOLE, true, false, NONE, 7},  // d_2_times_eps
     });
 
@@ -535,11 +535,11 @@ struct prodigy_use_bias_correction_kernel_1 {
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
         {6, -1, 4, WHOLE, true, false, NONE, 0},  // d
-        {9, -1, 4, WHOLE, false, true, NONE, 1},  // one_times_one_minus_beta1_times_d
-        {10, -1, 4, WHOLE, false, true, NONE, 2},  // rate
+        {12, -1, 4, WHOLE, false, true, NONE, 1},  // one_times_one_minus_beta1_times_d
+        {13, -1, 4, WHOLE, false, true, NONE, 2},  // rate
         {11, -1, 4, WHOLE, false, true, NONE, 3},  // one_minus_rate_times_weight_decay
-        {12, -1, 4, WHOLE, false, true, NONE, 4},  // d_over_d0
-        {13, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0_times_rate
+        {9, -1, 4, WHOLE, false, true, NONE, 4},  // d_over_d0
+        {10, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0_times_rate
     });
 
     template <bool RAGGED>
@@ -585,7 +585,7 @@ struct prodigy_use_bias_correction_kernel_2 {
         {5, -1, 4, ELEMENT, true, false, NONE, 2},  // p0
         {14, 20, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_d_denom
         {15, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_numerator
-        {13, -1, 4, WHOLE, true, false, NONE, 5},  // d_over_d0_times_rate
+        {10, -1, 4, WHOLE, true, false, NONE, 5},  // d_over_d0_times_rate
     });
 
     template <bool RAGGED>
@@ -635,8 +635,8 @@ struct prodigy_use_bias_correction_kernel_4 {
         {8, -1, 4, WHOLE, true, true, NONE, 2},  // d_numerator
         {18, -1, 4, WHOLE, false, true, NONE, 3},  // d_2
         {19, -1, 4, WHOLE, false, true, NONE, 4},  // d_2_times_eps
-        {17, -1, 4, WHOLE, true, false, NONE, 5},  // d_denom
-        {16, -1, 4, WHOLE, true, false, NONE, 6},  // model_sum_for_numerator
+        {16, -1, 4, WHOLE, true, false, NONE, 5},  // d_denom
+        {17, -1, 4, WHOLE, true, false, NONE, 6},  // model_sum_for_numerator
     });
 
     template <bool RAGGED>
@@ -693,11 +693,11 @@ struct prodigy_use_bias_correction_safeguard_warmup_kernel_1 {
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
         {6, -1, 4, WHOLE, true, false, NONE, 0},  // d
-        {9, -1, 4, WHOLE, false, true, NONE, 1},  // one_times_one_minus_beta1_times_d
-        {10, -1, 4, WHOLE, false, true, NONE, 2},  // rate
+        {12, -1, 4, WHOLE, false, true, NONE, 1},  // one_times_one_minus_beta1_times_d
+        {13, -1, 4, WHOLE, false, true, NONE, 2},  // rate
         {11, -1, 4, WHOLE, false, true, NONE, 3},  // one_minus_rate_times_weight_decay
-        {12, -1, 4, WHOLE, false, true, NONE, 4},  // d_over_d0
-        {13, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0_times_d_times_one
+        {9, -1, 4, WHOLE, false, true, NONE, 4},  // d_over_d0
+        {10, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0_times_d_times_one
     });
 
     template <bool RAGGED>
@@ -744,7 +744,7 @@ struct prodigy_use_bias_correction_safeguard_warmup_kernel_2 {
         {5, -1, 4, ELEMENT, true, false, NONE, 2},  // p0
         {14, 20, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_d_denom
         {15, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_numerator
-        {13, -1, 4, WHOLE, true, false, NONE, 5},  // d_over_d0_times_d_times_one
+        {10, -1, 4, WHOLE, true, false, NONE, 5},  // d_over_d0_times_d_times_one
     });
 
     template <bool RAGGED>
@@ -795,15 +795,15 @@ struct prodigy_step {
         {4, WHOLE},  // d
         {4, WHOLE},  // d_max
         {4, WHOLE},  // d_numerator
-        {4, WHOLE},  // one_times_one_minus_beta1_times_d
-        {4, WHOLE},  // rate
-        {4, WHOLE},  // one_minus_rate_times_weight_decay
         {4, WHOLE},  // d_over_d0
         {4, WHOLE},  // d_over_d0_times_rate
+        {4, WHOLE},  // one_minus_rate_times_weight_decay
+        {4, WHOLE},  // one_times_one_minus_beta1_times_d
+        {4, WHOLE},  // rate
         {4, WHOLE},  // tensor_sum_for_d_denom
         {4, WHOLE},  // tensor_sum_for_numerator
-        {4, WHOLE},  // model_sum_for_numerator
         {4, WHOLE},  // d_denom
+        {4, WHOLE},  // model_sum_for_numerator
         {4, WHOLE},  // d_2
         {4, WHOLE},  // d_2_times_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
@@ -832,15 +832,15 @@ struct prodigy_safeguard_warmup_step {
         {4, WHOLE},  // d
         {4, WHOLE},  // d_max
         {4, WHOLE},  // d_numerator
-        {4, WHOLE},  // one_times_one_minus_beta1_times_d
-        {4, WHOLE},  // rate
-        {4, WHOLE},  // one_minus_rate_times_weight_decay
         {4, WHOLE},  // d_over_d0
         {4, WHOLE},  // d_over_d0_times_d_times_one
+        {4, WHOLE},  // one_minus_rate_times_weight_decay
+        {4, WHOLE},  // one_times_one_minus_beta1_times_d
+        {4, WHOLE},  // rate
         {4, WHOLE},  // tensor_sum_for_d_denom
         {4, WHOLE},  // tensor_sum_for_numerator
-        {4, WHOLE},  // model_sum_for_numerator
         {4, WHOLE},  // d_denom
+        {4, WHOLE},  // model_sum_for_numerator
         {4, WHOLE},  // d_2
         {4, WHOLE},  // d_2_times_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
@@ -869,15 +869,15 @@ struct prodigy_use_bias_correction_step {
         {4, WHOLE},  // d
         {4, WHOLE},  // d_max
         {4, WHOLE},  // d_numerator
-        {4, WHOLE},  // one_times_one_minus_beta1_times_d
-        {4, WHOLE},  // rate
-        {4, WHOLE},  // one_minus_rate_times_weight_decay
         {4, WHOLE},  // d_over_d0
         {4, WHOLE},  // d_over_d0_times_rate
+        {4, WHOLE},  // one_minus_rate_times_weight_decay
+        {4, WHOLE},  // one_times_one_minus_beta1_times_d
+        {4, WHOLE},  // rate
         {4, WHOLE},  // tensor_sum_for_d_denom
         {4, WHOLE},  // tensor_sum_for_numerator
-        {4, WHOLE},  // model_sum_for_numerator
         {4, WHOLE},  // d_denom
+        {4, WHOLE},  // model_sum_for_numerator
         {4, WHOLE},  // d_2
         {4, WHOLE},  // d_2_times_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
@@ -906,15 +906,15 @@ struct prodigy_use_bias_correction_safeguard_warmup_step {
         {4, WHOLE},  // d
         {4, WHOLE},  // d_max
         {4, WHOLE},  // d_numerator
-        {4, WHOLE},  // one_times_one_minus_beta1_times_d
-        {4, WHOLE},  // rate
-        {4, WHOLE},  // one_minus_rate_times_weight_decay
         {4, WHOLE},  // d_over_d0
         {4, WHOLE},  // d_over_d0_times_d_times_one
+        {4, WHOLE},  // one_minus_rate_times_weight_decay
+        {4, WHOLE},  // one_times_one_minus_beta1_times_d
+        {4, WHOLE},  // rate
         {4, WHOLE},  // tensor_sum_for_d_denom
         {4, WHOLE},  // tensor_sum_for_numerator
-        {4, WHOLE},  // model_sum_for_numerator
         {4, WHOLE},  // d_denom
+        {4, WHOLE},  // model_sum_for_numerator
         {4, WHOLE},  // d_2
         {4, WHOLE},  // d_2_times_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom

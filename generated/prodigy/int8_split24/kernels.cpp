@@ -102,11 +102,11 @@ struct prodigy_kernel_1 {
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
         {9, -1, 4, WHOLE, true, false, NONE, 0},  // d
-        {12, -1, 4, WHOLE, false, true, NONE, 1},  // one_times_one_minus_beta1_times_d
-        {13, -1, 4, WHOLE, false, true, NONE, 2},  // rate
+        {15, -1, 4, WHOLE, false, true, NONE, 1},  // one_times_one_minus_beta1_times_d
+        {16, -1, 4, WHOLE, false, true, NONE, 2},  // rate
         {14, -1, 4, WHOLE, false, true, NONE, 3},  // one_minus_rate_times_weight_decay
-        {15, -1, 4, WHOLE, false, true, NONE, 4},  // d_over_d0
-        {16, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0_times_rate
+        {12, -1, 4, WHOLE, false, true, NONE, 4},  // d_over_d0
+        {13, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0_times_rate
     });
 
     template <bool RAGGED>
@@ -156,7 +156,7 @@ struct prodigy_kernel_2 {
         {8, -1, 4, ELEMENT, true, false, NONE, 3},  // p0
         {17, 23, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
         {18, 24, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_numerator
-        {16, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_rate
+        {13, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_rate
     });
 
     template <bool RAGGED>
@@ -260,8 +260,8 @@ struct prodigy_kernel_3 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
-        {19, -1, 4, WHOLE, false, true, NONE, 0},  // model_sum_for_numerator
-        {20, -1, 4, WHOLE, false, true, NONE, 1},  // d_denom
+        {20, -1, 4, WHOLE, false, true, NONE, 0},  // model_sum_for_numerator
+        {19, -1, 4, WHOLE, false, true, NONE, 1},  // d_denom
         {18, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_numerator
         {17, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_for_d_denom
     });
@@ -299,8 +299,8 @@ struct prodigy_kernel_4 {
         {11, -1, 4, WHOLE, true, true, NONE, 2},  // d_numerator
         {21, -1, 4, WHOLE, false, true, NONE, 3},  // d_2
         {22, -1, 4, WHOLE, false, true, NONE, 4},  // d_2_times_eps
-        {20, -1, 4, WHOLE, true, false, NONE, 5},  // d_denom
-        {19, -1, 4, WHOLE, true, false, NONE, 6},  // model_sum_for_numerator
+        {19, -1, 4, WHOLE, true, false, NONE, 5},  // d_denom
+        {20, -1, 4, WHOLE, true, false, NONE, 6},  // model_sum_for_numerator
     });
 
     template <bool RAGGED>
@@ -366,8 +366,8 @@ struct prodigy_kernel_5 {
         {5, -1, 2, BLOCK_OF, true, true, NONE, 4},  // exp_avg_sq_range
         {9, -1, 4, WHOLE, true, false, NONE, 5},  // d
         {14, -1, 4, WHOLE, true, false, NONE, 6},  // one_minus_rate_times_weight_decay
-        {13, -1, 4, WHOLE, true, false, NONE, 7},  // rate
-        {12, -1, 4, WHOLE, true, false, NONE, 8},  // one_times_one_minus_beta1_times_d
+        {16, -1, 4, WHOLE, true, false, NONE, 7},  // rate
+        {15, -1, 4, WHOLE, true, false, NONE, 8},  // one_times_one_minus_beta1_times_d
         {22, -1, 4, WHOLE, true, false, NONE, 9},  // d_2_times_eps
     });
 
@@ -593,11 +593,11 @@ struct prodigy_small_kernel_1 {
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
         {6, -1, 4, WHOLE, true, false, NONE, 0},  // d
-        {9, -1, 4, WHOLE, false, true, NONE, 1},  // one_times_one_minus_beta1_times_d
-        {10, -1, 4, WHOLE, false, true, NONE, 2},  // rate
+        {12, -1, 4, WHOLE, false, true, NONE, 1},  // one_times_one_minus_beta1_times_d
+        {13, -1, 4, WHOLE, false, true, NONE, 2},  // rate
         {11, -1, 4, WHOLE, false, true, NONE, 3},  // one_minus_rate_times_weight_decay
-        {12, -1, 4, WHOLE, false, true, NONE, 4},  // d_over_d0
-        {13, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0_times_rate
+        {9, -1, 4, WHOLE, false, true, NONE, 4},  // d_over_d0
+        {10, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0_times_rate
     });
 
     template <bool RAGGED>
@@ -643,7 +643,7 @@ struct prodigy_small_kernel_2 {
         {5, -1, 4, ELEMENT, true, false, NONE, 2},  // p0
         {14, 20, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_d_denom
         {15, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_numerator
-        {13, -1, 4, WHOLE, true, false, NONE, 5},  // d_over_d0_times_rate
+        {10, -1, 4, WHOLE, true, false, NONE, 5},  // d_over_d0_times_rate
     });
 
     template <bool RAGGED>
@@ -688,8 +688,8 @@ struct prodigy_small_kernel_3 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
-        {16, -1, 4, WHOLE, false, true, NONE, 0},  // model_sum_for_numerator
-        {17, -1, 4, WHOLE, false, true, NONE, 1},  // d_denom
+        {17, -1, 4, WHOLE, false, true, NONE, 0},  // model_sum_for_numerator
+        {16, -1, 4, WHOLE, false, true, NONE, 1},  // d_denom
         {15, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_numerator
         {14, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_for_d_denom
     });
@@ -727,8 +727,8 @@ struct prodigy_small_kernel_4 {
         {8, -1, 4, WHOLE, true, true, NONE, 2},  // d_numerator
         {18, -1, 4, WHOLE, false, true, NONE, 3},  // d_2
         {19, -1, 4, WHOLE, false, true, NONE, 4},  // d_2_times_eps
-        {17, -1, 4, WHOLE, true, false, NONE, 5},  // d_denom
-        {16, -1, 4, WHOLE, true, false, NONE, 6},  // model_sum_for_numerator
+        {16, -1, 4, WHOLE, true, false, NONE, 5},  // d_denom
+        {17, -1, 4, WHOLE, true, false, NONE, 6},  // model_sum_for_numerator
     });
 
     template <bool RAGGED>
@@ -792,8 +792,8 @@ struct prodigy_small_kernel_5 {
         {3, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg_sq
         {6, -1, 4, WHOLE, true, false, NONE, 3},  // d
         {11, -1, 4, WHOLE, true, false, NONE, 4},  // one_minus_rate_times_weight_decay
-        {10, -1, 4, WHOLE, true, false, NONE, 5},  // rate
-        {9, -1, 4, WHOLE, true, false, NONE, 6},  // one_times_one_minus_beta1_times_d
+        {13, -1, 4, WHOLE, true, false, NONE, 5},  // rate
+        {12, -1, 4, WHOLE, true, false, NONE, 6},  // one_times_one_minus_beta1_times_d
         {19, -1, 4, WHOLE, true, false, NONE, 7},  // d_2_times_eps
     });
 
@@ -884,11 +884,11 @@ struct prodigy_safeguard_warmup_kernel_1 {
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
         {9, -1, 4, WHOLE, true, false, NONE, 0},  // d
-        {12, -1, 4, WHOLE, false, true, NONE, 1},  // one_times_one_minus_beta1_times_d
-        {13, -1, 4, WHOLE, false, true, NONE, 2},  // rate
+        {15, -1, 4, WHOLE, false, true, NONE, 1},  // one_times_one_minus_beta1_times_d
+        {16, -1, 4, WHOLE, false, true, NONE, 2},  // rate
         {14, -1, 4, WHOLE, false, true, NONE, 3},  // one_minus_rate_times_weight_decay
-        {15, -1, 4, WHOLE, false, true, NONE, 4},  // d_over_d0
-        {16, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0_times_d_times_one
+        {12, -1, 4, WHOLE, false, true, NONE, 4},  // d_over_d0
+        {13, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0_times_d_times_one
     });
 
     template <bool RAGGED>
@@ -939,7 +939,7 @@ struct prodigy_safeguard_warmup_kernel_2 {
         {8, -1, 4, ELEMENT, true, false, NONE, 3},  // p0
         {17, 23, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
         {18, 24, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_numerator
-        {16, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_d_times_one
+        {13, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_d_times_one
     });
 
     template <bool RAGGED>
@@ -1053,8 +1053,8 @@ struct prodigy_safeguard_warmup_kernel_5 {
         {5, -1, 2, BLOCK_OF, true, true, NONE, 4},  // exp_avg_sq_range
         {9, -1, 4, WHOLE, true, false, NONE, 5},  // d
         {14, -1, 4, WHOLE, true, false, NONE, 6},  // one_minus_rate_times_weight_decay
-        {13, -1, 4, WHOLE, true, false, NONE, 7},  // rate
-        {12, -1, 4, WHOLE, true, false, NONE, 8},  // one_times_one_minus_beta1_times_d
+        {16, -1, 4, WHOLE, true, false, NONE, 7},  // rate
+        {15, -1, 4, WHOLE, true, false, NONE, 8},  // one_times_one_minus_beta1_times_d
         {22, -1, 4, WHOLE, true, false, NONE, 9},  // d_2_times_eps
     });
 
@@ -1254,11 +1254,11 @@ struct prodigy_safeguard_warmup_small_kernel_1 {
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
         {6, -1, 4, WHOLE, true, false, NONE, 0},  // d
-        {9, -1, 4, WHOLE, false, true, NONE, 1},  // one_times_one_minus_beta1_times_d
-        {10, -1, 4, WHOLE, false, true, NONE, 2},  // rate
+        {12, -1, 4, WHOLE, false, true, NONE, 1},  // one_times_one_minus_beta1_times_d
+        {13, -1, 4, WHOLE, false, true, NONE, 2},  // rate
         {11, -1, 4, WHOLE, false, true, NONE, 3},  // one_minus_rate_times_weight_decay
-        {12, -1, 4, WHOLE, false, true, NONE, 4},  // d_over_d0
-        {13, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0_times_d_times_one
+        {9, -1, 4, WHOLE, false, true, NONE, 4},  // d_over_d0
+        {10, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0_times_d_times_one
     });
 
     template <bool RAGGED>
@@ -1305,7 +1305,7 @@ struct prodigy_safeguard_warmup_small_kernel_2 {
         {5, -1, 4, ELEMENT, true, false, NONE, 2},  // p0
         {14, 20, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_d_denom
         {15, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_numerator
-        {13, -1, 4, WHOLE, true, false, NONE, 5},  // d_over_d0_times_d_times_one
+        {10, -1, 4, WHOLE, true, false, NONE, 5},  // d_over_d0_times_d_times_one
     });
 
     template <bool RAGGED>
@@ -1359,8 +1359,8 @@ struct prodigy_safeguard_warmup_small_kernel_5 {
         {3, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg_sq
         {6, -1, 4, WHOLE, true, false, NONE, 3},  // d
         {11, -1, 4, WHOLE, true, false, NONE, 4},  // one_minus_rate_times_weight_decay
-        {10, -1, 4, WHOLE, true, false, NONE, 5},  // rate
-        {9, -1, 4, WHOLE, true, false, NONE, 6},  // one_times_one_minus_beta1_times_d
+        {13, -1, 4, WHOLE, true, false, NONE, 5},  // rate
+        {12, -1, 4, WHOLE, true, false, NONE, 6},  // one_times_one_minus_beta1_times_d
         {19, -1, 4, WHOLE, true, false, NONE, 7},  // d_2_times_eps
     });
 
@@ -1425,11 +1425,11 @@ struct prodigy_use_bias_correction_kernel_1 {
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
         {9, -1, 4, WHOLE, true, false, NONE, 0},  // d
-        {12, -1, 4, WHOLE, false, true, NONE, 1},  // one_times_one_minus_beta1_times_d
-        {13, -1, 4, WHOLE, false, true, NONE, 2},  // rate
+        {15, -1, 4, WHOLE, false, true, NONE, 1},  // one_times_one_minus_beta1_times_d
+        {16, -1, 4, WHOLE, false, true, NONE, 2},  // rate
         {14, -1, 4, WHOLE, false, true, NONE, 3},  // one_minus_rate_times_weight_decay
-        {15, -1, 4, WHOLE, false, true, NONE, 4},  // d_over_d0
-        {16, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0_times_rate
+        {12, -1, 4, WHOLE, false, true, NONE, 4},  // d_over_d0
+        {13, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0_times_rate
     });
 
     template <bool RAGGED>
@@ -1479,7 +1479,7 @@ struct prodigy_use_bias_correction_kernel_2 {
         {8, -1, 4, ELEMENT, true, false, NONE, 3},  // p0
         {17, 23, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
         {18, 24, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_numerator
-        {16, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_rate
+        {13, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_rate
     });
 
     template <bool RAGGED>
@@ -1588,8 +1588,8 @@ struct prodigy_use_bias_correction_kernel_4 {
         {11, -1, 4, WHOLE, true, true, NONE, 2},  // d_numerator
         {21, -1, 4, WHOLE, false, true, NONE, 3},  // d_2
         {22, -1, 4, WHOLE, false, true, NONE, 4},  // d_2_times_eps
-        {20, -1, 4, WHOLE, true, false, NONE, 5},  // d_denom
-        {19, -1, 4, WHOLE, true, false, NONE, 6},  // model_sum_for_numerator
+        {19, -1, 4, WHOLE, true, false, NONE, 5},  // d_denom
+        {20, -1, 4, WHOLE, true, false, NONE, 6},  // model_sum_for_numerator
     });
 
     template <bool RAGGED>
@@ -1646,11 +1646,11 @@ struct prodigy_use_bias_correction_small_kernel_1 {
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
         {6, -1, 4, WHOLE, true, false, NONE, 0},  // d
-        {9, -1, 4, WHOLE, false, true, NONE, 1},  // one_times_one_minus_beta1_times_d
-        {10, -1, 4, WHOLE, false, true, NONE, 2},  // rate
+        {12, -1, 4, WHOLE, false, true, NONE, 1},  // one_times_one_minus_beta1_times_d
+        {13, -1, 4, WHOLE, false, true, NONE, 2},  // rate
         {11, -1, 4, WHOLE, false, true, NONE, 3},  // one_minus_rate_times_weight_decay
-        {12, -1, 4, WHOLE, false, true, NONE, 4},  // d_over_d0
-        {13, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0_times_rate
+        {9, -1, 4, WHOLE, false, true, NONE, 4},  // d_over_d0
+        {10, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0_times_rate
     });
 
     template <bool RAGGED>
@@ -1696,7 +1696,7 @@ struct prodigy_use_bias_correction_small_kernel_2 {
         {5, -1, 4, ELEMENT, true, false, NONE, 2},  // p0
         {14, 20, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_d_denom
         {15, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_numerator
-        {13, -1, 4, WHOLE, true, false, NONE, 5},  // d_over_d0_times_rate
+        {10, -1, 4, WHOLE, true, false, NONE, 5},  // d_over_d0_times_rate
     });
 
     template <bool RAGGED>
@@ -1746,8 +1746,8 @@ struct prodigy_use_bias_correction_small_kernel_4 {
         {8, -1, 4, WHOLE, true, true, NONE, 2},  // d_numerator
         {18, -1, 4, WHOLE, false, true, NONE, 3},  // d_2
         {19, -1, 4, WHOLE, false, true, NONE, 4},  // d_2_times_eps
-        {17, -1, 4, WHOLE, true, false, NONE, 5},  // d_denom
-        {16, -1, 4, WHOLE, true, false, NONE, 6},  // model_sum_for_numerator
+        {16, -1, 4, WHOLE, true, false, NONE, 5},  // d_denom
+        {17, -1, 4, WHOLE, true, false, NONE, 6},  // model_sum_for_numerator
     });
 
     template <bool RAGGED>
@@ -1804,11 +1804,11 @@ struct prodigy_use_bias_correction_safeguard_warmup_kernel_1 {
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
         {9, -1, 4, WHOLE, true, false, NONE, 0},  // d
-        {12, -1, 4, WHOLE, false, true, NONE, 1},  // one_times_one_minus_beta1_times_d
-        {13, -1, 4, WHOLE, false, true, NONE, 2},  // rate
+        {15, -1, 4, WHOLE, false, true, NONE, 1},  // one_times_one_minus_beta1_times_d
+        {16, -1, 4, WHOLE, false, true, NONE, 2},  // rate
         {14, -1, 4, WHOLE, false, true, NONE, 3},  // one_minus_rate_times_weight_decay
-        {15, -1, 4, WHOLE, false, true, NONE, 4},  // d_over_d0
-        {16, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0_times_d_times_one
+        {12, -1, 4, WHOLE, false, true, NONE, 4},  // d_over_d0
+        {13, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0_times_d_times_one
     });
 
     template <bool RAGGED>
@@ -1859,7 +1859,7 @@ struct prodigy_use_bias_correction_safeguard_warmup_kernel_2 {
         {8, -1, 4, ELEMENT, true, false, NONE, 3},  // p0
         {17, 23, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
         {18, 24, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_numerator
-        {16, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_d_times_one
+        {13, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_d_times_one
     });
 
     template <bool RAGGED>
@@ -1964,11 +1964,11 @@ struct prodigy_use_bias_correction_safeguard_warmup_small_kernel_1 {
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
         {6, -1, 4, WHOLE, true, false, NONE, 0},  // d
-        {9, -1, 4, WHOLE, false, true, NONE, 1},  // one_times_one_minus_beta1_times_d
-        {10, -1, 4, WHOLE, false, true, NONE, 2},  // rate
+        {12, -1, 4, WHOLE, false, true, NONE, 1},  // one_times_one_minus_beta1_times_d
+        {13, -1, 4, WHOLE, false, true, NONE, 2},  // rate
         {11, -1, 4, WHOLE, false, true, NONE, 3},  // one_minus_rate_times_weight_decay
-        {12, -1, 4, WHOLE, false, true, NONE, 4},  // d_over_d0
-        {13, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0_times_d_times_one
+        {9, -1, 4, WHOLE, false, true, NONE, 4},  // d_over_d0
+        {10, -1, 4, WHOLE, false, true, NONE, 5},  // d_over_d0_times_d_times_one
     });
 
     template <bool RAGGED>
@@ -2015,7 +2015,7 @@ struct prodigy_use_bias_correction_safeguard_warmup_small_kernel_2 {
         {5, -1, 4, ELEMENT, true, false, NONE, 2},  // p0
         {14, 20, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_d_denom
         {15, 21, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_numerator
-        {13, -1, 4, WHOLE, true, false, NONE, 5},  // d_over_d0_times_d_times_one
+        {10, -1, 4, WHOLE, true, false, NONE, 5},  // d_over_d0_times_d_times_one
     });
 
     template <bool RAGGED>
@@ -2069,15 +2069,15 @@ struct prodigy_step {
         {4, WHOLE},  // d
         {4, WHOLE},  // d_max
         {4, WHOLE},  // d_numerator
-        {4, WHOLE},  // one_times_one_minus_beta1_times_d
-        {4, WHOLE},  // rate
-        {4, WHOLE},  // one_minus_rate_times_weight_decay
         {4, WHOLE},  // d_over_d0
         {4, WHOLE},  // d_over_d0_times_rate
+        {4, WHOLE},  // one_minus_rate_times_weight_decay
+        {4, WHOLE},  // one_times_one_minus_beta1_times_d
+        {4, WHOLE},  // rate
         {4, WHOLE},  // tensor_sum_for_d_denom
         {4, WHOLE},  // tensor_sum_for_numerator
-        {4, WHOLE},  // model_sum_for_numerator
         {4, WHOLE},  // d_denom
+        {4, WHOLE},  // model_sum_for_numerator
         {4, WHOLE},  // d_2
         {4, WHOLE},  // d_2_times_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
@@ -2106,15 +2106,15 @@ struct prodigy_small_step {
         {4, WHOLE},  // d
         {4, WHOLE},  // d_max
         {4, WHOLE},  // d_numerator
-        {4, WHOLE},  // one_times_one_minus_beta1_times_d
-        {4, WHOLE},  // rate
-        {4, WHOLE},  // one_minus_rate_times_weight_decay
         {4, WHOLE},  // d_over_d0
         {4, WHOLE},  // d_over_d0_times_rate
+        {4, WHOLE},  // one_minus_rate_times_weight_decay
+        {4, WHOLE},  // one_times_one_minus_beta1_times_d
+        {4, WHOLE},  // rate
         {4, WHOLE},  // tensor_sum_for_d_denom
         {4, WHOLE},  // tensor_sum_for_numerator
-        {4, WHOLE},  // model_sum_for_numerator
         {4, WHOLE},  // d_denom
+        {4, WHOLE},  // model_sum_for_numerator
         {4, WHOLE},  // d_2
         {4, WHOLE},  // d_2_times_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
@@ -2146,15 +2146,15 @@ struct prodigy_safeguard_warmup_step {
         {4, WHOLE},  // d
         {4, WHOLE},  // d_max
         {4, WHOLE},  // d_numerator
-        {4, WHOLE},  // one_times_one_minus_beta1_times_d
-        {4, WHOLE},  // rate
-        {4, WHOLE},  // one_minus_rate_times_weight_decay
         {4, WHOLE},  // d_over_d0
         {4, WHOLE},  // d_over_d0_times_d_times_one
+        {4, WHOLE},  // one_minus_rate_times_weight_decay
+        {4, WHOLE},  // one_times_one_minus_beta1_times_d
+        {4, WHOLE},  // rate
         {4, WHOLE},  // tensor_sum_for_d_denom
         {4, WHOLE},  // tensor_sum_for_numerator
-        {4, WHOLE},  // model_sum_for_numerator
         {4, WHOLE},  // d_denom
+        {4, WHOLE},  // model_sum_for_numerator
         {4, WHOLE},  // d_2
         {4, WHOLE},  // d_2_times_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
@@ -2183,15 +2183,15 @@ struct prodigy_safeguard_warmup_small_step {
         {4, WHOLE},  // d
         {4, WHOLE},  // d_max
         {4, WHOLE},  // d_numerator
-        {4, WHOLE},  // one_times_one_minus_beta1_times_d
-        {4, WHOLE},  // rate
-        {4, WHOLE},  // one_minus_rate_times_weight_decay
         {4, WHOLE},  // d_over_d0
         {4, WHOLE},  // d_over_d0_times_d_times_one
+        {4, WHOLE},  // one_minus_rate_times_weight_decay
+        {4, WHOLE},  // one_times_one_minus_beta1_times_d
+        {4, WHOLE},  // rate
         {4, WHOLE},  // tensor_sum_for_d_denom
         {4, WHOLE},  // tensor_sum_for_numerator
-        {4, WHOLE},  // model_sum_for_numerator
         {4, WHOLE},  // d_denom
+        {4, WHOLE},  // model_sum_for_numerator
         {4, WHOLE},  // d_2
         {4, WHOLE},  // d_2_times_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
@@ -2223,15 +2223,15 @@ struct prodigy_use_bias_correction_step {
         {4, WHOLE},  // d
         {4, WHOLE},  // d_max
         {4, WHOLE},  // d_numerator
-        {4, WHOLE},  // one_times_one_minus_beta1_times_d
-        {4, WHOLE},  // rate
-        {4, WHOLE},  // one_minus_rate_times_weight_decay
         {4, WHOLE},  // d_over_d0
         {4, WHOLE},  // d_over_d0_times_rate
+        {4, WHOLE},  // one_minus_rate_times_weight_decay
+        {4, WHOLE},  // one_times_one_minus_beta1_times_d
+        {4, WHOLE},  // rate
         {4, WHOLE},  // tensor_sum_for_d_denom
         {4, WHOLE},  // tensor_sum_for_numerator
-        {4, WHOLE},  // model_sum_for_numerator
         {4, WHOLE},  // d_denom
+        {4, WHOLE},  // model_sum_for_numerator
         {4, WHOLE},  // d_2
         {4, WHOLE},  // d_2_times_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
@@ -2260,15 +2260,15 @@ struct prodigy_use_bias_correction_small_step {
         {4, WHOLE},  // d
         {4, WHOLE},  // d_max
         {4, WHOLE},  // d_numerator
-        {4, WHOLE},  // one_times_one_minus_beta1_times_d
-        {4, WHOLE},  // rate
-        {4, WHOLE},  // one_minus_rate_times_weight_decay
         {4, WHOLE},  // d_over_d0
         {4, WHOLE},  // d_over_d0_times_rate
+        {4, WHOLE},  // one_minus_rate_times_weight_decay
+        {4, WHOLE},  // one_times_one_minus_beta1_times_d
+        {4, WHOLE},  // rate
         {4, WHOLE},  // tensor_sum_for_d_denom
         {4, WHOLE},  // tensor_sum_for_numerator
-        {4, WHOLE},  // model_sum_for_numerator
         {4, WHOLE},  // d_denom
+        {4, WHOLE},  // model_sum_for_numerator
         {4, WHOLE},  // d_2
         {4, WHOLE},  // d_2_times_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
@@ -2300,15 +2300,15 @@ struct prodigy_use_bias_correction_safeguard_warmup_step {
         {4, WHOLE},  // d
         {4, WHOLE},  // d_max
         {4, WHOLE},  // d_numerator
-        {4, WHOLE},  // one_times_one_minus_beta1_times_d
-        {4, WHOLE},  // rate
-        {4, WHOLE},  // one_minus_rate_times_weight_decay
         {4, WHOLE},  // d_over_d0
         {4, WHOLE},  // d_over_d0_times_d_times_one
+        {4, WHOLE},  // one_minus_rate_times_weight_decay
+        {4, WHOLE},  // one_times_one_minus_beta1_times_d
+        {4, WHOLE},  // rate
         {4, WHOLE},  // tensor_sum_for_d_denom
         {4, WHOLE},  // tensor_sum_for_numerator
-        {4, WHOLE},  // model_sum_for_numerator
         {4, WHOLE},  // d_denom
+        {4, WHOLE},  // model_sum_for_numerator
         {4, WHOLE},  // d_2
         {4, WHOLE},  // d_2_times_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom
@@ -2337,15 +2337,15 @@ struct prodigy_use_bias_correction_safeguard_warmup_small_step {
         {4, WHOLE},  // d
         {4, WHOLE},  // d_max
         {4, WHOLE},  // d_numerator
-        {4, WHOLE},  // one_times_one_minus_beta1_times_d
-        {4, WHOLE},  // rate
-        {4, WHOLE},  // one_minus_rate_times_weight_decay
         {4, WHOLE},  // d_over_d0
         {4, WHOLE},  // d_over_d0_times_d_times_one
+        {4, WHOLE},  // one_minus_rate_times_weight_decay
+        {4, WHOLE},  // one_times_one_minus_beta1_times_d
+        {4, WHOLE},  // rate
         {4, WHOLE},  // tensor_sum_for_d_denom
         {4, WHOLE},  // tensor_sum_for_numerator
-        {4, WHOLE},  // model_sum_for_numerator
         {4, WHOLE},  // d_denom
+        {4, WHOLE},  // model_sum_for_numerator
         {4, WHOLE},  // d_2
         {4, WHOLE},  // d_2_times_eps
         {4, WHOLE + 8},  // partial results of tensor_sum_for_d_denom

@@ -106,8 +106,8 @@ struct sgdp_kernel_2 {
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
-        {7, -1, 4, WHOLE, false, true, LARGEST, 0},  // tensor_max_for_invariant
-        {8, -1, 4, ROW, false, true, NONE, 1},  // row_sum_of_p_over_row_mul_3
+        {8, -1, 4, WHOLE, false, true, LARGEST, 0},  // tensor_max_for_invariant
+        {7, -1, 4, ROW, false, true, NONE, 1},  // row_sum_of_p_over_row_mul_3
         {9, -1, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_invariant
         {10, -1, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_invariant_2
         {11, -1, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_invariant_3
@@ -259,9 +259,9 @@ struct sgdp_kernel_5 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
-        {17, -1, 4, WHOLE, false, true, NONE, 0},  // tensor_lt
-        {18, -1, 4, WHOLE, false, true, NONE, 1},  // one_minus_lr_times_weight_decay_2
-        {7, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_max_for_invariant
+        {18, -1, 4, WHOLE, false, true, NONE, 0},  // tensor_lt
+        {17, -1, 4, WHOLE, false, true, NONE, 1},  // one_minus_lr_times_weight_decay_2
+        {8, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_max_for_invariant
         {13, -1, 4, WHOLE, true, false, NONE, 3},  // delta_over_sqrt_columns
         {15, -1, 4, WHOLE, true, false, NONE, 4},  // lt_tensor_div_delta_over_sqrt_elements
     });
@@ -309,8 +309,8 @@ struct sgdp_kernel_6 {
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
         {19, -1, 4, ROW, false, true, NONE, 0},  // row_sum_of_p_over_row_mul_3_2
-        {17, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_lt
-        {8, -1, 4, ROW, true, false, NONE, 2},  // row_sum_of_p_over_row_mul_3
+        {18, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_lt
+        {7, -1, 4, ROW, true, false, NONE, 2},  // row_sum_of_p_over_row_mul_3
         {16, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_of_p_over_tensor_mul_3_2
     });
 
@@ -349,7 +349,7 @@ struct sgdp_kernel_7 {
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, true, true, Place>({
         {2, -1, 4, ELEMENT, true, false, NONE, 0},  // momentum_buffer
-        {18, -1, 4, WHOLE, true, false, NONE, 1},  // one_minus_lr_times_weight_decay_2
+        {17, -1, 4, WHOLE, true, false, NONE, 1},  // one_minus_lr_times_weight_decay_2
         {19, -1, 4, ROW, true, false, NONE, 2},  // row_sum_of_p_over_row_mul_3_2
     });
 
@@ -475,8 +475,8 @@ struct sgdp_nesterov_kernel_2 {
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
-        {7, -1, 4, WHOLE, false, true, LARGEST, 0},  // tensor_max_for_invariant
-        {8, -1, 4, ROW, false, true, NONE, 1},  // row_sum_of_p_over_row_mul_3
+        {8, -1, 4, WHOLE, false, true, LARGEST, 0},  // tensor_max_for_invariant
+        {7, -1, 4, ROW, false, true, NONE, 1},  // row_sum_of_p_over_row_mul_3
         {9, -1, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_for_invariant
         {10, -1, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_invariant_2
         {11, -1, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_invariant_3
@@ -605,7 +605,7 @@ struct sgdp_nesterov_kernel_7 {
     static constexpr auto PLACES = places<Weight, true, true, Place>({
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {2, -1, 4, ELEMENT, true, true, NONE, 1},  // momentum_buffer
-        {18, -1, 4, WHOLE, true, false, NONE, 2},  // one_minus_lr_times_weight_decay_2
+        {17, -1, 4, WHOLE, true, false, NONE, 2},  // one_minus_lr_times_weight_decay_2
         {19, -1, 4, ROW, true, false, NONE, 3},  // row_sum_of_p_over_row_mul_3_2
     });
 
@@ -701,8 +701,8 @@ struct sgdp_step {
         {4, ROW},  // row_sum_for_invariant_2
         {4, ROW},  // row_sum_for_invariant_3
         {4, ROW},  // row_sum_of_p
-        {4, WHOLE},  // tensor_max_for_invariant
         {4, ROW},  // row_sum_of_p_over_row_mul_3
+        {4, WHOLE},  // tensor_max_for_invariant
         {4, WHOLE},  // tensor_sum_for_invariant
         {4, WHOLE},  // tensor_sum_for_invariant_2
         {4, WHOLE},  // tensor_sum_for_invariant_3
@@ -711,8 +711,8 @@ struct sgdp_step {
         {4, WHOLE},  // delta_over_sqrt_elements
         {4, WHOLE},  // lt_tensor_div_delta_over_sqrt_elements
         {4, WHOLE},  // tensor_sum_of_p_over_tensor_mul_3_2
-        {4, WHOLE},  // tensor_lt
         {4, WHOLE},  // one_minus_lr_times_weight_decay_2
+        {4, WHOLE},  // tensor_lt
         {4, ROW},  // row_sum_of_p_over_row_mul_3_2
         {4, ROW + 8},  // partial results of row_sum_for_invariant
         {4, ROW + 8},  // partial results of row_sum_for_invariant_2
@@ -741,8 +741,8 @@ struct sgdp_nesterov_step {
         {4, ROW},  // row_sum_for_invariant_2
         {4, ROW},  // row_sum_for_invariant_3
         {4, ROW},  // row_sum_of_p
-        {4, WHOLE},  // tensor_max_for_invariant
         {4, ROW},  // row_sum_of_p_over_row_mul_3
+        {4, WHOLE},  // tensor_max_for_invariant
         {4, WHOLE},  // tensor_sum_for_invariant
         {4, WHOLE},  // tensor_sum_for_invariant_2
         {4, WHOLE},  // tensor_sum_for_invariant_3
@@ -751,8 +751,8 @@ struct sgdp_nesterov_step {
         {4, WHOLE},  // delta_over_sqrt_elements
         {4, WHOLE},  // lt_tensor_div_delta_over_sqrt_elements
         {4, WHOLE},  // tensor_sum_of_p_over_tensor_mul_3_2
-        {4, WHOLE},  // tensor_lt
         {4, WHOLE},  // one_minus_lr_times_weight_decay_2
+        {4, WHOLE},  // tensor_lt
         {4, ROW},  // row_sum_of_p_over_row_mul_3_2
         {4, ROW + 8},  // partial results of row_sum_for_invariant
         {4, ROW + 8},  // partial results of row_sum_for_invariant_2

@@ -68,8 +68,8 @@ struct sm3_kernel_1 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {2, -1, 4, ROW, true, false, NONE, 1},  // accumulator_row
         {3, -1, 4, COLUMN, true, false, NONE, 2},  // accumulator_col
-        {4, 6, 4, ROW, false, true, LARGEST, 3},  // accumulator_row_2
-        {5, 7, 4, COLUMN, false, true, LARGEST, 3},  // accumulator_col_2
+        {5, 7, 4, ROW, false, true, LARGEST, 3},  // accumulator_row_2
+        {4, 6, 4, COLUMN, false, true, LARGEST, 3},  // accumulator_col_2
     });
 
     template <bool RAGGED>
@@ -114,7 +114,7 @@ struct sm3_kernel_2 {
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
         {2, -1, 4, ROW, false, true, NONE, 0},  // accumulator_row
-        {4, -1, 4, ROW, true, false, NONE, 1},  // accumulator_row_2
+        {5, -1, 4, ROW, true, false, NONE, 1},  // accumulator_row_2
     });
 
     template <bool RAGGED>
@@ -140,7 +140,7 @@ struct sm3_kernel_3 {
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
         {3, -1, 4, COLUMN, false, true, NONE, 0},  // accumulator_col
-        {5, -1, 4, COLUMN, true, false, NONE, 1},  // accumulator_col_2
+        {4, -1, 4, COLUMN, true, false, NONE, 1},  // accumulator_col_2
     });
 
     template <bool RAGGED>
@@ -209,8 +209,8 @@ struct sm3_has_momentum_kernel_1 {
         {2, -1, 4, ROW, true, false, NONE, 1},  // accumulator_row
         {3, -1, 4, COLUMN, true, false, NONE, 2},  // accumulator_col
         {4, -1, 4, ELEMENT, true, true, NONE, 3},  // momentum_buffer
-        {5, 7, 4, ROW, false, true, LARGEST, 4},  // accumulator_row_2
-        {6, 8, 4, COLUMN, false, true, LARGEST, 4},  // accumulator_col_2
+        {6, 8, 4, ROW, false, true, LARGEST, 4},  // accumulator_row_2
+        {5, 7, 4, COLUMN, false, true, LARGEST, 4},  // accumulator_col_2
     });
 
     template <bool RAGGED>
@@ -264,7 +264,7 @@ struct sm3_has_momentum_kernel_2 {
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
         {2, -1, 4, ROW, false, true, NONE, 0},  // accumulator_row
-        {5, -1, 4, ROW, true, false, NONE, 1},  // accumulator_row_2
+        {6, -1, 4, ROW, true, false, NONE, 1},  // accumulator_row_2
     });
 
     template <bool RAGGED>
@@ -290,7 +290,7 @@ struct sm3_has_momentum_kernel_3 {
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
         {3, -1, 4, COLUMN, false, true, NONE, 0},  // accumulator_col
-        {6, -1, 4, COLUMN, true, false, NONE, 1},  // accumulator_col_2
+        {5, -1, 4, COLUMN, true, false, NONE, 1},  // accumulator_col_2
     });
 
     template <bool RAGGED>
@@ -361,10 +361,10 @@ struct sm3_step {
     static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {4, ROW},  // accumulator_row
         {4, COLUMN},  // accumulator_col
-        {4, ROW},  // accumulator_row_2
         {4, COLUMN},  // accumulator_col_2
-        {4, ROW + 8},  // partial results of accumulator_row_2
+        {4, ROW},  // accumulator_row_2
         {4, COLUMN + 8},  // partial results of accumulator_col_2
+        {4, ROW + 8},  // partial results of accumulator_row_2
     });
     static constexpr Stage STAGES[] = {
         stage<sm3_kernel_1<Weight, Grad>>(),
@@ -382,10 +382,10 @@ struct sm3_has_momentum_step {
         {4, ROW},  // accumulator_row
         {4, COLUMN},  // accumulator_col
         {4, ELEMENT},  // momentum_buffer
-        {4, ROW},  // accumulator_row_2
         {4, COLUMN},  // accumulator_col_2
-        {4, ROW + 8},  // partial results of accumulator_row_2
+        {4, ROW},  // accumulator_row_2
         {4, COLUMN + 8},  // partial results of accumulator_col_2
+        {4, ROW + 8},  // partial results of accumulator_row_2
     });
     static constexpr Stage STAGES[] = {
         stage<sm3_has_momentum_kernel_1<Weight, Grad>>(),

@@ -94,8 +94,8 @@ struct sm3_kernel_1 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {2, -1, 4, ROW, true, false, NONE, 1},  // accumulator_row
         {3, -1, 4, COLUMN, true, false, NONE, 2},  // accumulator_col
-        {4, 6, 4, ROW, false, true, LARGEST, 3},  // accumulator_row_2
-        {5, 7, 4, COLUMN, false, true, LARGEST, 3},  // accumulator_col_2
+        {5, 7, 4, ROW, false, true, LARGEST, 3},  // accumulator_row_2
+        {4, 6, 4, COLUMN, false, true, LARGEST, 3},  // accumulator_col_2
     });
 
     template <bool RAGGED>
@@ -140,7 +140,7 @@ struct sm3_kernel_2 {
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
         {2, -1, 4, ROW, false, true, NONE, 0},  // accumulator_row
-        {4, -1, 4, ROW, true, false, NONE, 1},  // accumulator_row_2
+        {5, -1, 4, ROW, true, false, NONE, 1},  // accumulator_row_2
     });
 
     template <bool RAGGED>
@@ -166,7 +166,7 @@ struct sm3_kernel_3 {
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
         {3, -1, 4, COLUMN, false, true, NONE, 0},  // accumulator_col
-        {5, -1, 4, COLUMN, true, false, NONE, 1},  // accumulator_col_2
+        {4, -1, 4, COLUMN, true, false, NONE, 1},  // accumulator_col_2
     });
 
     template <bool RAGGED>
@@ -361,8 +361,8 @@ struct sm3_has_momentum_kernel_1 {
         {3, -1, 4, COLUMN, true, false, NONE, 2},  // accumulator_col
         {4, -1, 1, ELEMENT, true, true, NONE, 3},  // momentum_buffer_codes
         {5, -1, 2, BLOCK_OF, true, true, NONE, 4},  // momentum_buffer_scale
-        {6, 8, 4, ROW, false, true, LARGEST, 5},  // accumulator_row_2
-        {7, 9, 4, COLUMN, false, true, LARGEST, 5},  // accumulator_col_2
+        {7, 9, 4, ROW, false, true, LARGEST, 5},  // accumulator_row_2
+        {6, 8, 4, COLUMN, false, true, LARGEST, 5},  // accumulator_col_2
     });
 
     template <bool RAGGED>
@@ -492,7 +492,7 @@ struct sm3_has_momentum_kernel_2 {
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
         {2, -1, 4, ROW, false, true, NONE, 0},  // accumulator_row
-        {6, -1, 4, ROW, true, false, NONE, 1},  // accumulator_row_2
+        {7, -1, 4, ROW, true, false, NONE, 1},  // accumulator_row_2
     });
 
     template <bool RAGGED>
@@ -518,7 +518,7 @@ struct sm3_has_momentum_kernel_3 {
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
         {3, -1, 4, COLUMN, false, true, NONE, 0},  // accumulator_col
-        {7, -1, 4, COLUMN, true, false, NONE, 1},  // accumulator_col_2
+        {6, -1, 4, COLUMN, true, false, NONE, 1},  // accumulator_col_2
     });
 
     template <bool RAGGED>
@@ -550,8 +550,8 @@ struct sm3_has_momentum_small_kernel_1 {
         {2, -1, 4, ROW, true, false, NONE, 1},  // accumulator_row
         {3, -1, 4, COLUMN, true, false, NONE, 2},  // accumulator_col
         {4, -1, 4, ELEMENT, true, true, NONE, 3},  // momentum_buffer
-        {5, 7, 4, ROW, false, true, LARGEST, 4},  // accumulator_row_2
-        {6, 8, 4, COLUMN, false, true, LARGEST, 4},  // accumulator_col_2
+        {6, 8, 4, ROW, false, true, LARGEST, 4},  // accumulator_row_2
+        {5, 7, 4, COLUMN, false, true, LARGEST, 4},  // accumulator_col_2
     });
 
     template <bool RAGGED>
@@ -605,7 +605,7 @@ struct sm3_has_momentum_small_kernel_2 {
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
         {2, -1, 4, ROW, false, true, NONE, 0},  // accumulator_row
-        {5, -1, 4, ROW, true, false, NONE, 1},  // accumulator_row_2
+        {6, -1, 4, ROW, true, false, NONE, 1},  // accumulator_row_2
     });
 
     template <bool RAGGED>
@@ -631,7 +631,7 @@ struct sm3_has_momentum_small_kernel_3 {
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
         {3, -1, 4, COLUMN, false, true, NONE, 0},  // accumulator_col
-        {6, -1, 4, COLUMN, true, false, NONE, 1},  // accumulator_col_2
+        {5, -1, 4, COLUMN, true, false, NONE, 1},  // accumulator_col_2
     });
 
     template <bool RAGGED>
@@ -892,10 +892,10 @@ struct sm3_step {
     static constexpr auto COLUMNS = columns<Weight, Grad, StageColumn>({
         {4, ROW},  // accumulator_row
         {4, COLUMN},  // accumulator_col
-        {4, ROW},  // accumulator_row_2
         {4, COLUMN},  // accumulator_col_2
-        {4, ROW + 8},  // partial results of accumulator_row_2
+        {4, ROW},  // accumulator_row_2
         {4, COLUMN + 8},  // partial results of accumulator_col_2
+        {4, ROW + 8},  // partial results of accumulator_row_2
     });
     static constexpr Stage STAGES[] = {
         stage<sm3_kernel_1<Weight, Grad>>(),
@@ -914,10 +914,10 @@ struct sm3_has_momentum_step {
         {4, COLUMN},  // accumulator_col
         {1, ELEMENT},  // momentum_buffer_codes
         {2, BLOCK_OF},  // momentum_buffer_scale
-        {4, ROW},  // accumulator_row_2
         {4, COLUMN},  // accumulator_col_2
-        {4, ROW + 8},  // partial results of accumulator_row_2
+        {4, ROW},  // accumulator_row_2
         {4, COLUMN + 8},  // partial results of accumulator_col_2
+        {4, ROW + 8},  // partial results of accumulator_row_2
     });
     static constexpr Stage STAGES[] = {
         stage<sm3_has_momentum_kernel_1<Weight, Grad>>(),
@@ -935,10 +935,10 @@ struct sm3_has_momentum_small_step {
         {4, ROW},  // accumulator_row
         {4, COLUMN},  // accumulator_col
         {4, ELEMENT},  // momentum_buffer
-        {4, ROW},  // accumulator_row_2
         {4, COLUMN},  // accumulator_col_2
-        {4, ROW + 8},  // partial results of accumulator_row_2
+        {4, ROW},  // accumulator_row_2
         {4, COLUMN + 8},  // partial results of accumulator_col_2
+        {4, ROW + 8},  // partial results of accumulator_row_2
     });
     static constexpr Stage STAGES[] = {
         stage<sm3_has_momentum_small_kernel_1<Weight, Grad>>(),

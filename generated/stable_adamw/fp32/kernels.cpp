@@ -106,8 +106,8 @@ struct stable_adamw_kernel_2 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partials; bytes per entry, of what; read, written, reduced, from
     static constexpr auto PLACES = places<Weight, false, false, Place>({
-        {5, -1, 4, WHOLE, false, true, NONE, 0},  // rate
-        {6, -1, 4, WHOLE, false, true, NONE, 1},  // one_minus_rate_times_weight_decay
+        {6, -1, 4, WHOLE, false, true, NONE, 0},  // rate
+        {5, -1, 4, WHOLE, false, true, NONE, 1},  // one_minus_rate_times_weight_decay
         {4, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_surprise
     });
 
@@ -149,8 +149,8 @@ struct stable_adamw_kernel_3 {
     static constexpr auto PLACES = places<Weight, true, true, Place>({
         {2, -1, 4, ELEMENT, true, false, NONE, 0},  // exp_avg
         {3, -1, 4, ELEMENT, true, false, NONE, 1},  // exp_avg_sq
-        {6, -1, 4, WHOLE, true, false, NONE, 2},  // one_minus_rate_times_weight_decay
-        {5, -1, 4, WHOLE, true, false, NONE, 3},  // rate
+        {5, -1, 4, WHOLE, true, false, NONE, 2},  // one_minus_rate_times_weight_decay
+        {6, -1, 4, WHOLE, true, false, NONE, 3},  // rate
     });
 
     template <bool RAGGED>
@@ -192,8 +192,8 @@ struct stable_adamw_step {
         {4, ELEMENT},  // exp_avg
         {4, ELEMENT},  // exp_avg_sq
         {4, WHOLE},  // tensor_sum_for_surprise
-        {4, WHOLE},  // rate
         {4, WHOLE},  // one_minus_rate_times_weight_decay
+        {4, WHOLE},  // rate
         {4, WHOLE + 8},  // partial results of tensor_sum_for_surprise
     });
     static constexpr Stage STAGES[] = {

@@ -67,7 +67,7 @@ class Kept:
     word, shift  its random bits; word -1: it is rounded to nearest
     plus      a zero must be made +0 before it is stored
     guarded   a NaN must be made one of arithmetic before it is stored
-    direct    the tile function takes it as float32
+    direct    the tile function takes it as it lies in memory
     """
 
     name: str
@@ -237,6 +237,8 @@ def given(
     """A value as its tile function gets it."""
     fields = fields_of(buffers, where, live, tables, SWEEP, VALUE, MASKED)
     if VALUE.direct:
+        out = fields[0]
+    elif VALUE.name == "p" or VALUE.name == "g":
         out = read((0, fields), VALUE)
     elif VALUE.base >= 0:
         of = fields_of(buffers, where, live, tables, SWEEP, SWEEP.kept(VALUE.base), MASKED)
@@ -275,7 +277,7 @@ def encoded(x, roots, draws, live, tables, VALUE: tl.constexpr, MASKED: tl.const
     own = ()
     for i in tl.static_range(VALUE.many("tables")):
         own = own + (tables[VALUE.table(i)],)
-    if VALUE.word >= 0:
+    if VALUE.word >= 0 and VALUE.codec.encode is not None:
         out = VALUE.codec.encode(x, live[0], MASKED, draws[VALUE.word], VALUE.shift, *own)
     else:
         out = VALUE.codec.nearest(x, live[0], MASKED, *own)

@@ -14,26 +14,25 @@ from torch import Tensor
 from optgen.runtime.records.join import Pair
 from optgen.runtime.work.counting import Control
 
-STAGES = "triton_kernels"
-"""The module of kernels that were generated for a pair: of steps of several stages."""
-
 
 @functools.cache
 def kernels(pair: Pair) -> Any:
-    """Return the Triton kernels of a pair: those of its rule under its plan, and those generated for the two."""
+    """Return the Triton kernels of a pair."""
     from optgen.runtime.gpu import join
 
-    own = f"{pair.kernels.__name__}.{STAGES}" if pair.kernels else ""
-    generated = importlib.import_module(own) if _exists(own) else None
-    rule, codecs = (importlib.import_module(x) if _exists(x) else None for x in pair.triton or ("", ""))
-    return join.kernels(pair, rule, codecs, generated)
+    return join.kernels(pair, *(importlib.import_module(x) if _exists(x) else None for x in _modules(pair)))
 
 
 @functools.cache
 def has_kernels(pair: Pair) -> bool:
     """Return True if Triton kernels were generated."""
-    own = f"{pair.kernels.__name__}.{STAGES}" if pair.kernels else ""
-    return _exists(own) or (bool(pair.triton) and all(map(_exists, pair.triton)))
+    return bool(pair.triton) and all(map(_exists, pair.triton))
+
+
+def _modules(pair: Pair) -> tuple[str, str, str]:
+    """Return the modules of a rule's tile functions, of a plan's codecs, and of steps that the plan divides."""
+    rule, codecs = pair.triton or ("", "")
+    return rule, codecs, f"{pair.kernels.__name__}.triton" if pair.kernels else ""
 
 
 def _exists(module: str) -> bool:

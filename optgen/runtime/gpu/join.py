@@ -31,17 +31,18 @@ _SIZES = {"rows": 6, "columns": 7, "elements": 8}
 """Sizes of the logical tensor -> their places behind the number of elements in a row of the table."""
 
 
-def kernels(pair: Pair, rule: ModuleType | None, codecs: ModuleType | None, generated: ModuleType | None) -> Any:
+def kernels(
+    pair: Pair, rule: ModuleType | None, codecs: ModuleType | None, own: ModuleType | None = None
+) -> Any:
     """Return the kernels of a pair as attributes, beside TILE, OPTIONS, CONSTANTS, WARPS and NUMBERS of each.
 
-    generated  the module of kernels that were generated for the pair: of steps that its plan divides otherwise
+    own  the tile functions of steps that the plan divides in a way of its own
     """
-    out = SimpleNamespace(**(vars(generated) if generated else {}))
-    for name in ("TILE", "OPTIONS", "CONSTANTS", "NUMBERS", "WARPS"):
-        setattr(out, name, dict(getattr(out, name, {})))
+    out = SimpleNamespace(TILE={}, OPTIONS={}, CONSTANTS={}, NUMBERS={}, WARPS={})
     for variant in pair.variants:
-        if rule is not None and codecs is not None and variant.rule is not None and not variant.divided:
-            _add(out, variant, variant.rule, rule, codecs)
+        tiles = own if variant.own else rule
+        if tiles is not None and codecs is not None and variant.rule is not None:
+            _add(out, variant, variant.rule, tiles, codecs)
     return out
 
 
@@ -104,7 +105,8 @@ class Frame:
     def of(cls, variant: Variant, codecs: ModuleType) -> Frame:
         """Return the frame of a variant."""
         assert variant.eager is not None
-        found = {owner: getattr(codecs, name) for owner, name in variant.eager.codecs.items() if name}
+        named = {owner: name for owner, name in variant.eager.codecs.items() if owner not in variant.whole}
+        found = {owner: getattr(codecs, name) for owner, name in named.items() if name}
         numbers: list[tuple[float, ...]] = []
         tables: dict[int, tuple[int, ...]] = {}
         for codec in dict.fromkeys(found.values()):
@@ -138,19 +140,20 @@ def sweep(variant: Variant, stage: Stage, frame: Frame) -> Sweep:
     temps = {t.name: t for t in variant.temps}
     stores = [x for x in stage.stores if x not in eager.still]
     owners = variant.owners_in(stage)
-    touched = [x for x in frame.columns if (fields[x].owner if x in fields else x) in owners]
+    touched = [x for x in frame.columns if (variant.touched(fields[x]) if x in fields else x) in owners]
     found = {x: frame.codecs.get(x, FULL) for x in owners}
     # The weight comes first, then what others are divided by: `Eager.relative` holds their roots to what is stored.
-    bases = set(eager.relative.values())
+    bases = set(variant.bases.values())
     order = sorted(stores, key=lambda x: (x != "p", x not in bases))
     rooted = [x for x in order if found[x].root is not None]
     clean = all(found[x].plus for x in owners if x in variant.nonneg)  # no -0 is read
     values = []
     for x in owners:
+        whole = fields[x].owner if x in fields and fields[x].owner in variant.whole else ""
         own = [i for i, name in enumerate(touched) if name == x or (name in fields and fields[name].owner == x)]
-        word, shift = eager.noise.get(x, (-1, 0))
-        base = eager.relative.get(x)
-        of_element = x in variant.states and any(f.wide for f in variant.fields if f.owner == x)
+        word, shift = eager.noise.get(whole or x, (-1, 0))
+        base = variant.bases.get(x)
+        of_element = x in ("p", "g") or any(f.owner == x and f.space == "elem" for f in variant.fields)
         values.append(
             Kept(
                 x,
@@ -159,21 +162,22 @@ def sweep(variant: Variant, stage: Stage, frame: Frame) -> Sweep:
                 frame.tables.get(id(found[x]), ()),
                 base=-1 if base is None else owners.index(base),
                 root=-1 if base is None or x not in stores else rooted.index(base),
-                word=word if found[x].encode is not None and x in stores else -1,
+                word=word if (whole or found[x].encode is not None) and x in stores else -1,
                 shift=shift,
                 plus=found[x].plus and not (x in stage.plus and clean),
                 guarded=found[x].guards and x in stage.picked,
-                direct=not of_element,
+                direct=bool(whole) or not of_element,
             )
         )
     buffers = tuple((frame.columns[x], *_buffer(variant, fields.get(x), temps.get(x), x)) for x in touched)
     counted = any(x.word >= 0 for x in values)
+    drawn = any(x.word >= 0 and x.direct for x in values)  # by the tile function, where it makes codes
     block = variant.block_of(owners)
     numbers = range(frame.first, frame.first + len(frame.numbers))
     given: dict[str, Any] = dict(
         block=block,
         counted=counted,
-        keys=("step", "stream") if counted else (),
+        drawn=drawn,
         tables=tuple(numbers),
         extents=frame.extents(stage),
         strict=steps.strict and bool(stage.sums),
@@ -285,7 +289,7 @@ def _panel_registers(variant: Variant, record: Panels) -> int | None:
     """
     states = {record.values[k].name for k, _ in record.stores} & set(variant.states)
     few = not record.strict and len(record.sums) == 1 and len(states) == 1
-    return 128 if few and record.block > 1 else None
+    return 136 if few and record.block > 1 else None
 
 
 def registers(variant: Variant, record: Sweep, tile: int) -> int | None:
@@ -298,7 +302,8 @@ def registers(variant: Variant, record: Sweep, tile: int) -> int | None:
         return None
     if tile > max(TILE, record.block):
         # With two terms compilers spill at 128 (Triton 3.6), and 8 bytes again at 144 to 160 (Triton 3.9).
-        return 120 + 8 * len(record.sums)
+        full = any(dtype is not None and _bits(dtype) == 32 and not kind for _, dtype, kind in record.buffers)
+        return 120 + 8 * len(record.sums) + 16 * full
     if any(x.codec.lines for x in states):
         return None  # lines of 8-bit maps: told a limit, compilers spill 8 bytes below and above the 104 that they take
     # Rounding f16 stochastically by its bits holds two ways of it at a time, of normal and of subnormal numbers; sums

@@ -223,11 +223,8 @@ class _Maker:
 
     def _operands(self, stage: Stage) -> dict[str, int]:
         """Reduction of a sweep over matrices -> number of its dense operand."""
-        if stage.kernel in self.kernels.CONSTANTS:
-            of_panels = stage.sums if stage.space == "elem" and stage.matrices else ()
-            return {name: i for i, (_, names) in enumerate(of_panels) for name in names}
-        found: dict[str, int] = getattr(self.kernels, "DENSE", {}).get(stage.kernel, {})
-        return found
+        of_panels = stage.sums if stage.space == "elem" and stage.matrices else ()
+        return {name: i for i, (_, names) in enumerate(of_panels) for name in names}
 
     def make(self, plan: Plan) -> None:
         """Adds the calls."""
@@ -255,7 +252,7 @@ class _Maker:
         scalars: tuple[int, ...] = (), key: bool = False,
     ) -> None:  # fmt: skip
         if work.shape[0]:
-            constants = constants | (self.kernels.CONSTANTS.get(kernel, {}) if isinstance(kernel, str) else {})
+            constants |= self.kernels.CONSTANTS[kernel] if isinstance(kernel, str) else {}
             self.plan.calls.append(Call(kernel, [table, work], work.shape[0], scalars, key, constants, warps))
 
     def _items(self, tensors: Sequence[int], counts: Sequence[int], step: int = 1) -> Tensor:
@@ -307,9 +304,7 @@ class _Maker:
             counts = [
                 matrices * -(-height // sums.PANEL_ROWS) * -(-columns // width) for matrices, height, columns in sizes
             ]
-            constants = {"ROWS": self.panel_rows, "ALIGNED": aligned, "GRAD": None}
-            if stage.kernel in self.kernels.CONSTANTS:
-                constants = {"GRAD": None, "TILES": 1, "RAGGED": False, "ALIGNED": aligned, "TILE": self.panel_rows}
+            constants = {"GRAD": None, "TILES": 1, "RAGGED": False, "ALIGNED": aligned, "TILE": self.panel_rows}
             work = self._items(tensors, counts)
             warps = self.kernels.WARPS[stage.kernel]
             if torch.version.hip is not None:
@@ -323,12 +318,8 @@ class _Maker:
         tile = max(256, stage.block)
         counts = [self._tiles(self.shapes[i], stage.block, tile) for i in tensors]
         work = self._items(tensors, counts, FLAT_TILES)
-        constants = {"TILES": FLAT_TILES, "GRAD": None}
-        kernel = f"{stage.kernel}_flat"
-        if stage.kernel in self.kernels.CONSTANTS:
-            kernel = stage.kernel
-            constants |= {"RAGGED": True, "ALIGNED": False, "TILE": 1}
-        self._add(kernel, self.plan.table, work, 1, constants, stage.scalars, True)
+        constants = {"GRAD": None, "TILES": FLAT_TILES, "RAGGED": True, "ALIGNED": False, "TILE": 1}
+        self._add(stage.kernel, self.plan.table, work, 1, constants, stage.scalars, True)
         for name, k in self._operands(stage).items():
             self._partials(stage, self.temps[name], k, tensors)
 

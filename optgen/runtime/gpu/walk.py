@@ -5,9 +5,8 @@ A program does the tiles of one work item (see optgen.runtime.step.launch for `t
 without masks, then what is left.  Where rows end within a block, tiles count blocks row by row and every access is
 masked; where rows are parts of longer ones, elements are numbered row by row.
 
-A tile function of a rule takes values, sizes of the logical tensor and scalars; it returns a tuple of new values, then
-of what is summed.  One that was generated for a plan takes pointers, places and masks of the elements (of blocks, of
-packed eights), their numbers if it draws random bits, sizes, scalars, keys and MASKED, and returns what is summed.
+A tile function takes values, sizes of the logical tensor and scalars; it returns a tuple of new values, then of what is
+summed.  Codecs load and store the values.
 """
 
 from __future__ import annotations
@@ -37,14 +36,13 @@ class Sweep:
     block       elements of a storage block, 1: nothing is stored in blocks
     parts       parts of a full tile that a masked tile has
     counted     elements are numbered, for random bits
-    keys        "step", "stream": the keys that the tile function takes
+    drawn       the tile function takes words of random bits
     tables      entries of tables of numbers in memory
     extents     entries of sizes of the logical tensor
     sums        (kind, entries of partial results) of each term: the "sum" or "max" of a value, the sum of its
                 "square" or of a "product" of two
     strict      lanes and tiles are added in the order that every backend has
-    values      how a plan keeps the values of a rule: those that its tile function takes come first, in its order; ():
-                the tile function loads and stores by itself
+    values      how a plan keeps the values of a rule: those that its tile function takes come first, in its order
     taken       how many these are
     stores      (position in `values`, in what the tile function returns) of what is stored, in order
     returned    how many new values the tile function returns; terms follow
@@ -58,7 +56,7 @@ class Sweep:
     block: int = 1
     parts: int = 1
     counted: bool = False
-    keys: tuple[str, ...] = ()
+    drawn: bool = False
     tables: tuple[int, ...] = ()
     extents: tuple[int, ...] = ()
     sums: tuple[tuple[Any, ...], ...] = ()
@@ -148,10 +146,6 @@ class Sweep:
         """Return True if codes share bytes."""
         return any(self.kind(i) == "eight" for i in range(self.count()))
 
-    def takes(self, key: str) -> bool:
-        """Return True if the tile function takes that key."""
-        return key in self.keys
-
     def many(self, name: str) -> int:
         """Return how many `tables`, `extents` or `sums` there are."""
         return len(getattr(self, name))
@@ -169,13 +163,13 @@ class Sweep:
         before = sum(2 if kind == "product" else 1 for kind, *_ in self.sums[:i])
         return before + (k if self.sums[i][0] == "product" else 0)
 
-    def factor_of(self) -> tuple[int, ...]:
-        """Return the term of each factor that the tile function returns."""
-        return tuple(i for i, (kind, *_) in enumerate(self.sums) for _ in range(2 if kind == "product" else 1))
+    def summands(self) -> int:
+        """Return how many factors of terms the tile function returns."""
+        return sum(2 if kind == "product" else 1 for kind, *_ in self.sums)
 
-    def summand(self, k: int) -> int:
-        """Return the term of a factor that the tile function returns."""
-        return self.factor_of()[k]
+    def greatest(self, k: int) -> bool:
+        """Return True if factor k is of a term that is reduced to its maximum."""
+        return any(kind == "max" and self.factor(i, 0) == k for i, (kind, *_) in enumerate(self.sums))
 
     def largest(self, i: int) -> bool:
         """Return True if a term is reduced to its maximum."""
@@ -209,26 +203,15 @@ def sizes(row, SWEEP: tl.constexpr):
 
 
 @triton.jit
-def keys(row, SWEEP: tl.constexpr, step_key):
-    """The keys of the random bits, and the addresses of tables of numbers."""
-    out = ()
-    if SWEEP.takes("step"):
-        out = out + (step_key,)
-    if SWEEP.takes("stream"):
-        out = out + (tl.load(row + (SWEEP.numel + 2)).to(tl.int32),)
-    for i in tl.static_range(SWEEP.many("tables")):
-        out = out + (pointer(row + SWEEP.place("tables", i), tl.float32, True),)
-    return out
-
-
-@triton.jit
 def arguments(row, SWEEP: tl.constexpr, scalars, step_key):
-    """The tile function's last arguments; of a rule, and apart from them the keys and addresses that codecs take."""
-    if SWEEP.many("values") == 0:
-        out = sizes(row, SWEEP) + scalars + keys(row, SWEEP, step_key)
-    else:
-        out = (sizes(row, SWEEP) + scalars, keys(row, SWEEP, step_key))
-    return out
+    """The tile function's last arguments, the keys of random bits, and the addresses of tables of numbers."""
+    keys = ()
+    if SWEEP.counted:
+        keys = (step_key, tl.load(row + (SWEEP.numel + 2)).to(tl.int32))
+    tables = ()
+    for i in tl.static_range(SWEEP.many("tables")):
+        tables = tables + (pointer(row + SWEEP.place("tables", i), tl.float32, True),)
+    return sizes(row, SWEEP) + scalars, keys, tables
 
 
 @triton.jit
@@ -328,40 +311,22 @@ def _done(
     sums, buffers, where, live, index, given, tile: tl.constexpr, SWEEP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Do one tile; the sums with its terms."""
-    if SWEEP.many("values") == 0 and SWEEP.many("sums") == 0:
-        tile(*buffers, *where, *live, *index, *given, MASKED)
-        out = sums
-    else:
-        if SWEEP.many("values") > 0:
-            terms = coded(buffers, where, live, index, given, tile, SWEEP, MASKED)
+    terms = coded(buffers, where, live, index, given, tile, SWEEP, MASKED)
+    out = ()
+    for i in tl.static_range(len(sums)):
+        if SWEEP.strict:
+            x = terms[SWEEP.factor(i, 0)]
+            out = out + (down(sums[i], tl.reshape(x, [x.numel // 256, 256]), SWEEP.largest(i)),)
+        elif (i >= SWEEP.many("sums")) == MASKED:
+            out = out + (joined(sums[i], terms, SWEEP, i % SWEEP.many("sums")),)
         else:
-            terms = tile(*buffers, *where, *live, *index, *given, MASKED)
-        out = ()
-        for i in tl.static_range(len(sums)):
-            if SWEEP.strict:
-                x = terms[SWEEP.factor(i, 0)]
-                out = out + (down(sums[i], tl.reshape(x, [x.numel // 256, 256]), SWEEP.largest(i)),)
-            elif (i >= SWEEP.many("sums")) == MASKED:
-                out = out + (joined(sums[i], terms, SWEEP, i % SWEEP.many("sums")),)
-            else:
-                out = out + (sums[i],)
+            out = out + (sums[i],)
     return out
 
 
 @triton.jit
-def coded(
-    buffers, where, live, index, given, tile: tl.constexpr, SWEEP: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Do one tile of a rule, whose values codecs load and store; the factors of its terms."""
-    further = given[1]
-    tables = ()
-    for i in tl.static_range(SWEEP.many("tables")):
-        tables = tables + (further[SWEEP.many("keys") + i],)
-    values = ()
-    for i in tl.static_range(SWEEP.inputs()):
-        values = values + (codecs.given(buffers, where, live, tables, SWEEP, SWEEP.kept(i), MASKED),)
-    scalars = given[0]
-    made = tile(SWEEP.plan(), *values, *scalars, live[0], MASKED)
+def _drawn(buffers, where, live, index, keys, SWEEP: tl.constexpr, MASKED: tl.constexpr):
+    """The words of random bits of a tile."""
     draws = ()
     if SWEEP.counted:
         number = index[0]
@@ -369,7 +334,25 @@ def coded(
             beside = codecs.loaded(buffers[SWEEP.anchor], where, live, SWEEP, SWEEP.anchor, MASKED)
             if beside.dtype.primitive_bitwidth <= 16:
                 number = within(number, beside)
-        draws = codecs.words(number, further[0], further[1], SWEEP)
+        draws = codecs.words(number, keys[0], keys[1], SWEEP)
+    return draws
+
+
+@triton.jit
+def coded(
+    buffers, where, live, index, given, tile: tl.constexpr, SWEEP: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Do one tile, whose values codecs load and store; the factors of its terms."""
+    scalars, keys, tables = given
+    values = ()
+    for i in tl.static_range(SWEEP.inputs()):
+        values = values + (codecs.given(buffers, where, live, tables, SWEEP, SWEEP.kept(i), MASKED),)
+    if SWEEP.drawn:
+        draws = _drawn(buffers, where, live, index, keys, SWEEP, MASKED)
+        made = tile(SWEEP.plan(), *values, *scalars, draws, live[0], MASKED)
+    else:
+        made = tile(SWEEP.plan(), *values, *scalars, live[0], MASKED)
+        draws = _drawn(buffers, where, live, index, keys, SWEEP, MASKED)
     roots = ()
     for i in tl.static_range(SWEEP.many("stores")):
         x = made[SWEEP.store(i, 1)]
@@ -377,8 +360,8 @@ def coded(
             buffers, where, live, tables, x, roots, draws, SWEEP, SWEEP.kept(SWEEP.store(i, 0)), MASKED
         )
     terms = ()
-    for k in tl.static_range(len(SWEEP.factor_of())):
-        terms = terms + (term(made[SWEEP.returned + k], where[0], live[0], MASKED, SWEEP.largest(SWEEP.summand(k))),)
+    for k in tl.static_range(SWEEP.summands()):
+        terms = terms + (term(made[SWEEP.returned + k], where[0], live[0], MASKED, SWEEP.greatest(k)),)
     return terms
 
 

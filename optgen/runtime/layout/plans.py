@@ -127,18 +127,28 @@ def _built(base: Any, plan: str) -> Pair | None:
     return replace(joined(rules, steps, record, kernels), reference=functions, triton=device)
 
 
-def with_steps(rules: tuple[RuleRecord, ...], steps: tuple[Rule, ...], plan: PlanRecord) -> Iterator[Variant]:
-    """Yield the variants of a rule under a plan, each with the step of its flags."""
-    step_of = {tuple(sorted(flags.items())): step for step in steps for flags in step.settings}
+def with_steps(
+    rules: tuple[RuleRecord, ...], steps: tuple[Rule, ...], plan: PlanRecord, divided: tuple[Rule, ...] = ()
+) -> Iterator[Variant]:
+    """Yield the variants of a rule under a plan, each with the step of its flags.
+
+    divided  the steps of those that the plan divides in a way of its own
+    """
+    of_rule, own = ({tuple(sorted(f.items())): s for s in some for f in s.settings} for some in (steps, divided))
     for v in join.variants(rules, plan):
-        yield replace(v, rule=step_of.get(tuple(sorted(v.flags.items())))).in_stages()
+        flags = tuple(sorted(v.flags.items()))
+        found = replace(v, rule=of_rule.get(flags))
+        if found.divided:
+            found = replace(found, rule=own.get(flags), own=True)
+        yield found.in_stages()
 
 
 def joined(
     rules: tuple[RuleRecord, ...], steps: tuple[Rule, ...], plan: ModuleType, kernels: ModuleType
 ) -> Pair:
     """Return the pair of a rule's records and a plan's package, with the kernels that were generated for the two."""
-    found = (v for v in with_steps(rules, steps, plan.PLAN) if v.function in kernels.KERNELS)
+    every = with_steps(rules, steps, plan.PLAN, getattr(kernels, "RULES", ()))
+    found = (v for v in every if v.function in kernels.KERNELS)
     variants = tuple(replace(v, **kernels.KERNELS[v.function]) for v in found)
     name, wrong = plan.__name__.rpartition(".")[2], getattr(kernels, "DISCOURAGED", {})
     return Pair(name, variants, plan.PLAN.small_numel, kernels=kernels, discouraged=wrong)

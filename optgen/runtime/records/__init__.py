@@ -353,6 +353,7 @@ class Variant:
                  so many rows put together (`in_blocks`)
     eager        how the eager reference keeps each value
     rule         the step in the maths of its kernels, free of any plan
+    own          True if its stages are not those of the rule: the plan divides it in a way of its own
     """
 
     function: str
@@ -377,6 +378,7 @@ class Variant:
     matrix: Matrix = "last"
     eager: Eager | None = None
     rule: Rule | None = None
+    own: bool = False
 
     def owned(self, owner: str) -> tuple[str, ...]:
         """Names of the fields that store part of a state, or of "p"."""
@@ -409,14 +411,14 @@ class Variant:
 
     @cached_property
     def divided(self) -> bool:
-        """True if the plan divides the step into stages of its own, whose kernels were generated for the two."""
+        """True if the plan divides the step of the rule into stages of its own."""
         early = self.eager.early if self.eager is not None else ()
         return self.of_whole or (self.rule is not None and set(self.rule.early) != set(early))
 
     @cached_property
     def single(self) -> Rule | None:
         """The rule of a step that is one sweep and knows elements and blocks only."""
-        if self.rule is None or self.divided or len(self.rule.stages) > 1:
+        if self.rule is None or self.own or len(self.rule.stages) > 1:
             return None
         (stage,) = self.rule.stages
         few = stage.matrices or bool(stage.extents) or any(f.space != "elem" for f in self.fields)
@@ -425,7 +427,7 @@ class Variant:
     def in_stages(self) -> Variant:
         """Return the variant with the stages of its rule, if that takes several, in the blocks of its plan."""
         rule = self.rule
-        if rule is None or self.single is not None or self.divided:
+        if rule is None or self.single is not None:
             return self
         stages = []
         for k, stage in enumerate(rule.stages):
@@ -439,11 +441,26 @@ class Variant:
         """Return the values that a stage of the rule touches: those read, those stored, those whose roots are read."""
         assert self.eager is not None
         owners = dict.fromkeys([*stage.reads, *(x for x in stage.stores if x not in self.eager.still)])
-        return list(owners | {x: None for name, x in self.eager.relative.items() if name in owners})
+        return list(owners | {x: None for name, x in self.bases.items() if name in owners})
+
+    @cached_property
+    def whole(self) -> frozenset[str]:
+        """The states that are kept as a whole: of these, stages touch fields."""
+        return frozenset(f.owner for f in self.fields if f.shared)
+
+    @cached_property
+    def bases(self) -> Mapping[str, str]:
+        """State -> the one by whose root codecs divide it; by that of one that is kept as a whole the step divides."""
+        assert self.eager is not None
+        return {name: x for name, x in self.eager.relative.items() if x not in self.whole}
+
+    def touched(self, f: Field) -> str:
+        """Return what stages call a field: its owner, or itself."""
+        return f.name if f.owner in self.whole else f.owner
 
     def block_of(self, owners: Collection[str]) -> int:
         """Return the elements of a storage block of these values; 1: none is in blocks."""
-        fields = [f for f in self.fields if f.owner in owners]
+        fields = [f for f in self.fields if self.touched(f) in owners]
         block = max((f.per for f in fields if f.width == 1), default=1)
         return block if block > 1 or all(f.width == 1 for f in fields) else PACK
 
