@@ -55,11 +55,10 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize("name", ["AdamW", "SGD", "Lion", "CAME", "LAMB", "Muon", "Prodigy", "ScheduleFreeAdamW"])
+@pytest.mark.parametrize("name", ["AdamW", "CAME", "LAMB", "Muon", "Prodigy"])
 def test_the_bits_are_those_of_the_cpp_backend(name: str) -> None:
     def make(m: Net) -> Optimizer:
-        options = {"momentum": 0.9} if name == "SGD" else {}
-        return getattr(optim, name)(m.named_parameters(), backend="cpp", seed=3, **options)
+        return getattr(optim, name)(m.named_parameters(), backend="cpp", seed=3)
 
     a, opt_a, b, opt_b = pair(make, vectors=name != "CAME")
     train(opt_a, a, 5)
