@@ -65,7 +65,7 @@ SCALES = (ue8m8, ue7m9, fp32)
 SIGNED: list[Format] = [Blocked(8, 64, c, ue8m8) for c in COMPANDERS]
 SIGNED += [Blocked(8, 16, softsign(1), fp32), Blocked(8, 256, linear, ue8m8)]
 SIGNED += [Blocked(b, 64, softsign(1), ue8m8) for b in (7, 6, 5, 4, 3, 2)] + [Blocked(4, 128, linear, fp32)]
-SIGNED += [floats.bf16_auto, floats.f16_auto]
+SIGNED += [floats.bf16_auto, Float(dtypes.f16, "auto")]
 UNSIGNED: list[Format] = [Blocked(8, 64, linear, s, signed=False, of="sqrt") for s in (ue7m9, fp32)]
 UNSIGNED += [Blocked(8, 64, c, fp32, signed=False) for c in (linear, root, softsign(1))]
 UNSIGNED += [Blocked(b, 64, linear, fp32, signed=False, of="sqrt") for b in (6, 4)]

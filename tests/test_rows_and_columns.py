@@ -547,7 +547,7 @@ class OfRows(Factored):
 
 
 def test_what_has_no_rows_and_columns_is_refused() -> None:
-    for slot in ("small", "reduced", "initial"):
+    for slot in ("small", "initial"):
         with pytest.raises(UserError, match=r"E305.*needs no rows and columns"):
             Plan("Wrong.", name="wrong", **{slot: OfRows()})
     wrong = Plan("Wrong.", name="wrong", overrides={"slow": OfRows()})

@@ -174,7 +174,7 @@ TABLE: dict[str, Row] = {
     "E303": Row(
         "plan {plan} keeps `{state}` in another format than fp32, but it has one value per {space}: {format}",
         "values per row, column and tensor are few beside the elements; they are worked on between sweeps, in fp32",
-        "leave it out of the plan's `overrides`, and `reduced` as it is",
+        "leave it out of the plan's `overrides`",
     ),
     "E304": Row(
         "compander {name}: {why}",

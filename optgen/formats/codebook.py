@@ -15,7 +15,7 @@ from optgen.formats import narrow
 from optgen.formats.check import as_pythons, check_block, check_words, is_number, refusal
 from optgen.formats.coded import InBlocks, error_of_table, of_zeros, widest
 from optgen.formats.format import FormatFinding, Noise, Rounding
-from optgen.formats.scales import LARGEST_ROOT, Scale, fp32, least_scale
+from optgen.formats.scales import LARGEST_ROOT, Scale, fp32
 from optgen.lang.values import Num, bits, lookup, minimum, place, search
 from optgen.ops.dtypes import in_f32
 from optgen.ops.tables import Book, book, cell_ends
@@ -96,8 +96,11 @@ class Codebook(InBlocks):
 
     @property
     def low(self) -> float:
-        # In a table without 0 nothing becomes a subnormal number.
-        return least_scale(self.scale, self.table[0] if self.positive else 0.0, self.of == "sqrt")
+        if not self.positive:
+            return self.scale.low
+        # In a table without 0 nothing becomes a subnormal number, nor does its square.
+        lowest = -63 if self.of == "sqrt" else -126
+        return max(self.scale.low, 2.0 ** math.ceil(lowest - math.log2(self.table[0])))
 
     def code_of(self, value: Num, scale: Num, noise: Noise | None) -> Num:
         number = value / scale

@@ -162,7 +162,6 @@ class Plan:
     signed       states of either sign; a relative format applies where the rule divides the state by the root of
                  a second moment that never becomes 0, its absolute twin elsewhere
     nonneg       states that are never negative
-    reduced      row, column and tensor statistics: fp32, the only format that they have so far
     initial      states that start as the weight: precise as weights, not as moments
     small        every state of a tensor with fewer than small_numel elements (of the logical tensor)
     overrides    state name -> format, before all of these; of small tensors in its form for vectors (Format.of_vectors)
@@ -177,7 +176,6 @@ class Plan:
     master: Master = field(default_factory=Native)
     signed: Format = floats.f32
     nonneg: Format = floats.f32
-    reduced: Format = floats.f32
     initial: Format = floats.f32
     small: Format = floats.f32
     small_numel: int = SMALL
@@ -195,7 +193,7 @@ class Plan:
 
     def _check(self) -> None:
         self._check_words()
-        slots = {name: getattr(self, name) for name in ("signed", "nonneg", "reduced", "initial", "small")}
+        slots = {name: getattr(self, name) for name in ("signed", "nonneg", "initial", "small")}
         for slot, value in (slots | {f"overrides[{k!r}]": v for k, v in self.overrides.items()}).items():
             if not isinstance(value, Format):
                 raise self._not_a(slot, value, "one such as floats.bf16, Blocked() or LogMinMax()", Format)
@@ -213,12 +211,11 @@ class Plan:
                     note=f"{what}, which may be negative: a negative value could not be told from a positive one",
                     hint="give it a signed format, or name the states that it is for in `overrides`",
                 )  # fmt: skip
-        if self.small.block > 1 or self.reduced.block > 1 or self.initial.block > 1:
-            raise refusal(self.loc, "small, reduced or initial in blocks", "a format without blocks there")
-        for slot in ("small", "reduced", "initial"):
+        for slot in ("small", "initial"):
+            if slots[slot].block > 1:
+                raise refusal(self.loc, "small or initial in blocks", "a format without blocks there")
             if slots[slot].matrix is not None:
-                want = "a format that needs no rows and columns there"
-                raise refusal(self.loc, f"{slot}={slots[slot]}", want)
+                raise refusal(self.loc, f"{slot}={slots[slot]}", "a format that needs no rows and columns there")
 
     def _check_words(self) -> None:
         name = "a Python name (not one such as __init__): it becomes a module"
@@ -310,7 +307,7 @@ class Plan:
         if state.name in self.overrides:
             return self.overrides[state.name]
         if state.space.name != "elem":
-            return self.reduced
+            return floats.f32
         if state.init == "param":
             return self.initial
         if small:

@@ -13,7 +13,6 @@ stay finite; scale 0 is what a fresh state has and makes all of its block 0.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
@@ -30,14 +29,6 @@ LARGEST_ROOT = float.fromhex("0x1.ffffe0p63")  # a little below 2^64: its square
 _LARGEST_ROOT_BITS = 0x5F7FFFF0
 _ROOT_OFFSET = (127 - 63) << 23  # bits of 2^-63
 _SMALLEST_BITS = (127 - 118) << 23
-
-
-def least_scale(scale: Scale, least: float, root: bool) -> float:
-    """The smallest scale of a block of which no code reads as less than `least` times the scale: a power of two, from
-    which on that is normal, its square if `root`; where the scale's own is larger, or `least` is 0, that one."""
-    if not least:
-        return scale.low
-    return max(scale.low, 2.0 ** math.ceil((-63 if root else -126) - math.log2(least)))
 
 
 class Scale(ABC):
