@@ -492,7 +492,7 @@ class Release:
 
     def _hand_over(self, one: ReleasedParameter) -> None:
         """Move a sum that was kept elsewhere to p.grad."""
-        if one.p.grad is not None:
+        if one.p.grad is not None and one.p.grad._is_zerotensor():  # torch takes back none that p has outgrown
             one.p.grad = state.materialized(one.p.grad)
         if one.sums is not None and one.summed:
             if one.p.grad is None:
