@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import dadaptation
@@ -41,40 +42,162 @@ def stepping(make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]) 
 
 
 def torch_optim(cls: str, **fixed: Any) -> Oracle:
-    return lambda flags, hypers: stepping(
-        lambda ps: getattr(torch.optim, cls)(ps, foreach=False, **flags, **hypers, **fixed)
-    )
+    return package(getattr(torch.optim, cls), foreach=False, **fixed)
 
 
 def peer(cls: str, **fixed: Any) -> Oracle:
+    return package(getattr(pytorch_optimizer, cls), **fixed)
+
+
+def package(cls: Any, **fixed: Any) -> Oracle:
+    """Another package's optimizer with our names of options."""
+    return lambda flags, hypers: stepping(lambda ps: cls(ps, **flags, **hypers, **fixed))
+
+
+class States(SimpleNamespace):
+    """The states of a rule: each reads as 0 until it is set."""
+
+    def __getattr__(self, name: str) -> Tensor:
+        return torch.zeros((), dtype=torch.float64)
+
+
+def paper(rule: Callable[..., Tensor]) -> Oracle:
+    """The oracle of a step that is written out: (options, states, p, g, t, lr) -> new p."""
+
     def make(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
-        return stepping(lambda ps: getattr(pytorch_optimizer, cls)(ps, **flags, **hypers, **fixed))
+        options, states = SimpleNamespace(**flags, **hypers), States()
+        return lambda p, g, t, lr: rule(options, states, p, g, t, lr)
 
     return make
+
+
+def moments(o: Any, s: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+    """Adam's two averages after this gradient, without their corrections."""
+    beta1, beta2 = o.betas
+    s.m, s.v = beta1 * s.m + (1 - beta1) * g, beta2 * s.v + (1 - beta2) * g * g
+    return s.m, s.v
+
+
+def adam_update(o: Any, s: Any, g: Tensor, t: int) -> Tensor:
+    """Adam's step of unit size."""
+    m, v = moments(o, s, g)
+    return m / (1 - o.betas[0] ** t) / ((v / (1 - o.betas[1] ** t)).sqrt() + o.eps)
 
 
 def sgd(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
     """torch.optim.SGD refuses nesterov without momentum, where it has no effect, and with dampening."""
     if flags["nesterov"] and hypers["momentum"] == 0:
         flags = {"nesterov": False}
-    if flags["nesterov"] and hypers["dampening"] != 0:
-        return damped_nesterov(hypers)
-    return torch_optim("SGD")(flags, hypers)
+    return (damped_nesterov if flags["nesterov"] and hypers["dampening"] else torch_optim("SGD"))(flags, hypers)
 
 
-def damped_nesterov(hypers: dict[str, Any]) -> Step:
+@paper
+def damped_nesterov(o, s, p, g, t, lr):
     """torch's rule written out, for the one combination that its constructor refuses."""
-    buf: list[Tensor] = []
+    g = g + o.weight_decay * p
+    s.buf = g if t == 1 else o.momentum * s.buf + (1 - o.dampening) * g
+    return p - lr * (g + o.momentum * s.buf)
+
+
+# -- rules of elements
+
+
+def adamw(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+    """torch.optim.AdamW; torch has no decouple_lr, so there the decay is applied outside."""
+    if not flags["decouple_lr"]:
+        return torch_optim("AdamW")({"amsgrad": flags["amsgrad"]}, hypers)
+    inner = torch_optim("AdamW")({"amsgrad": flags["amsgrad"]}, hypers | {"weight_decay": 0.0})
+    peak = 0.0
 
     def step(p: Tensor, g: Tensor, t: int, lr: float) -> Tensor:
-        g = g + hypers["weight_decay"] * p
-        if t == 1:
-            buf.append(g.clone())
-        else:
-            buf[0] = hypers["momentum"] * buf[0] + (1 - hypers["dampening"]) * g
-        return p - lr * (g + hypers["momentum"] * buf[0])
+        nonlocal peak
+        peak = max(peak, lr)
+        return inner(p * (1 - hypers["weight_decay"] * lr / peak), g, t, lr)
 
     return step
+
+
+def sgdw(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+    """torch.optim.SGD around a decoupled decay.  pytorch_optimizer's SGDW starts its buffer as a copy of p."""
+    inner = sgd(flags, hypers | {"weight_decay": 0.0})
+    return lambda p, g, t, lr: inner(p * (1 - lr * hypers["weight_decay"]), g, t, lr)
+
+
+@paper
+def signum(o, s, p, g, t, lr):
+    """The paper's algorithm 2: pytorch_optimizer.SignSGD zeroes its buffer at every step and ignores decay."""
+    s.m = o.momentum * s.m + (1 - o.momentum) * g
+    return p - lr * (torch.sign(s.m) + o.weight_decay * p)
+
+
+@paper
+def adabelief(o, s, p, g, t, lr):
+    """The paper's algorithm: pytorch_optimizer divides the eps added to the root by sqrt(1 - beta2^t) too."""
+    beta1, beta2 = o.betas
+    s.m = beta1 * s.m + (1 - beta1) * g
+    s.s = beta2 * s.s + (1 - beta2) * (g - s.m) ** 2 + o.eps
+    m_hat, s_hat = s.m / (1 - beta1**t), s.s / (1 - beta2**t)
+    return p - lr * o.weight_decay * p - lr * m_hat / (s_hat.sqrt() + o.eps)
+
+
+@paper
+def ademamix(o, s, p, g, t, lr):
+    """The paper's algorithm 1: pytorch_optimizer divides the slow average by 1 - beta1^t too."""
+    beta1, beta2, b3 = o.betas
+    alpha = min(t * o.alpha / o.alpha_warmup, o.alpha) if o.alpha_warmup else o.alpha
+    if o.beta3_warmup:
+        share, l1, l3 = t / o.beta3_warmup, math.log(max(beta1, 1e-8)), math.log(b3)
+        b3 = min(math.exp(l1 * l3 / ((1 - share) * l3 + share * l1)), b3)
+    s.m1 = beta1 * s.m1 + (1 - beta1) * g
+    s.m2 = b3 * s.m2 + (1 - b3) * g
+    s.v = beta2 * s.v + (1 - beta2) * g**2
+    m1_hat, v_hat = s.m1 / (1 - beta1**t), s.v / (1 - beta2**t)
+    return p - lr * ((m1_hat + alpha * s.m2) / (v_hat.sqrt() + o.eps) + o.weight_decay * p)
+
+
+@paper
+def adopt(o, s, p, g, t, lr):
+    """The paper's algorithm 2, first gradient as g_0: pytorch_optimizer's clipping counts steps from 2."""
+    beta1, beta2 = o.betas
+    if not o.decoupled_weight_decay:
+        g = g + o.weight_decay * p
+    if t == 1:
+        s.v = g * g
+        return p
+    if o.decoupled_weight_decay:
+        p = p - lr * o.weight_decay * p
+    bound = (t - 1) ** 0.25
+    s.m = beta1 * s.m + (1 - beta1) * (g / s.v.sqrt().clamp(min=o.eps)).clamp(-bound, bound)
+    s.v = beta2 * s.v + (1 - beta2) * g * g
+    return p - lr * s.m
+
+
+@paper
+def laprop(o, s, p, g, t, lr):
+    """The paper's algorithm 1: pytorch_optimizer averages lr * gradient, which differs once lr changes."""
+    beta1, beta2 = o.betas
+    s.v = beta2 * s.v + (1 - beta2) * g * g
+    s.m = beta1 * s.m + (1 - beta1) * g / ((s.v / (1 - beta2**t)).sqrt() + o.eps)
+    p = p - lr * s.m / (1 - beta1**t)
+    return p - lr * o.weight_decay * p
+
+
+@paper
+def yogi(o, s, p, g, t, lr):
+    """The paper's algorithm 2 with Adam's bias correction: pytorch_optimizer starts m at the accumulator too."""
+    beta1, beta2 = o.betas
+    v = s.v if t > 1 else torch.tensor(o.initial_accumulator, dtype=torch.float64)
+    p = p - lr * o.weight_decay * p
+    s.m = beta1 * s.m + (1 - beta1) * g
+    s.v = v - (1 - beta2) * torch.sign(v - g * g) * g * g
+    return p - lr * (s.m / (1 - beta1**t)) / ((s.v / (1 - beta2**t)).sqrt() + o.eps)
+
+
+@paper
+def grams(o, s, p, g, t, lr):
+    """The paper's algorithm 1: pytorch_optimizer swaps beta1 with 1 - beta1 and takes the root of a root."""
+    u = adam_update(o, s, g, t)
+    return p - lr * o.weight_decay * p - lr * torch.sign(g) * u.abs()
 
 
 # -- rules that reduce
@@ -93,176 +216,119 @@ def _rank_one(r: Tensor, c: Tensor) -> Tensor:
     return torch.einsum("...i,...j->...ij", r, c) / r.mean(-1)[..., None, None]
 
 
-def adafactor_paper(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+@paper
+def adafactor_paper(o, s, p, g, t, lr):
     """Algorithms 4 and 5: pytorch_optimizer's AdaFactor divides by the smaller of 1 and RMS / d, not by the larger."""
-    r = c = v = m = torch.zeros(())
-    eps1, eps2 = hypers["eps"]
-
-    def step(p: Tensor, g: Tensor, t: int, lr: float) -> Tensor:
-        nonlocal r, c, v, m
-        decay = 1 - t ** hypers["decay_rate"]
-        rho = min(lr, 1 / math.sqrt(t)) if flags["relative_step"] else lr
-        alpha = max(eps2, float(p.square().mean().sqrt())) * rho if flags["scale_parameter"] else rho
-        sq = g**2 + eps1
-        if p.ndim >= 2:
-            r, c = decay * r + (1 - decay) * sq.mean(-1), decay * c + (1 - decay) * sq.mean(-2)
-            second = _rank_one(r, c)
-        else:
-            second = v = decay * v + (1 - decay) * sq
-        u = alpha * _clipped(g / second.sqrt(), hypers["clip_threshold"])
-        if hypers["beta1"]:
-            u = m = hypers["beta1"] * m + (1 - hypers["beta1"]) * u
-        return p - alpha * hypers["weight_decay"] * p - u
-
-    return step
+    decay = 1 - t**o.decay_rate
+    rho = min(lr, 1 / math.sqrt(t)) if o.relative_step else lr
+    alpha = max(o.eps[1], float(p.square().mean().sqrt())) * rho if o.scale_parameter else rho
+    sq = g**2 + o.eps[0]
+    if p.ndim >= 2:
+        s.r, s.c = decay * s.r + (1 - decay) * sq.mean(-1), decay * s.c + (1 - decay) * sq.mean(-2)
+        second = _rank_one(s.r, s.c)
+    else:
+        second = s.v = decay * s.v + (1 - decay) * sq
+    u = alpha * _clipped(g / second.sqrt(), o.clip_threshold)
+    if o.beta1:
+        u = s.m = o.beta1 * s.m + (1 - o.beta1) * u
+    return p - alpha * o.weight_decay * p - u
 
 
-def came(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+@paper
+def came(o, s, p, g, t, lr):
     """Algorithm 2: pytorch_optimizer multiplies the momentum of one-dimensional parameters by lr at every step."""
-    r = c = v = m = rr = cc = torch.zeros(())
-    beta1, beta2, beta3 = hypers["betas"]
-    eps1, eps2 = hypers["eps"]
-
-    def step(p: Tensor, g: Tensor, t: int, lr: float) -> Tensor:
-        nonlocal r, c, v, m, rr, cc
-        sq = g**2 + eps1
-        if p.ndim >= 2:
-            r, c = beta2 * r + (1 - beta2) * sq.mean(-1), beta2 * c + (1 - beta2) * sq.mean(-2)
-            u = g / _rank_one(r, c).sqrt()
-        else:
-            v = beta2 * v + (1 - beta2) * sq
-            u = g / v.sqrt()
-        u = _clipped(u, hypers["clip_threshold"])
-        m = beta1 * m + (1 - beta1) * u
-        update = m
-        if p.ndim >= 2:
-            res = (u - m) ** 2 + eps2
-            rr, cc = beta3 * rr + (1 - beta3) * res.mean(-1), beta3 * cc + (1 - beta3) * res.mean(-2)
-            update = m / _rank_one(rr, cc).sqrt()
-        return p - lr * hypers["weight_decay"] * p - lr * update
-
-    return step
+    beta1, beta2, beta3 = o.betas
+    sq = g**2 + o.eps[0]
+    if p.ndim >= 2:
+        s.r, s.c = beta2 * s.r + (1 - beta2) * sq.mean(-1), beta2 * s.c + (1 - beta2) * sq.mean(-2)
+        u = g / _rank_one(s.r, s.c).sqrt()
+    else:
+        s.v = beta2 * s.v + (1 - beta2) * sq
+        u = g / s.v.sqrt()
+    u = _clipped(u, o.clip_threshold)
+    update = s.m = beta1 * s.m + (1 - beta1) * u
+    if p.ndim >= 2:
+        res = (u - s.m) ** 2 + o.eps[1]
+        s.rr, s.cc = beta3 * s.rr + (1 - beta3) * res.mean(-1), beta3 * s.cc + (1 - beta3) * res.mean(-2)
+        update = s.m / _rank_one(s.rr, s.cc).sqrt()
+    return p - lr * o.weight_decay * p - lr * update
 
 
-def lamb(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+@paper
+def lamb(o, s, p, g, t, lr):
     """Algorithm 2: pytorch_optimizer's has no bias correction, decays outside of the ratio and clamps |p| to 10."""
-    m = v = torch.zeros(())
-    beta1, beta2 = hypers["betas"]
-
-    def step(p: Tensor, g: Tensor, t: int, lr: float) -> Tensor:
-        nonlocal m, v
-        m, v = m + (1 - beta1) * (g - m), beta2 * v + (1 - beta2) * g.square()
-        u = (m / (1 - beta1**t)) / ((v / (1 - beta2**t)).sqrt() + hypers["eps"]) + hypers["weight_decay"] * p
-        phi = min(max(float(torch.linalg.vector_norm(p)), hypers["min_norm"]), hypers["max_norm"])
-        length = float(torch.linalg.vector_norm(u))
-        return p - lr * (phi / length if phi > 0 and length > 0 else 1.0) * u
-
-    return step
+    u = adam_update(o, s, g, t) + o.weight_decay * p
+    phi = min(max(float(torch.linalg.vector_norm(p)), o.min_norm), o.max_norm)
+    length = float(torch.linalg.vector_norm(u))
+    return p - lr * (phi / length if phi > 0 and length > 0 else 1.0) * u
 
 
-def sm3(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+@paper
+def sm3(o, s, p, g, t, lr):
     """SM3-II over the cover of a tensor by the rows and columns of its matrices, one set after the other.
 
     pytorch_optimizer's cover of tensors with more dimensions is another one: a set for each index of each dimension.
     """
-    mu: list[Tensor] = []
-    m = torch.zeros(())
-
-    def step(p: Tensor, g: Tensor, t: int, lr: float) -> Tensor:
-        nonlocal m
-        dims = (-1, -2) if p.ndim >= 2 else ()
-        if t == 1:
-            mu.extend(torch.zeros_like(g.amax(d, keepdim=True)) for d in dims)
-            if not dims:
-                mu.append(torch.zeros_like(g))
-        nu = torch.stack([x.expand(p.shape) for x in mu]).amin(0) + g * g
-        mu[:] = [nu.amax(d, keepdim=True) for d in dims] or [nu]
-        update = torch.where(g == 0, 0.0, g / nu.clamp(min=1e-300).sqrt())
-        if hypers["momentum"]:
-            update = m = hypers["momentum"] * m + (1 - hypers["momentum"]) * update
-        return p - lr * update
-
-    return step
+    dims = (-1, -2) if p.ndim >= 2 else ()
+    kept = s.mu if t > 1 else [torch.zeros_like(g)]
+    nu = torch.stack([x.expand(p.shape) for x in kept]).amin(0) + g * g
+    s.mu = [nu.amax(d, keepdim=True) for d in dims] or [nu]
+    update = torch.where(g == 0, 0.0, g / nu.clamp(min=1e-300).sqrt())
+    if o.momentum:
+        update = s.m = o.momentum * s.m + (1 - o.momentum) * update
+    return p - lr * update
 
 
-def lars(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+@paper
+def lars(o, s, p, g, t, lr):
     """Algorithm 1: pytorch_optimizer's leaves the decay out of the ratio, and vectors without one."""
-    v = torch.zeros(())
-
-    def step(p: Tensor, g: Tensor, t: int, lr: float) -> Tensor:
-        nonlocal v
-        w, d = torch.linalg.vector_norm(p), torch.linalg.vector_norm(g)
-        local = hypers["trust_coefficient"] * w / (d + hypers["weight_decay"] * w) if w > 0 and d > 0 else 1.0
-        v = hypers["momentum"] * v + lr * local * (g + hypers["weight_decay"] * p)
-        return p - v
-
-    return step
+    w, d = torch.linalg.vector_norm(p), torch.linalg.vector_norm(g)
+    local = o.trust_coefficient * w / (d + o.weight_decay * w) if w > 0 and d > 0 else 1.0
+    s.v = o.momentum * s.v + lr * local * (g + o.weight_decay * p)
+    return p - s.v
 
 
-def novograd(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+@paper
+def novograd(o, s, p, g, t, lr):
     """Algorithm 1: pytorch_optimizer's adds Adam's bias corrections, which the paper replaces by the first values."""
-    m = v = torch.zeros(())
-    beta1, beta2 = hypers["betas"]
-
-    def step(p: Tensor, g: Tensor, t: int, lr: float) -> Tensor:
-        nonlocal m, v
-        length = torch.linalg.vector_norm(g) ** 2
-        v = length if t == 1 else beta2 * v + (1 - beta2) * length
-        u = g / (v.sqrt() + hypers["eps"]) + hypers["weight_decay"] * p
-        m = beta1 * m + ((1 - beta1) if flags["grad_averaging"] else 1) * u
-        return p - lr * m
-
-    return step
+    beta1, beta2 = o.betas
+    length = torch.linalg.vector_norm(g) ** 2
+    s.v = length if t == 1 else beta2 * s.v + (1 - beta2) * length
+    u = g / (s.v.sqrt() + o.eps) + o.weight_decay * p
+    s.m = beta1 * s.m + ((1 - beta1) if o.grad_averaging else 1) * u
+    return p - lr * s.m
 
 
-def cautious_adamw(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+def _cautious(u: Tensor, g: Tensor) -> Tensor:
+    mask = (u * g > 0).double()
+    return u * mask / mask.mean().clamp(min=1e-3)
+
+
+@paper
+def cautious_adamw(o, s, p, g, t, lr):
     """The paper's algorithm 2 with the scaling of its authors' code, 1 / max(mean, 1e-3)."""
-    m = v = torch.zeros(())
-    beta1, beta2 = hypers["betas"]
-
-    def step(p: Tensor, g: Tensor, t: int, lr: float) -> Tensor:
-        nonlocal m, v
-        m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
-        u = m / (1 - beta1**t) / ((v / (1 - beta2**t)).sqrt() + hypers["eps"])
-        mask = (u * g > 0).double()
-        return p * (1 - lr * hypers["weight_decay"]) - lr * u * mask / mask.mean().clamp(min=1e-3)
-
-    return step
+    return p * (1 - lr * o.weight_decay) - lr * _cautious(adam_update(o, s, g, t), g)
 
 
-def cautious_lion(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+@paper
+def cautious_lion(o, s, p, g, t, lr):
     """Likewise, with the scale of the authors' AdamW; that of their Lion is n / (ones + 1)."""
-    m = torch.zeros(())
-    beta1, beta2 = hypers["betas"]
-
-    def step(p: Tensor, g: Tensor, t: int, lr: float) -> Tensor:
-        nonlocal m
-        u = (beta1 * m + (1 - beta1) * g).sign()
-        mask = (u * g > 0).double()
-        m = beta2 * m + (1 - beta2) * g
-        return p * (1 - lr * hypers["weight_decay"]) - lr * u * mask / mask.mean().clamp(min=1e-3)
-
-    return step
+    beta1, beta2 = o.betas
+    u = (beta1 * s.m + (1 - beta1) * g).sign()
+    s.m = beta2 * s.m + (1 - beta2) * g
+    return p * (1 - lr * o.weight_decay) - lr * _cautious(u, g)
 
 
-def mars(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+@paper
+def mars(o, s, p, g, t, lr):
     """Algorithm 2 with the last gradient in place of the last weight's: pytorch_optimizer's eps is divided by the
     bias correction, and its last gradient is the gradient's own tensor."""
-    m = v = torch.zeros(())
-    last: list[Tensor] = []
-    beta1, beta2 = hypers["betas"]
-
-    def step(p: Tensor, g: Tensor, t: int, lr: float) -> Tensor:
-        nonlocal m, v
-        c = g + hypers["gamma"] * beta1 / (1 - beta1) * (g - last[0]) if last else g
-        last[:] = [g]
-        length = float(torch.linalg.vector_norm(c))
-        c = c / length if length > 1 else c
-        m, v = beta1 * m + (1 - beta1) * c, beta2 * v + (1 - beta2) * c * c
-        u = m / (1 - beta1**t) / ((v / (1 - beta2**t)).sqrt() + hypers["eps"])
-        return p - lr * (u + hypers["weight_decay"] * p)
-
-    return step
+    beta1 = o.betas[0]
+    c = g + o.gamma * beta1 / (1 - beta1) * (g - s.last) if t > 1 else g
+    s.last = g
+    length = float(torch.linalg.vector_norm(c))
+    c = c / length if length > 1 else c
+    return p - lr * (adam_update(o, s, c, t) + o.weight_decay * p)
 
 
 def orthograd(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
@@ -280,50 +346,62 @@ def orthograd(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
     return step
 
 
-def adam_mini(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+@paper
+def adam_mini(o, s, p, g, t, lr):
     """One average of mean squares per block: the authors' optimizer wants a model whose parameters' names it knows."""
-    m = v = torch.zeros(())
-    beta1, beta2 = hypers["betas"]
-
-    def step(p: Tensor, g: Tensor, t: int, lr: float) -> Tensor:
-        nonlocal m, v
-        dims = tuple(range(1 if g.ndim >= 2 else 0, g.ndim))
-        m = beta1 * m + (1 - beta1) * g
-        v = beta2 * v + (1 - beta2) * (g**2).mean(dims, keepdim=True)
-        u = m / (1 - beta1**t) / ((v / (1 - beta2**t)).sqrt() + hypers["eps"])
-        return p * (1 - lr * hypers["weight_decay"]) - lr * u
-
-    return step
+    beta1, beta2 = o.betas
+    dims = tuple(range(1 if g.ndim >= 2 else 0, g.ndim))
+    s.m = beta1 * s.m + (1 - beta1) * g
+    s.v = beta2 * s.v + (1 - beta2) * (g**2).mean(dims, keepdim=True)
+    u = s.m / (1 - beta1**t) / ((s.v / (1 - beta2**t)).sqrt() + o.eps)
+    return p * (1 - lr * o.weight_decay) - lr * u
 
 
-def _projected(p: Tensor, g: Tensor, u: Tensor, hypers: dict[str, Any]) -> tuple[Tensor, float]:
+def _projected(o: Any, p: Tensor, g: Tensor, u: Tensor) -> tuple[Tensor, float]:
     """The paper's two tests, by channels and as a whole: (step, what the decay is multiplied by)."""
     for rows in (p.shape[0], 1) if p.ndim > 1 else ():
         w, d, s = (x.reshape(rows, -1) for x in (p, g, u))
-        eps = hypers["eps"]
-        cos = (w * d).sum(1).abs() / (w.norm(dim=1) + eps) / (d.norm(dim=1) + eps)
-        if cos.max() < hypers["delta"] / math.sqrt(w.shape[1]):
-            unit = w / (w.norm(dim=1, keepdim=True) + eps)
-            return (s - unit * (unit * s).sum(1, keepdim=True)).reshape(p.shape), hypers["wd_ratio"]
+        cos = (w * d).sum(1).abs() / (w.norm(dim=1) + o.eps) / (d.norm(dim=1) + o.eps)
+        if cos.max() < o.delta / math.sqrt(w.shape[1]):
+            unit = w / (w.norm(dim=1, keepdim=True) + o.eps)
+            return (s - unit * (unit * s).sum(1, keepdim=True)).reshape(p.shape), o.wd_ratio
     return u, 1.0
 
 
-def adamp(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+@paper
+def adamp(o, s, p, g, t, lr):
     """Algorithm 2: pytorch_optimizer's adds eps to the inverse of the root, and makes NaN where no gradient was yet."""
-    m = v = torch.zeros(())
-    beta1, beta2 = hypers["betas"]
-
-    def step(p: Tensor, g: Tensor, t: int, lr: float) -> Tensor:
-        nonlocal m, v
-        m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
-        ahead = beta1 * m + (1 - beta1) * g if flags["nesterov"] else m
-        u = ahead / ((v / (1 - beta2**t)).sqrt() + hypers["eps"])
-        u, ratio = _projected(p, g, u, hypers)
-        return p * (1 - lr * hypers["weight_decay"] * ratio) - lr / (1 - beta1**t) * u
-
-    return step
+    beta1, beta2 = o.betas
+    m, v = moments(o, s, g)
+    ahead = beta1 * m + (1 - beta1) * g if o.nesterov else m
+    u, ratio = _projected(o, p, g, ahead / ((v / (1 - beta2**t)).sqrt() + o.eps))
+    return p * (1 - lr * o.weight_decay * ratio) - lr / (1 - beta1**t) * u
 
 
+ELEMENTWISE: dict[str, Oracle] = {
+    "adabelief": adabelief,
+    "adadelta": torch_optim("Adadelta"),
+    "adagrad": torch_optim("Adagrad"),
+    "adam": torch_optim("Adam"),
+    "adamax": torch_optim("Adamax"),
+    "adamw": adamw,
+    "adan": peer("Adan", weight_decouple=False),
+    "ademamix": ademamix,
+    "adopt": adopt,
+    "grams": grams,
+    "laprop": laprop,
+    "lion": peer("Lion"),
+    "madgrad": peer("MADGRAD"),
+    "nadam": torch_optim("NAdam"),
+    "radam": torch_optim("RAdam"),
+    "rmsprop": torch_optim("RMSprop"),
+    "rprop": torch_optim("Rprop"),
+    "sgd": sgd,
+    "sgdw": sgdw,
+    "signum": signum,
+    "tiger": peer("Tiger"),
+    "yogi": yogi,
+}
 REDUCING: dict[str, Oracle] = {
     "adafactor": adafactor,
     "adafactor_paper": adafactor_paper,
@@ -345,11 +423,6 @@ REDUCING: dict[str, Oracle] = {
 
 
 # -- rules that sum over the model (here of one parameter), change weights for evaluation, or multiply matrices
-
-
-def _of(cls: Any, **fixed: Any) -> Oracle:
-    """Another package's optimizer with our names of options."""
-    return lambda flags, hypers: stepping(lambda ps: cls(ps, **flags, **hypers, **fixed))
 
 
 def schedule_free(cls: Any) -> Oracle:
@@ -388,21 +461,6 @@ def lookahead_adamw(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
         if t % hypers["lookahead_k"] == 0:
             slow[0] = p = slow[0] + hypers["alpha"] * (p - slow[0])
         return p
-
-    return step
-
-
-def adamw(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
-    """torch.optim.AdamW; torch has no decouple_lr, so there the decay is applied outside."""
-    if not flags["decouple_lr"]:
-        return torch_optim("AdamW")({"amsgrad": flags["amsgrad"]}, hypers)
-    inner = torch_optim("AdamW")({"amsgrad": flags["amsgrad"]}, hypers | {"weight_decay": 0.0})
-    peak = 0.0
-
-    def step(p: Tensor, g: Tensor, t: int, lr: float) -> Tensor:
-        nonlocal peak
-        peak = max(peak, lr)
-        return inner(p * (1 - hypers["weight_decay"] * lr / peak), g, t, lr)
 
     return step
 
@@ -459,11 +517,11 @@ def normuon(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
 
 WHOLE: dict[str, Oracle] = {
     "clipped_adamw": clipped_adamw,
-    "dadapt_adam": _of(dadaptation.DAdaptAdam, decouple=True),
+    "dadapt_adam": package(dadaptation.DAdaptAdam, decouple=True),
     "lookahead_adamw": lookahead_adamw,
     "muon": muon,
     "normuon": normuon,
-    "prodigy": _of(prodigyopt.Prodigy),
+    "prodigy": package(prodigyopt.Prodigy),
     "schedule_free_adamw": schedule_free(schedulefree.AdamWScheduleFree),
     "schedule_free_sgd": schedule_free(schedulefree.SGDScheduleFree),
 }
