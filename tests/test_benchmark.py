@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import subprocess
 import sys
@@ -86,11 +85,6 @@ def test_batches_keep_what_all_are_compared_with_and_fit() -> None:
     assert benchmark.batches(field[3:4], 1000, memory=100)[1] == [field[3]]
 
 
-def test_models_have_the_shapes_of_the_real_ones() -> None:
-    for shapes, tensors, numel in ((benchmark.gpt2(), 148, 124_439_808), (benchmark.llama_8b(), 291, 8_030_261_248)):
-        assert (len(shapes), sum(map(math.prod, shapes))) == (tensors, numel)
-
-
 # Statistics -----------------------------------------------------------------------------------------------------------
 
 
@@ -136,15 +130,6 @@ def test_every_target_is_of_a_contender_and_of_a_size_that_are_measured() -> Non
     assert set(bench_cpu.QUICK) <= ours | {c.name for c in benchmark.torch_s_own()}
 
 
-def test_sizes() -> None:
-    assert bench_cpu.size("3e7")[1:] == ([(29_999_104,)], 1)
-    assert [bench_cpu.size(name)[2] for name in ("1e5", "1e6", "148x512")] == [100, 20, 100]
-    assert bench_cpu.size("5000")[1] == [(5000,)]  # small ones as they are
-    for wrong in ("many", "0", "0x512", "inf", "1x2x3"):
-        with pytest.raises(ValueError, match="is no size"):
-            bench_cpu.size(wrong)
-
-
 # Sections -------------------------------------------------------------------------------------------------------------
 
 
@@ -178,33 +163,6 @@ def test_a_contender_that_fails_costs_nobody_else_a_row() -> None:
     assert nothing["rows"] == [] and nothing["left_out"] == {BASE: "no time left"}
 
 
-def test_a_code_path_holds_while_its_contender_is_built_and_stepped(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str | None] = []
-
-    class Looking(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:
-            seen.append(os.environ.get("OPTGEN_ISA"))
-
-    monkeypatch.delenv("OPTGEN_ISA", raising=False)
-    field = [sgd(BASE), sgd("path", make=lambda p: Looking(p, lr=0.1), within=lambda: benchmark.code_path("portable"))]
-    benchmark.section("here", [(8,)], field, rounds=2, copied=0, memory=1e6)
-    assert set(seen) == {"portable"} and "OPTGEN_ISA" not in os.environ
-
-
-def test_peers_that_are_not_there_or_are_others_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "flashoptim.py").write_text("", encoding="utf-8")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("PATH", os.environ["PATH"])
-    for name in ("deepspeed.ops.adam", "torchao.optim", "bitsandbytes.optim"):
-        monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.delitem(sys.modules, "flashoptim", raising=False)
-    for device in ("cpu", "cuda"):
-        found, missing = benchmark.peers(device)
-        assert found == [] and set(missing) == {name for kind, name, *_ in benchmark.PEERS if kind == device}
-    monkeypatch.delitem(sys.modules, "flashoptim", raising=False)
-    assert "has no attribute 'FlashAdamW'" in missing["FlashAdamW"]
-
-
 def test_tuning_holds_inside_its_block_only() -> None:
     class Kernels:
         TILE = {"f": 256, "g": 1024}
@@ -225,25 +183,6 @@ def test_tuning_holds_inside_its_block_only() -> None:
 
 
 # Reports --------------------------------------------------------------------------------------------------------------
-
-
-def test_reports_hold_no_paths() -> None:
-    said = "'/usr/bin/c++' -I/opt/x/include a.cpp: 1/2, and/or (~/b/c.py)"
-    assert benchmark.scrub(said) == "'c++' -Iinclude a.cpp: 1/2, and/or (c.py)"
-
-
-def test_processor_is_named_as_it_names_itself(tmp_path: Path) -> None:
-    path = tmp_path / "cpuinfo"
-    path.write_text("processor : 0\nmodel name\t: Some CPU 9000\n", encoding="utf-8")
-    assert benchmark.cpu_model(str(path)) == "Some CPU 9000"
-    path.write_text("cpu family\t: 26\nmodel\t\t: 2\nmodel name\t: Some CPU\n", encoding="utf-8")
-    assert benchmark.cpu_model(str(path)) == "Some CPU (family 26, model 2)"
-
-
-def test_tables_are_markdown() -> None:
-    head, rule, row, empty = benchmark.table(["name", "ms"], [["a", "1.5"]])
-    assert (head, row, empty) == ("| name |  ms |", "| a    | 1.5 |", "")
-    assert rule == "|------|----:|"
 
 
 # Runs -----------------------------------------------------------------------------------------------------------------
@@ -293,15 +232,6 @@ def test_wrong_calls_are_refused(
     assert "OPTGEN_ISA is set" in capsys.readouterr().err
 
 
-def test_the_tools_start_from_any_folder(tmp_path: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if name not in ("OPTGEN_ISA", "PYTHONPATH")}
-    environment["TRITON_INTERPRET"] = "1"
-    for tool, given, words in (("bench_cpu", ["--sizes", "lots"], "is no size"), ("gpu_check", [], "is set")):
-        command = [sys.executable, str(ROOT / "tools" / f"{tool}.py"), *given, "--out", str(tmp_path)]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 2 and words in done.stderr, done.stdout + done.stderr
-
-
 @pytest.fixture
 def gpu_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, dict[str, Any], str]]:
     """Run gpu_check with stand-ins for its halves; give its exit code, report and page."""
@@ -334,11 +264,6 @@ def test_what_is_wrong_decides_and_benchmarks_do_not(gpu_run: Any) -> None:
     code, data, page = gpu_run(bench, tests, "--only", "correctness")
     assert code == 1 and "## One, 1 thread" in page and "1 tests passed, 2 failed" in page
     assert all(any(f"test_{x}" in name for name in data["correctness"]["outcomes"]["FAILED"]) for x in "bc")
-
-
-def test_the_budget_ends_a_run(gpu_run: Any) -> None:
-    code, _, page = gpu_run(lambda self: None, "def test_a(): time.sleep(600)", "--budget", "2")
-    assert code == 1 and "the budget ended before the rest" in page
 
 
 @pytest.mark.slow

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -74,26 +72,6 @@ def test_the_bound_is_the_exact_supremum_within_a_thousandth(fmt: Format) -> Non
     certificate = certify(fmt)
     assert certificate.ratio == pytest.approx(1, abs=1e-3)
     assert certificate.supremum <= certificate.bound.total
-
-
-def _inverse(c: object) -> Callable[[float], float]:
-    """The inverse of a compander of docs/formats.md, written down a second time."""
-    own = {"linear": 1.0, "root": 2.0, "cubic": 3.0}
-    if str(c) in own:
-        return lambda y: y ** own[str(c)]
-    k = float((re.findall(r"[0-9.]+", str(c)) or ["1"])[0])
-    if str(c) == "octaves":
-        return lambda y: (2 ** (8 * y) - 1) / 255
-    return lambda y: y / (1 + k - k * y) if str(c).startswith("softsign") else y / (1 + math.sqrt(1 - y))
-
-
-@pytest.mark.parametrize("signed", [True, False])
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-@pytest.mark.parametrize("c", COMPANDERS, ids=str)
-def test_the_bound_of_a_convex_inverse_is_that_of_the_outermost_cell(c: object, rounding: str, signed: bool) -> None:
-    fmt = Blocked(8, 16, c, ue8m8, signed=signed, rounding=rounding)  # type: ignore[arg-type]
-    g, cell = _inverse(c), (1 if rounding == "stochastic" else 0.5) / (127 if signed else 255)
-    assert one_step_bound(fmt).value == pytest.approx(g(1.0) - g(1 - cell), rel=1e-11)
 
 
 @pytest.mark.parametrize("of", ["sqrt", "value"])
@@ -166,13 +144,6 @@ def test_bounds_of_weights_are_attained(master: object, param: dtypes.DType) -> 
         assert worst == 0
 
 
-def test_bytes_are_derived_field_by_field() -> None:
-    states = adamw.present({f.name: False for f in adamw.flags})
-    storage = plans.int8_split24.storage(states, dtypes.bf16, False)
-    assert storage.bytes_per_param == 5.0625
-    assert sum(f.bytes_per_param for f in storage.fields().values()) == 3.0625
-
-
 # -- checks of companders
 
 
@@ -204,20 +175,6 @@ def test_wrong_companders_are_refused_with_the_place(curve: object, inverse: obj
 def test_a_falling_stretch_is_found() -> None:
     with pytest.raises(UserError, match="does not increase"):
         check(compander("bent", lambda n: n if n < 0.5 else 0.75 - n / 2, lambda y: y))
-
-
-def test_a_bound_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Searching for a supremum and simplifying a formula take seconds; who asks again gets what was found."""
-    made = [one_step_bound(fmt) for fmt in FORMATS]
-
-    def refuse(*args: object, **options: object) -> None:
-        raise AssertionError("derived again")
-
-    for kind in {type(fmt) for fmt in FORMATS}:
-        monkeypatch.setattr(kind, "bound", refuse)
-    assert all(one_step_bound(fmt) is bound for fmt, bound in zip(FORMATS, made, strict=True))
-    with pytest.raises(AssertionError, match="derived again"):
-        one_step_bound(Blocked(8, 32, linear, ue8m8))
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
@@ -329,18 +286,6 @@ def test_second_moments_stay_within_their_steady_factor() -> None:
         factor = kept / v
         assert bound.low <= float(factor.min())
         assert float(factor.max()) <= bound.high
-
-
-@pytest.mark.parametrize("decay", [-0.5, -0.9, -0.98])
-def test_floats_under_a_negative_decay_stay_within_their_steady_factor(decay: float) -> None:
-    """Of a constant that 4,096 averages begin away from, up to one cell: each stays within the factor of a cell's."""
-    bound = steady_state(floats.bf16, decay)
-    x = torch.linspace(1, 2, 4096)
-    kept = floats.bf16.decode(floats.bf16.encode(x + torch.linspace(-1, 1, 4096).roll(1000) * 2.0**-8))
-    for _ in range(200):
-        kept = floats.bf16.decode(floats.bf16.encode(decay * kept + (1 - decay) * x))
-        assert bound.low <= float((kept / x).min())
-        assert float((kept / x).max()) <= bound.high
 
 
 def test_slow_averages_have_no_steady_bound_to_nearest() -> None:

@@ -195,11 +195,6 @@ def test_fuzz_counts_the_elements_of_which_no_bound_is_known(run: Run) -> None:
     assert "1 examples, every element within its bound" in out
 
 
-@pytest.mark.filterwarnings("error")
-def test_fuzz_does_not_warn_of_a_discouraged_plan_for_every_example(run: Run) -> None:
-    assert run("fuzz", "adamw", "--plan", "bnb8", "-n", "2", "--steps", "1")[0] == 0
-
-
 def test_fuzz_in_tritons_interpreter(run: Run) -> None:
     for maths in ("strict", "fast"):
         words = ("sgd", "--plan", "int8_split24", "--backend", "triton", "--maths", maths, "-n", "3", "--steps", "1")
@@ -319,7 +314,7 @@ def test_an_error_in_a_spec_has_its_place(project: Path, run: Run) -> None:
     assert "specs/bad.py:3:5" in err
 
 
-@pytest.mark.parametrize("words", ["raise SystemExit", "sys.exit(0)", "sys.exit(3)", "sys.exit('enough')"])
+@pytest.mark.parametrize("words", ["raise SystemExit", "sys.exit('enough')"])
 def test_a_spec_that_ends_the_program_does_not_end_ours(project: Path, run: Run, words: str) -> None:
     run("new", "mine")
     file = project / "specs/mine.py"
@@ -389,16 +384,6 @@ def test_names_in_formats_of_another_encoding(tmp_path: Path) -> None:
     assert naming._targets(str(file)) == {2: (2, "café")}
 
 
-def test_a_rule_of_an_imported_file_in_another_encoding(project: Path, run: Run) -> None:
-    run("new", "rules_of_mine")
-    text = (project / "specs/rules_of_mine.py").read_text()
-    (project / "specs/rules_of_mine.py").write_bytes(f"{text}# café\n".encode("latin-1"))
-    (project / "specs/mine.py").write_text("from rules_of_mine import rules_of_mine\n" + text)
-    code, _, err = run("explain", "specs/mine.py")
-    assert code == 2
-    assert err.startswith("error[E401]: the byte 0xe9 is not valid UTF-8\n --> specs/rules_of_mine.py:")
-
-
 RULE = """
 @optimizer()
 def r(p, g, *, lr=hyper(1e-3, ge=0)):
@@ -408,12 +393,11 @@ def r(p, g, *, lr=hyper(1e-3, ge=0)):
 HEAD = "from optgen.lang import hyper, optimizer\n"
 
 
-@pytest.mark.parametrize("step", ["lr * g", "g / (lr - lr)", "unknown * g"])
 @pytest.mark.parametrize("words", ["check", "check specs/r2.py", "build", "build r", "build r2", "list", "explain r"])
-def test_two_specs_of_one_name(project: Path, run: Run, words: str, step: str) -> None:
+def test_two_specs_of_one_name(project: Path, run: Run, words: str) -> None:
     (project / "specs").mkdir()
     (project / "specs/r.py").write_text(HEAD + RULE.format(step="lr * g"))
-    (project / "specs/r2.py").write_text(HEAD + RULE.format(step=step))
+    (project / "specs/r2.py").write_text(HEAD + RULE.format(step="unknown * g"))
     code, _, err = run(*words.split())
     assert (code, "E412" in err) == (2, True), err
     assert "specs/r.py:4" in err
@@ -421,7 +405,7 @@ def test_two_specs_of_one_name(project: Path, run: Run, words: str, step: str) -
     assert not (project / "generated").exists()
 
 
-@pytest.mark.parametrize("words", ["check", "build", "build specs/r.py", "list", "explain specs/r.py:r"])
+@pytest.mark.parametrize("words", ["check", "build specs/r.py"])
 def test_two_specs_of_one_name_in_one_file(project: Path, run: Run, words: str) -> None:
     (project / "specs").mkdir()
     (project / "specs/r.py").write_text(HEAD + RULE.format(step="lr * g") + RULE.format(step="unknown * g"))
@@ -442,16 +426,6 @@ def test_a_build_does_not_replace_the_rule_of_another_file(project: Path, run: R
     assert run("build", "rules/two.py", "--plan", "fp32")[0] == 0
 
 
-def test_a_file_that_is_no_python_is_told_of_first(project: Path, run: Run) -> None:
-    """It goes by its file's name, which may not be that of its spec."""
-    (project / "specs").mkdir()
-    (project / "specs/other.py").write_text(HEAD + RULE.format(step="lr * g"))
-    (project / "specs/r.py").write_text(HEAD + RULE.format(step="lr *"))
-    for words in ("check", "build", "list"):
-        code, _, err = run(words)
-        assert (code, "E401" in err, "specs/r.py:5" in err) == (2, True, True), err
-
-
 def test_check_counts_specs_with_errors_and_names_files_without_a_spec(project: Path, run: Run) -> None:
     (project / "specs").mkdir()
     (project / "specs/r.py").write_text(HEAD + RULE.format(step="lr * g").replace("@optimizer()", ""))
@@ -467,38 +441,15 @@ def test_check_counts_specs_with_errors_and_names_files_without_a_spec(project: 
     assert (code, len(as_json(out)["errors"])) == (2, 2)
 
 
-def test_check_says_that_a_rule_refuses_vectors(project: Path, run: Run) -> None:
-    (project / "specs").mkdir()
-    text = RULE.format(step="lr * g / (row_max(abs(g)) + 1e-8)")
-    (project / "specs/r.py").write_text(HEAD.replace("hyper", "hyper, row_max") + text)
-    code, out, err = run("check")
-    assert (code, "1 spec is fine" in out, "r: L16 note" in err, "if not is_matrix:" in err) == (0, True, True, True)
-    code, out, _ = run("explain", "r")
-    assert (code, "L16 note" in out) == (0, True)
-
-
-def test_a_file_makes_two_specs_of_one_name(project: Path, run: Run) -> None:
-    (project / "specs").mkdir()
-    text = RULE.replace("\n", "\n    ").format(step="scale * lr * g")
-    made = f"{HEAD}\ndef make(scale):{text}return r\n\na, b = make(1.0), make(2.0)\n"
-    (project / "specs/r.py").write_text(made)
-    code, _, err = run("check", "specs/r.py")
-    assert (code, "E412" in err) == (2, True), err
-
-
 def test_what_plans_share_is_said_once(project: Path, run: Run) -> None:
     run("new", "mine")
     _, out, _ = run("check", "mine", "--plan", "int8", "--plan", "fp32")
     assert [line.split(":")[0] for line in out.splitlines() if "L11" in line] == ["mine under int8, fp32"]
 
 
-def test_new_says_that_it_shadows_a_ready_made_one(project: Path, run: Run) -> None:
+def test_new_overwrites_nothing_and_says_what_it_shadows(project: Path, run: Run) -> None:
     assert "shadows a ready-made optimizer: `adamw`" in run("new", "adamw")[2]
     assert run("new", "mine")[2] == ""
-
-
-def test_new_does_not_overwrite(project: Path, run: Run) -> None:
-    run("new", "mine")
     (project / "specs/mine.py").write_text("# mine\n")
     code, _, err = run("new", "mine")
     assert (code, "E408" in err) == (2, True)
@@ -538,11 +489,6 @@ def test_lines_are_padded_nowhere_and_as_wide_as_asked(run: Run, monkeypatch: py
     assert narrow.split("between steps")[1].split()[-5:] == wide.split("between steps")[1].split()[-5:]
 
 
-def test_text_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    terminal.Terminal("build", False).show("-a \n \n+b")
-    assert capsys.readouterr().out == "-a \n \n+b\n", "a diff whose lines lost their ends"
-
-
 def test_a_build_says_how_its_classes_are_imported(project: Path, run: Run) -> None:
     for name in ("one", "two", "three", "four"):
         run("new", name)
@@ -569,29 +515,20 @@ def test_a_folder_that_cannot_be_written_has_a_hint(project: Path, run: Run, mon
     assert (code, "E413" in err, "--out FOLDER" in err) == (2, True, True)
 
 
-def test_no_colour_in_a_pipe_or_under_no_color() -> None:
-    for extra in ({}, {"NO_COLOR": "1", "FORCE_COLOR": ""}):
-        done = subprocess.run(
-            [sys.executable, "-m", "optgen", "explain", "no_such"],
-            cwd=ROOT, env={**os.environ, **extra}, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        assert done.returncode == 2
-        assert "\x1b" not in done.stderr + done.stdout
-
-
-def test_help_is_quick_and_imports_no_compiler() -> None:
-    code = (
-        "import sys\nfrom optgen.driver.cli import main\nassert main(['--help']) == 0\n"
-        "assert not {'torch', 'sympy', 'jinja2', 'optgen.lang'} & set(sys.modules)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+def test_no_colour_in_a_pipe() -> None:
+    env = {k: v for k, v in os.environ.items() if not k.endswith("_COLOR")}
+    command = [sys.executable, "-m", "optgen", "explain", "no_such"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "\x1b" not in done.stderr + done.stdout
 
 
 def test_what_is_built_is_judged_and_printed_without_torch() -> None:
-    """To import it takes a second, and no format of a ready-made plan is looked at from outside."""
+    """To import it takes a second, and no format of a ready-made plan is looked at from outside; help needs less."""
     code = (
-        "import sys\nfrom optgen.driver import build\nfrom optgen.driver.cli import main\nbuild.PROCESSES = 1\n"
+        "import sys\nfrom optgen.driver.cli import main\nassert main(['--help']) == 0\n"
+        "assert not {'torch', 'sympy', 'jinja2', 'optgen.lang'} & set(sys.modules)\n"
+        "from optgen.driver import build\nbuild.PROCESSES = 1\n"
         "assert main(['build', 'signum', '--check']) == 0\nassert 'torch' not in sys.modules\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -640,14 +577,6 @@ def test_files_import_their_neighbours(project: Path) -> None:
     assert load.find_spec("mine").name == "mine"
     assert sys.path == before
     assert list(specs.__path__) == beside
-
-
-def test_a_file_that_is_no_python_is_refused(project: Path) -> None:
-    (project / "notes").mkdir()
-    (project / "notes/rule").write_text("not Python\n")
-    with pytest.raises(UserError) as caught:
-        load.find_spec("notes/rule")
-    assert caught.value.code == "E417"
 
 
 def _refused(monkeypatch: pytest.MonkeyPatch, path: Path, method: str = "read_bytes") -> None:
@@ -719,16 +648,6 @@ def test_parts_of_a_project_that_may_not_be_read(
     assert err == f"error[E417]: {name} cannot be read: Permission denied\n"
 
 
-def test_a_table_above_that_may_not_be_read(project: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    (project / "pyproject.toml").write_text("[tool.optgen]\n")
-    (project / "deep").mkdir()
-    monkeypatch.chdir(project / "deep")
-    assert load.home() == project
-    _refused(monkeypatch, project / "pyproject.toml")
-    assert load.home() == project / "deep"
-    assert run("explain", "lion")[0] == 0
-
-
 def test_a_name_that_no_file_can_have(run: Run) -> None:
     for name in ("x" * 5000, "x" * 5000 + ".py"):
         code, _, err = run("explain", name)
@@ -737,10 +656,9 @@ def test_a_name_that_no_file_can_have(run: Run) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-@pytest.mark.parametrize("words", [["list"], ["list", "--json"]])
-def test_output_that_nobody_takes(words: list[str]) -> None:
+def test_output_that_nobody_takes() -> None:
     """A reader that has had enough is no finding; a full disk is said in one line."""
-    command = [sys.executable, "-m", "optgen", *words]
+    command = [sys.executable, "-m", "optgen", "list"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
         assert process.stdout is not None
         process.stdout.close()
@@ -759,18 +677,6 @@ def test_a_case_reads_back() -> None:
     example = Example(shape=(3, 5), hypers={"betas": (0.5, 0.9)}, flags={"a": True}, steps=3, zeros=0.5)
     assert read_example(example.text()) == example
     assert json.loads(Example().text()) == {}
-
-
-@pytest.mark.parametrize("option", ["--out", "--maths"])
-def test_watch_does_not_begin_with_a_wrong_option(
-    project: Path, run: Run, monkeypatch: pytest.MonkeyPatch, option: str
-) -> None:
-    def begun(*_: Any) -> None:
-        raise AssertionError("it would build, and fail, again and again")
-
-    monkeypatch.setattr(watch, "watch", begun)
-    code, _, err = run("build", "lion", option, "", "--watch")
-    assert (code, err.startswith(f"error[E411]: {option} is ")) == (2, True)
 
 
 def test_what_is_built_from_elsewhere_is_watched(project: Path, run: Run) -> None:

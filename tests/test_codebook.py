@@ -58,17 +58,6 @@ def test_dynamic_maps_are_those_of_the_packages(signed: bool, bits: int) -> None
         assert torch.equal(theirs, of_bitsandbytes(signed))
 
 
-def test_dynamic_maps_are_the_exact_ones_within_two_places() -> None:
-    """Middles of parts of a decade, as fractions: rounding at four places on the way moves an entry by 3 at most."""
-    for signed in (True, False):
-        exact = []
-        for i in range(7):
-            parts = 2**i if signed else 2 ** (i + 1)
-            exact += [(Fraction(1, 10) + Fraction(9 * (2 * k + 1), 20 * parts)) / 10 ** (6 - i) for k in range(parts)]
-        found = f32([x for x in codebooks.dynamic(signed) if 0 < x < 1]).view(torch.int32)
-        assert int((found - f32([float(x) for x in exact]).view(torch.int32)).abs().max()) <= 3
-
-
 def test_linear_tables() -> None:
     assert codebooks.linear_nozero(4) == tuple(k / 16 for k in range(1, 17))
 
@@ -123,21 +112,6 @@ def quantized_by_torchao(x: Tensor, fmt: Codebook | Fp8) -> tuple[Tensor, Tensor
     number, scale = quant_utils.scale_tensor(x, fmt.block)
     quantize = quant_utils.quantize_8bit_with_qmap if fmt.bits == 8 else quant_utils.quantize_4bit_with_qmap
     return quantize(number, f32(fmt.table)), scale
-
-
-@pytest.mark.parametrize(("signed", "code", "kept"), [(True, 131, 2.125e-5), (False, 7, 1.5625e-5)])
-def test_bitsandbytes_on_cpus_does_not_keep_zero(signed: bool, code: int, kept: float) -> None:
-    """Why its kernels are not what codes are compared with: what docs/peers.md says of them is so."""
-    import bitsandbytes  # noqa: F401
-
-    x = torch.zeros(1, 256)
-    x[0, 0] = 1.0
-    table = f32(codebooks.dynamic(signed))
-    codes, _ = torch.ops.bitsandbytes.quantize_blockwise(x, table, 256)
-    assert int(codes[0, 1]) == code
-    assert float(table[code]) == pytest.approx(kept)
-    fmt: Any = plans.bnb8.signed if signed else plans.bnb8.nonneg
-    assert float(fmt.decode(fmt.encode(x[:, None]))[0, 0, 1]) == 0
 
 
 PAPER8 = plans.bnb8.but(
@@ -454,139 +428,6 @@ def test_lines_in_a_kernel_keep_codes(tmp_path: Path) -> None:
 
 
 # -- 50 steps beside the packages
-
-
-def of_bitsandbytes(p: Tensor, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Callable[[Any], dict[str, Tensor]]]:
-    """Its optimizer for CPUs, with its own reference quantizer in place of its approximate one."""
-    import bitsandbytes as bnb
-    from bitsandbytes.backends.cpu import ops
-
-    def exactly(x: Tensor, code: Tensor, absmax: Tensor, out: Tensor, size: int) -> None:
-        codes, scale = torch.ops.bitsandbytes.quantize_blockwise(x.double(), code, size)
-        out.copy_(codes)
-        absmax.copy_(scale)
-
-    monkeypatch.setattr(ops, "_quant_blockwise_fp32_direct", exactly)
-
-    def read(state: Any) -> dict[str, Tensor]:
-        rows = p.shape[0]
-        return {
-            "exp_avg_codes": state["state1"], "exp_avg_scale": state["absmax1"].view(rows, -1),
-            "exp_avg_sq_codes": state["state2"], "exp_avg_sq_scale": state["absmax2"].view(rows, -1),
-        }  # fmt: skip
-
-    return bnb.optim.AdamW8bit([p], lr=1e-2, weight_decay=0.1), read
-
-
-def of_torchao(name: str) -> Callable[..., tuple[Any, Callable[[Any], dict[str, Tensor]]]]:
-    def made(p: Tensor, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Callable[[Any], dict[str, Tensor]]]:
-        import torchao.optim
-
-        def read(state: Any) -> dict[str, Tensor]:
-            out: dict[str, Tensor] = {}
-            for key in ("exp_avg", "exp_avg_sq"):
-                codes = state[key].codes.view(torch.uint8)
-                if codes.numel() < p.numel():  # two to a byte: there the first is in the high bits
-                    codes = codes >> 4 | codes << 4
-                out[f"{key}_codes"] = codes.reshape(p.shape[0], -1)
-                out[f"{key}_scale"] = state[key].scale.view(p.shape[0], -1)
-            return out
-
-        return getattr(torchao.optim, name)([p], lr=1e-2, weight_decay=0.1), read
-
-    return made
-
-
-TRAINED = {
-    "bnb8": of_bitsandbytes, "torchao8": of_torchao("AdamW8bit"), "torchao4": of_torchao("AdamW4bit"),
-    "torchao_fp8": of_torchao("AdamWFp8"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", TRAINED)
-def test_fifty_steps_beside_the_package(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From each state that the package reaches, one step of ours stores what its step stores.
-
-    Both compute in fp32, in other orders: a state is off by a few roundings of what it is made of, so its code may be
-    the next one where it lies that close to the end of a cell, and a weight by a few roundings of it and of its step.
-    """
-    plan, shape, betas, lr = PEERS[name][0], (16, 512), (0.9, 0.999), 1e-2
-    spec = harness.spec_of("adamw")
-    pair = harness.Pair(spec, harness.schedule(spec, plan, "float32", "strict"), tmp_path)
-    draw = torch.Generator().manual_seed(5)
-    p = torch.nn.Parameter(torch.randn(shape, generator=draw))
-    theirs, read = TRAINED[name](p, monkeypatch)
-    ours = pair.buffers(shape, p.detach())
-    for key, value in ours.items():
-        value.zero_() if key.endswith("scale") else None
-    moved = 0
-    with torch.compiler.set_stance("force_eager"):  # torchao would compile its step
-        for step in range(1, 51):
-            before = {k: v.clone() for k, v in ours.items()}
-            g = torch.randn(shape, generator=draw) * torch.rand((), generator=draw) * 10.0 ** (step % 5 - 3)
-            p.grad = g.clone()
-            theirs.step()
-            pair.run_reference(ours, g, step, 1, 1, lr=lr, weight_decay=0.1)
-            want = read(theirs.state[p])
-            error: dict[str, Tensor] = {}
-            for key, fmt in (("exp_avg", plan.signed), ("exp_avg_sq", plan.nonneg)):
-                decoded = numbers_of(fmt, before, key, shape)
-                square, beta = (g, betas[0]) if key == "exp_avg" else (g * g, betas[1])
-                size = beta * decoded.abs().double() + (1 - beta) * square.abs().double()
-                error[key] = 4 * 2.0**-24 * (size + (1 - beta) * decoded.abs())
-                exact = beta * decoded.double() + (1 - beta) * square.double()
-                moved += agree(fmt, exact, error[key], ours, want, key)
-            m = betas[0] * numbers_of(plan.signed, before, "exp_avg", shape).double() + (1 - betas[0]) * g.double()
-            v = betas[1] * numbers_of(plan.nonneg, before, "exp_avg_sq", shape).double()
-            v += (1 - betas[1]) * g.double() ** 2
-            factor = lr / (1 - betas[0] ** step) / ((v / (1 - betas[1] ** step)).sqrt() + 1e-8)
-            # torchao computes 1 - beta^t in fp32, of a beta in fp32: half a place of it t times over, and two of 1.
-            lost = 0.0 if name == "bnb8" else sum((step / 2 + 2) / (1 - beta**step) for beta in betas)
-            slack = factor * (error["exp_avg"] + (16 + lost) * 2.0**-24 * m.abs()) + 6 * 2.0**-24 * before["p"].abs()
-            assert bool(((ours["p"] - p.detach()).abs() <= slack).all())
-            ours["p"].copy_(p.detach())
-            for key, value in want.items():
-                ours[key].copy_(value)
-    assert moved <= 50 * 2 * p.numel() * 1e-4
-
-
-def numbers_of(fmt: Any, kept: dict[str, Tensor], key: str, shape: tuple[int, ...]) -> Tensor:
-    """The state in fp32."""
-    return fmt.decode(in_blocks(fmt, kept, key, shape)).reshape(shape)
-
-
-def in_blocks(fmt: Any, kept: dict[str, Tensor], key: str, shape: tuple[int, ...]) -> dict[str, Tensor]:
-    rows, columns = shape
-    codes = kept[f"{key}_codes"]
-    if getattr(fmt, "bits", 8) == 4:
-        codes = torch.stack([codes & 15, codes >> 4], -1).reshape(shape)
-    return {"": codes.view(rows, columns // fmt.block, fmt.block), "scale": kept[f"{key}_scale"][..., None]}
-
-
-def agree(fmt: Any, exact: Tensor, error: Tensor, ours: dict[str, Tensor], want: dict[str, Tensor], key: str) -> int:
-    """Asserts that scales and codes are the same but for rounding; how many codes are not."""
-    shape = tuple(exact.shape)
-    blocks = exact.abs().view(shape[0], -1, fmt.block)
-    top = blocks.amax(-1)
-    scale, expected = ours[f"{key}_scale"], want[f"{key}_scale"]
-    off = error.view(blocks.shape).amax(-1) / top.clamp(min=1e-30) + 4 * 2.0**-24
-    assert bool(((scale - expected).abs() <= 2 * off * expected).all())
-    a, b = (fmt.code(in_blocks(fmt, x, key, shape)).reshape(shape).int() for x in (ours, want))
-    apart = a != b
-    if not bool(apart.any()):
-        return 0
-    assert int((a - b).abs().max()) <= 1
-    largest = fmt.largest if isinstance(fmt, Fp8) else 1.0
-    grid = torch.tensor(fmt.table if isinstance(fmt, Codebook) else numbers(fmt.kind), dtype=torch.float64) / largest
-    wide = (top[..., None].expand(blocks.shape)).reshape(shape)
-    number, least = (exact / wide)[apart], torch.minimum(a, b)[apart].long()
-    if isinstance(fmt, Fp8):  # codes of negative numbers count downwards
-        number, least = number.abs(), torch.minimum(a.abs(), b.abs())[apart].long()
-    end = (grid[least] + grid[least + 1]) / 2
-    share = off[..., None].expand(blocks.shape).reshape(shape)[apart]
-    allowed = 2 * (error / wide)[apart] + 2 * share * number.abs() + 2.0**-22 * end.abs()
-    assert bool(((number - end).abs() <= allowed).all())
-    return int(apart.sum())
 
 
 # -- what is said about them

@@ -32,12 +32,6 @@ def train(text: Corpus, dtype: torch.dtype, seed: int, steps: int = 30) -> demo_
     return demo_model.train(text, SMALL, make, dtype=dtype, steps=steps, seed=seed, peak=1e-2)
 
 
-def test_the_text_is_split_without_overlap() -> None:
-    got = demo_model.corpus()
-    assert len(got.validation) * 14 <= len(got.train) <= len(got.validation) * 16
-    assert got.digest == demo_model.corpus().digest
-
-
 def test_a_run_depends_on_its_seed_alone(text: Corpus) -> None:
     assert train(text, torch.float32, 0).validation == train(text, torch.float32, 0).validation
     assert train(text, torch.float32, 0).validation != train(text, torch.float32, 1).validation
@@ -65,10 +59,3 @@ def test_the_sentence_follows_the_numbers() -> None:
     assert "measurably worse" in demo.difference(runs(1.1, 2.1, 3.101), base).sentence("x")
     assert "measurably better" in demo.difference(runs(0.9, 1.9, 2.899), base).sentence("x")
     assert "more seeds are needed" in demo.difference(runs(1.1), runs(1.0)).sentence("x")
-
-
-def test_rate_warms_up_and_falls_to_a_tenth() -> None:
-    rates = [demo_model.rate(step, 200, 1.0) for step in range(200)]
-    assert max(rates) == pytest.approx(1)
-    assert rates[0] == pytest.approx(0.1)
-    assert rates[-1] == pytest.approx(0.1, abs=1e-3)

@@ -62,15 +62,7 @@ def test_prints_its_golden_text(path: Path, tmp_path: Path, monkeypatch: pytest.
 
 def test_every_code_has_a_case_and_every_case_a_code() -> None:
     assert {p.stem.split("_")[0] for p in CASES} == set(TABLE)
-
-
-def test_every_golden_text_has_a_case() -> None:
-    texts = {p.stem for p in (ROOT / "tests/cases/errors").glob("*.txt")}
-    assert texts == {p.stem for p in CASES}
-
-
-def test_the_table_is_in_order() -> None:
-    assert list(TABLE) == sorted(TABLE)
+    assert {p.stem for p in (ROOT / "tests/cases/errors").glob("*.txt")} == {p.stem for p in CASES}
 
 
 def test_no_text_has_an_unfilled_field_or_an_empty_line() -> None:
@@ -126,12 +118,6 @@ def test_columns_of_toml_are_characters(tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text('[tool.optgen]\n"ééé" = 2 x\n', encoding="utf-8")
     with pytest.raises(UserError, match=r"pyproject.toml:2:11\n  2 \| \"ééé\" = 2 x\n    \|           \^\n"):
         read_config(tmp_path)
-
-
-def test_two_places_are_printed_in_order() -> None:
-    here = Loc(__file__, 1, 0, 1, 3, "first"), Loc(__file__, 2, 0, 2, 1, "second")
-    text = str(UserError("E104", loc=here, got="x"))
-    assert text.index("in first") < text.index("in second")
 
 
 def test_a_notebook_shows_the_error_without_a_traceback() -> None:

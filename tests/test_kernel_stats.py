@@ -112,14 +112,6 @@ def family(kernel: str) -> str:
     return next(name for name in READS if kernel.startswith(name))
 
 
-def test_every_chosen_kernel_compiles_for_every_target(
-    targets: tuple[str, ...], stats: dict[tuple[str, str], dict[str, Any]]
-) -> None:
-    assert {target for _, target in stats} == set(targets)
-    assert len(stats) == len(targets) * len({kernel for kernel, _ in stats})
-    assert {family(kernel) for kernel, _ in stats} == set(READS)
-
-
 def test_nothing_spills_and_no_value_goes_through_shared_memory(
     stats: dict[tuple[str, str], dict[str, Any]],
 ) -> None:
@@ -205,13 +197,3 @@ def test_the_oldest_triton_makes_no_more_of_them(compiling: dict[str, str]) -> N
         assert row["per_element"] <= min(before["per_element"] * SLACK, LIMITS[row["kernel"], "sm_90"]), row["kernel"]
         assert (row["stack"], row["shared"]) == (0, 0), row["kernel"]
         assert row["registers"] <= 64, row["kernel"]
-
-
-def test_markdown_of_kernels_that_it_has_no_columns_for_is_refused() -> None:
-    found = subprocess.run(
-        [sys.executable, ROOT / "tools" / "kernel_stats.py", "--chosen", "--markdown"],
-        capture_output=True, text=True, timeout=300, cwd=ROOT,
-    )  # fmt: skip
-    assert found.returncode == 2
-    assert not found.stdout
-    assert "--markdown is for --sweeps" in found.stderr

@@ -401,22 +401,6 @@ def test_a_maximum_climbs_stochastically_and_holds_to_nearest() -> None:
     assert float((random / true).mean()) > 1.004
 
 
-def test_a_minimum_sinks_stochastically_and_holds_to_nearest() -> None:
-    """It ends on the number below, half a cell too low on average; to nearest cells leave no mean error.
-
-    Blocks span more than an octave, so that a unit has at most 128 cells: one is at least 1 / 512 of a root.
-    """
-    current = torch.rand(256, 1, 64, generator=torch.Generator().manual_seed(3)) + 0.5
-
-    def rule(s: torch.Tensor) -> torch.Tensor:
-        return torch.minimum(s, current)
-
-    random, nearest = (run(MINMAX.rounded(r), 200, rule, 1.4) for r in ("stochastic", "nearest"))
-    true = rule(torch.full((256, 1, 64), 1.4))
-    assert float((nearest / true).mean()) == pytest.approx(1, abs=1 / 1024)
-    assert float((random / true).mean()) < 1 - 1 / 512
-
-
 GROWTH = 1.004 ** torch.arange(600, dtype=torch.float64)  # to 10.9 times: the root by 0.2 % a step
 
 
@@ -467,26 +451,6 @@ def test_numbers_that_stay_keep_a_maximum(fmt: Format) -> None:
     assert float((held(fmt) - 1).abs().max()) <= rounded_a_few_times(fmt)
 
 
-@pytest.mark.parametrize("fmt", [ROOTS, *STILL], ids=str)
-def test_a_minimum_falls_with_the_scale_of_its_block_alone(fmt: Format) -> None:
-    """Half of each block falls from 10.9 to 1; the other half was at 0.05 to 0.2 from the start and stays there.
-
-    Linear codes of these roots are 17 to 34 at first, so that half a code is 6 % of the number, and a step of the scale
-    moves none.  Numbers that stay are rounded as often as those of a maximum.
-    """
-    true = torch.rand(64, 1, 64, generator=torch.Generator().manual_seed(5)) * 0.15 + 0.05
-    state = fmt.decode(fmt.encode(torch.cat([true[..., :32], torch.full((64, 1, 32), float(GROWTH[-1]))], -1)))
-    for size in GROWTH.flip(0):
-        seen = torch.full(true.shape, float(GROWTH[-1]))
-        seen[..., 32:] = size
-        state = fmt.decode(fmt.encode(torch.minimum(state, seen)))
-    kept = (state.double() / true.double())[..., :32]
-    if fmt.still:
-        assert float((kept - 1).abs().max()) <= rounded_a_few_times(fmt)
-    else:
-        assert float(kept.max()) < 1.07 / float(GROWTH[-1])
-
-
 def test_a_maximum_in_codes_under_a_scale_is_refused() -> None:
     """AdamW's, under a plan that says no rounding: `auto` is to nearest for it."""
     drag = Plan("8-bit second moments in blocks.", nonneg=ROOTS.rounded("auto"))
@@ -504,12 +468,6 @@ def test_the_plans_for_every_rule_take_a_maximum_unless_they_are_discouraged(nam
     for vector in (False, True):
         found = lint.lint(recurs, plan.storage(states, dtypes.f32, False, recurs, vector=vector))
         assert bool([f for f in found if f.severity == "error"]) <= bool(plan.discouraged)
-
-
-def test_linear_codes_get_stuck_as_counted() -> None:
-    fmt = Blocked(8, 64, linear, rounding="nearest")
-    count, largest, _ = lint.stuck_set(fmt, 0.9)
-    assert (count, largest) == (5, pytest.approx(5 / 127))
 
 
 @pytest.mark.parametrize("kind", ["e4m3", "e5m2"])

@@ -4,7 +4,6 @@ asked of these, as far as it is claimed here, and not asked in a test of its own
 from __future__ import annotations
 
 import io
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 import optgen
 import optgen.optim as optim
-from optgen.optim import SGD, AdamW, Lion
+from optgen.optim import SGD, AdamW
 from optgen.runtime import Optimizer
 from tests.harness import same_bits
 from tests.test_offload import moved
@@ -130,24 +129,6 @@ def test_more_bits_of_the_weight_follow_fp32_more_closely() -> None:
     assert error["split24"].mean() < (steps + 1) ** 0.5 * 2.0**-15 / 2 < 2.0**-7 / 8 < error["bf16"].mean()
 
 
-def test_stochastic_rounding_moves_bf16_weights_on_average_as_far_as_fp32() -> None:
-    """torchao's bf16_stochastic_round: updates of a tenth of a place, 40 times; to nearest nothing moves at all."""
-    size, steps, place = 1 << 15, 40, 2.0**-7
-    g = torch.full((size,), place / 10)
-    moved_by = {}
-    for plan in ("bf16_sr", "bf16"):
-        p = nn.Parameter(torch.full((size,), 1.5, dtype=torch.bfloat16))
-        opt = SGD([("p", p)], lr=1.0, plan=plan)
-        for _ in range(steps):
-            p.grad = g.bfloat16()
-            opt.step()
-        moved_by[plan] = (1.5 - p.detach().double()).mean()
-    exact = steps * float(g.bfloat16()[0])
-    # A store errs by less than a place, with a deviation of at most half of it: five deviations of the mean.
-    assert abs(moved_by["bf16_sr"] - exact) < 5 * (steps**0.5 * place / 2) / size**0.5
-    assert moved_by["bf16"] == 0
-
-
 @pytest.mark.parametrize("plan", ["fp32", "int8"])
 def test_decoupled_decay_does_not_shrink_with_the_rate(plan: str) -> None:
     """optimi's and FlashOptim's decouple_lr: at the first rate, whatever it is, the decay is wd; later the rate falls
@@ -165,46 +146,14 @@ def test_decoupled_decay_does_not_shrink_with_the_rate(plan: str) -> None:
         torch.testing.assert_close(ratio, torch.full_like(ratio, 1 - 1e-2 * rate / 0.1), rtol=2.0**-23, atol=0)
 
 
-def test_each_parameter_counts_the_steps_that_it_makes() -> None:
-    """A parameter that gets its first gradient late is corrected as in its own first step."""
-    late, first = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
-    opt = AdamW([late, first], lr=0.1, weight_decay=0.0, plan="fp32")
-    g = torch.tensor([1.0, -2.0, 3.0])
-    first.grad = g.clone()
-    opt.step()
-    assert late not in opt.state and torch.equal(late, torch.ones(3))
-    moved_first = first.detach().clone()
-    first.grad, late.grad = None, g.clone()
-    opt.step()
-    assert torch.equal(late, moved_first) and torch.equal(first, moved_first)
-    assert opt.state[late]["step"] == opt.state[first]["step"] == 1
-
-
-def test_gradients_of_zero_move_what_decay_and_momentum_move() -> None:
-    """FlashOptim: weights and moments change without a gradient, and as the rule says."""
-    p = nn.Parameter(torch.full((64, 80), 2.0))
-    opt = Lion([p], lr=0.125, betas=(0.5, 0.5), weight_decay=0.5, plan="int8")
-    stepped(opt, p, [torch.ones(64, 80)])
-    sizes = [opt.dense_state_dict()["state"][0]["exp_avg"]]
-    for _ in range(3):
-        stepped(opt, p, [torch.zeros(64, 80)])
-        sizes.append(opt.dense_state_dict()["state"][0]["exp_avg"])
-    # Each step: decay by lr * wd, then lr in the direction of a momentum that stays positive while it halves.
-    expected = 2.0
-    for _ in range(4):
-        expected = expected * (1 - 0.0625) - 0.125
-    torch.testing.assert_close(p.detach(), torch.full((64, 80), expected), rtol=2.0**-22, atol=0)
-    assert all((a > b).all() and (b > 0).all() for a, b in itertools.pairwise(sizes))
-
-
 # -- saved, and gone on with -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [(65, 129), (4097,)], ids=str)
-@pytest.mark.parametrize("name", ["AdamW", "Lion", "AdEMAMix", "SGD"])
-def test_saved_every_few_steps_it_goes_on_bit_for_bit(name: str, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("name", ["Lion", "SGD"])
+def test_saved_every_few_steps_it_goes_on_bit_for_bit(name: str) -> None:
     """bitsandbytes' and optimi's loops of saving and loading, over rows that end within a block."""
     cls, options = getattr(optim, name), {"momentum": 0.9} if name == "SGD" else {}
+    shape = (65, 129)
     grads = gradients(shape, 8, 0.01)
     p, q = (nn.Parameter(torch.ones(shape)) for _ in range(2))
     opt, other = (cls([x], lr=1e-2, plan="int8", **options) for x in (p, q))

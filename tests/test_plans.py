@@ -12,7 +12,7 @@ from torch import nn
 
 from generated import AdamW
 from optgen.base.errors import UserError
-from optgen.formats import Blocked, Factored, Float, LogMinMax, Plan, Rank1, Split, f32, floats, softsign, ue8m8
+from optgen.formats import Blocked, Factored, LogMinMax, Plan, Rank1, f32, floats, softsign, ue8m8
 from optgen.formats import bf16 as plain_bf16
 from optgen.lang.declare import StateDecl
 from optgen.ops import dtypes, spaces
@@ -196,12 +196,6 @@ def test_unknown_parts_are_refused_with_the_nearest_known() -> None:
     assert "signed" in caught.value.hint
 
 
-def test_the_former_name_of_discouraged_is_told() -> None:
-    with pytest.raises(UserError, match="no part `forced`") as caught:
-        Plan("x", forced="a reason")
-    assert caught.value.hint == "it is called discouraged= now"
-
-
 def _warned(*shapes: tuple[int, ...], plan: str, **options: object) -> list[str]:
     """The warnings of constructing an optimizer, which must point here."""
     params = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
@@ -239,8 +233,3 @@ def test_discouraged_plans_say_why_and_only_those_round_averages_to_nearest() ->
         kept = plan.storage(STATES, dtypes.bf16, False, slow).states.values()
         nearest = any(f.noise_bits == 0 and f != floats.f32 and not isinstance(f, Factored) for f in kept)
         assert nearest == bool(plan.discouraged), plan.name
-
-
-def test_plans_are_no_longer_than_their_parts() -> None:
-    assert plans.int8_split24.master == Split(8, "stochastic")
-    assert plans.split32.signed == Float(dtypes.bf16, "auto")

@@ -50,15 +50,6 @@ def test_with_a_gpu_a_cpu_build_is_never_taken(setup_env: ModuleType, monkeypatc
     assert setup_env.triton_requirement(kind) == []
 
 
-def test_a_word_in_the_environment_decides(setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(setup_env, "has_nvidia_gpu", lambda: True)
-    monkeypatch.setenv("OPTGEN_TORCH", "cpu")
-    assert setup_env.wanted_torch() == "cpu"
-    monkeypatch.setenv("OPTGEN_TORCH", "gpu")
-    with pytest.raises(setup_env.SetupError, match="cpu or cuda"):
-        setup_env.wanted_torch()
-
-
 def test_a_second_call_does_nothing(
     setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -77,39 +68,6 @@ def test_a_second_call_does_nothing(
     assert setup_env.main() == 0
     assert calls == ["cpu", "cuda"]
     assert "ready in" in capsys.readouterr().out
-
-
-def test_a_failed_installation_leaves_no_stamp(
-    setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(setup_env, "STAMP", tmp_path / "stamp")
-    monkeypatch.setattr(setup_env, "LOG", setup_env.ROOT / "requirements" / "dev.txt")
-
-    def fail(kind: str) -> None:
-        raise setup_env.failed("installing torch")
-
-    monkeypatch.setattr(setup_env, "install", fail)
-    assert setup_env.main() == 2
-    assert not (tmp_path / "stamp").exists()
-    assert "installing torch failed" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("lost", ["torchtitan", "timm"])
-def test_without_one_framework_the_other_is_installed(
-    setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], lost: str
-) -> None:
-    asked: list[str] = []
-
-    def pip(*arguments: str) -> bool:
-        asked.extend(arguments)
-        return lost not in arguments
-
-    monkeypatch.setattr(setup_env, "pip", pip)
-    setup_env.install_frameworks()
-    assert {*setup_env.BARE, *setup_env.APART} <= {*asked}
-    said = capsys.readouterr().out.splitlines()
-    (failed,) = (line for line in said if "could not be installed" in line)
-    assert failed.startswith(f"setup: {lost} could not be installed, its tests will be skipped")
 
 
 def test_every_direct_requirement_is_pinned(setup_env: ModuleType) -> None:

@@ -52,11 +52,6 @@ def some_patterns() -> Iterator[Tensor]:
     yield from torch.cat([strided, (edges + 2**31) % 2**32 - 2**31]).to(torch.int32).split(CHUNK)
 
 
-def all_patterns() -> Iterator[Tensor]:
-    for start in range(-(2**31), 2**31, CHUNK):
-        yield torch.arange(start, start + CHUNK).to(torch.int32)
-
-
 def smallest_normal(param: DType) -> float:
     return 2.0**-126 if param is bf16 else 2.0**-14
 

@@ -9,7 +9,6 @@ import math
 import os
 import subprocess
 import sys
-import threading
 from collections import Counter
 from pathlib import Path
 from types import ModuleType
@@ -81,17 +80,6 @@ def test_of_eight_cells_about_one_runs_kernels_as_users_compile_them() -> None:
     assert users is native.FLAGS
 
 
-def test_a_run_that_is_told_to_end_finishes_what_it_has_begun(
-    tool: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tool, "STOPPED", threading.Event())
-    found = {}
-    for item, result in tool.spread(abs, [-1, -2, -3, -4], 2, "numbers", math.inf):
-        tool.STOPPED.set()
-        found[item] = result
-    assert found == {-1: 1, -2: 2}
-
-
 def test_the_report_says_what_was_run_and_what_fails(tool: ModuleType) -> None:
     good, bad = Cell("adamw", "fp32"), Cell("lamb", "fp32")
     outcomes = [tool.Outcome(good, 0.5, 0.25), tool.Outcome(bad, failure="outside the bound: p\nmore", stages=True)]
@@ -101,46 +89,6 @@ def test_the_report_says_what_was_run_and_what_fails(tool: ModuleType) -> None:
     assert "commit abc1234." in text
     assert f"- {bad}: outside the bound: p\n" in text
     assert "sample" not in tool.report_of_cells(outcomes, tool.Extent(2, 3, 2, "abc1234"))
-
-
-def test_the_report_on_kernels_says_what_was_compiled(tool: ModuleType) -> None:
-    pairs = [("adamw", "fp32"), ("lamb", "fp32")]
-    turns = [tool.Turn(pair, number, 3) for number in range(3) for pair in pairs]
-    some, all_of_them = (
-        tool.report_of_kernels([tool.Kernels(turn, dict.fromkeys(tool.TARGETS, 2)) for turn in turns[:count]], extent)
-        for count, extent in ((3, tool.Extent(2, 3, 2, "abc1234")), (6, tool.Extent(2, 3, 2, "abc1234")))
-    )
-    assert "of the kernels of each of 2 pairs" in some and "**24 of 24 compile**, of commit abc1234." in some
-    assert "drawn\nby seed 3, the first 1 of 2, the first 4 of 1, and all of 0.\n" in some
-    assert "all kernels of all 2 pairs of rule and plan." in all_of_them and "sample" not in all_of_them
-    spilled, failed = ["a for sm_80: 8 B of stack, 0 B shared"], ["b for sm_90: ValueError: no"]
-    made = tool.Kernels(turns[0], dict.fromkeys(tool.TARGETS, 1), dict.fromkeys(tool.TARGETS, 0), spilled, failed)
-    made.widened["sm_100"] = 1
-    text = tool.report_of_kernels([made], tool.Extent(1, 3, 1, "abc1234"))
-    rows = [line for line in text.splitlines() if line.startswith(("| sm_", "| gfx"))]
-    assert rows == ["| sm_80 | 1 | 0 | 1 | 0 |", "| sm_90 | 1 | 1 | 0 | 0 |", "| sm_100 | 1 | 0 | 0 | 1 |", "| gfx942 | 1 | 0 | 0 | 0 |"]  # fmt: skip  # noqa: E501
-    assert "process died" in tool.report_of_kernels([made], tool.Extent(2, 3, 2, "abc1234"), ["x: a process died"])
-    assert "**4 of 5 compile**" in text and f"- {spilled[0]}" in text and f"## What fails\n\n- {failed[0]}" in text
-
-
-def test_what_never_began_leaves_the_last_report(tool: ModuleType, tmp_path: Path) -> None:
-    results = tool.Results(tmp_path / "results.jsonl", "now")
-    asked = argparse.Namespace(seed=0, sample=None, jobs=1)
-    assert tool.run_kernels(results, asked, -math.inf) == ("", False)
-
-
-def test_a_turn_whose_process_died_was_not_done(
-    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pairs = [("adamw", "fp32"), ("lamb", "fp32")]
-    monkeypatch.setattr(tool, "pairs_with_kernels", lambda seed: pairs)
-    lost = tool.Turn(pairs[1], 2, 0)
-    done = {turn: tool.Kernels(turn) for pair in pairs for turn in (tool.Turn(pair, n, 0) for n in range(3))}
-    given = [(turn, "a process died" if turn == lost else made) for turn, made in done.items()]
-    monkeypatch.setattr(tool, "spread", lambda *_: given)
-    asked = argparse.Namespace(seed=0, sample=None, jobs=1)
-    text, failed = tool.run_kernels(tool.Results(tmp_path / "results.jsonl", "now"), asked, math.inf)
-    assert failed and "and all of 1." in text and f"- {lost}: a process died" in text
 
 
 def test_a_kernel_that_uses_the_stack_makes_a_run_fail(
@@ -153,29 +101,6 @@ def test_a_kernel_that_uses_the_stack_makes_a_run_fail(
         monkeypatch.setattr(tool, "spread", lambda *_, s=spilled: [(turn, tool.Kernels(turn, spilled=s))])
         results = tool.Results(tmp_path / f"{len(spilled)}.jsonl", "now")
         assert tool.run_kernels(results, asked, math.inf)[1] == bool(spilled)
-
-
-def test_rules_that_multiply_matrices_have_kernels_too(tool: ModuleType) -> None:
-    """Their cells are not run (test_whole_model.py holds them to theirs)."""
-    pairs = tool.pairs_with_kernels(0)
-    assert len(set(pairs)) == len(pairs) and {"muon", "normuon", "adamw"} <= {spec for spec, _ in pairs}
-    assert set(pairs) > set(product.pairs()) and pairs != tool.pairs_with_kernels(1)
-
-
-def test_a_kernel_that_spills_is_compiled_as_the_first_step_does(tool: ModuleType) -> None:
-    pytest.importorskip("triton")
-    import kernel_stats
-
-    calls: list[object] = []
-
-    def made(*_: object, maxnreg: int = 255, listed: bool, **options: object) -> kernel_stats.Compiled:
-        calls.append(maxnreg)
-        return kernel_stats.Compiled("k", kernel_stats.TARGETS["sm_90"], 1, "", maxnreg, 0, max(0, 100 - maxnreg))
-
-    job = kernel_stats.Job("k", None, {}, {}, 256, options={"maxnreg": 64})
-    with mock.patch.object(kernel_stats, "compile_for", made):
-        planned, fitting = kernel_stats.compiled_to_fit(job, "sm_90")
-    assert calls == [64, 72, 80, 88, 96, 104] and (planned.stack, fitting.stack) == (36, 0)
 
 
 def test_the_turns_of_a_pair_take_each_of_its_kernels_once(tool: ModuleType) -> None:
