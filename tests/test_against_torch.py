@@ -66,8 +66,9 @@ def enclosure(name: str, start: Tensor, grads: list[Tensor], options: dict[str, 
     return inside.p
 
 
-@pytest.mark.parametrize(("name", "options"), SETTINGS, ids=lambda x: str(x))
-@pytest.mark.parametrize("maximize", [False, True], ids=["min", "max"])
+@pytest.mark.parametrize(
+    ("name", "options", "maximize"), [(*setting, k % 2 == 1) for k, setting in enumerate(SETTINGS)], ids=str
+)
 def test_follows_torch(name: str, options: dict[str, Any], maximize: bool) -> None:
     generator = torch.Generator().manual_seed(7)
     start = torch.randn(40, 50, generator=generator)

@@ -109,13 +109,14 @@ def at_times(
 
 
 @pytest.mark.parametrize(
-    ("plan", "backend"),
+    ("spec", "plan", "backend"),
     [
-        ("fp32", "reference"), ("int8_split24", "reference"), ("lpmm4", "reference"), ("int8_split24", "cpp"),
-        ("int8_split24", "triton"),
+        *((spec_of("adam_mini"), plan, "reference") for plan in ("fp32", "int8_split24", "lpmm4")),
+        *((spec_of("adam_mini"), "int8_split24", backend) for backend in ("cpp", "triton")),
+        (at_times, "int8_split24", "reference"),
     ],
+    ids=lambda x: getattr(x, "name", x),
 )  # fmt: skip
-@pytest.mark.parametrize("spec", [spec_of("adam_mini"), at_times], ids=lambda spec: spec.name)
 def test_blocks_of_rows_are_rows_of_another_shape(spec: Spec, plan: str, backend: str) -> None:
     """(rows, columns) in n blocks takes the steps of (n, all of a block), bit for bit: codes, scales, random bits."""
     draw = torch.Generator().manual_seed(3)

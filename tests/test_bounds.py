@@ -129,8 +129,8 @@ def test_bounds_include_clamp_cells() -> None:
 )
 def test_bounds_of_weights_are_attained(master: object, param: dtypes.DType) -> None:
     bound = master_bound(master, param)  # type: ignore[arg-type]
-    # One binade, every pattern; a second one from below, where places are twice as fine.
-    x = torch.arange(0x3F800000, 0x40000000, 1, dtype=torch.int32).view(torch.float32)
+    # One binade, every seventh pattern and all above its beginning, where a place is the largest part of a number.
+    x = torch.cat([torch.arange(1 << 17), torch.arange(1 << 17, 1 << 23, 7)]).int().add(0x3F800000).view(torch.float32)
     count = master.noise_bits(param)  # type: ignore[attr-defined]
     worst = 0.0
     for word in (0, (1 << count) - 1) if count else (None,):

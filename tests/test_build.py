@@ -456,15 +456,17 @@ def build_elsewhere(folder: Path, seed: str, *names: str) -> dict[str, bytes]:
     return content(folder)
 
 
-def test_the_same_bytes_under_any_hash_seed_order_and_company(tmp_path: Path) -> None:
+def test_the_same_bytes_under_any_hash_seed_order_and_company(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one = build_elsewhere(tmp_path / "one", "1", "came", "nadam", "lion")
-    two = build_elsewhere(tmp_path / "two", "2", "lion", "nadam")
-    build_elsewhere(tmp_path / "two", "3", "came")
+    monkeypatch.chdir(ROOT)
+    run(names=("lion", "nadam"), out=str(tmp_path / "two"))
+    two = content(tmp_path / "two")
+    run(names=("came",), out=str(tmp_path / "two"))
     assert len(one) > 25
     assert content(tmp_path / "two") == one
-    assert two.items() - one.items() == {
-        (name, text) for name, text in two.items() if name in ("__init__.py", MANIFEST)
-    }
+    assert {name for name, text in two.items() if one[name] != text} == {"__init__.py", MANIFEST}
 
 
 def test_one_process_and_two_print_the_same(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -754,19 +756,17 @@ def test_a_cache_that_others_may_write_is_not_used(project: Path, monkeypatch: p
     compiling.cache_folder.cache_clear()
 
 
-def test_a_ready_made_optimizer_takes_plans_that_were_not_built(tmp_path: Path) -> None:
-    code = (
-        "import torch\nfrom optgen.optim import Lion\n"
-        "assert 'split32' not in Lion.PLANS\n"
-        "p = torch.nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16)); p.grad = torch.ones_like(p)\n"
-        "opt = Lion([p], lr=0.5, plan='split32')\nopt.step()\n"
-        "assert 'weight_low' in opt.state[p] and (p < 1).all()\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+def test_a_ready_made_optimizer_takes_plans_that_were_not_built() -> None:
+    import torch
+
+    from optgen.optim import Lion
+
+    assert "split32" not in Lion.PLANS
+    p = torch.nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
+    p.grad = torch.ones_like(p)
+    opt = Lion([p], lr=0.5, plan="split32")
+    opt.step()
+    assert "weight_low" in opt.state[p] and bool((p < 1).all())
 
 
 def test_a_folder_with_specs_of_its_own_is_a_project_within_another(

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -81,6 +81,9 @@ def name_of(x: object) -> str:
     return str(x).replace(" ", "-")
 
 
+half = settings(max_examples=settings.default.max_examples // 2)
+"""Of the profile's examples, for tests that go through all formats."""
+
 each_format = pytest.mark.parametrize("fmt", FORMATS, ids=name_of)
 each_unsigned = pytest.mark.parametrize("fmt", UNSIGNED, ids=name_of)
 each_master = pytest.mark.parametrize("master", MASTERS, ids=name_of)
@@ -145,6 +148,7 @@ def draw_noise(fmt: Format, x: Tensor, seed: int | None) -> Noise | None:
 
 @each_format
 @given(data=st.data())
+@half
 def test_encoding_what_was_decoded_changes_nothing(fmt: Format, data: st.DataObject) -> None:
     once = fmt.encode(data.draw(of_format(fmt)))
     again = fmt.encode(fmt.decode(once))
@@ -157,6 +161,7 @@ def test_encoding_what_was_decoded_changes_nothing(fmt: Format, data: st.DataObj
 
 @each_format
 @given(data=st.data(), seed=st.none() | st.integers(0, 999))
+@half
 def test_the_error_of_a_step_is_within_the_derived_bound(fmt: Format, data: st.DataObject, seed: int | None) -> None:
     x = data.draw(of_format(fmt))
     parts = fmt.encode(x, noise=draw_noise(fmt, x, seed))
@@ -225,6 +230,7 @@ def check_log(used: LogMinMax, parts: dict[str, Tensor], true: Tensor, fmt: Form
 
 @each_format
 @given(data=st.data(), seed=st.none() | st.integers(0, 999))
+@half
 def test_zero_stays_zero_next_to_anything(fmt: Format, data: st.DataObject, seed: int | None) -> None:
     x = data.draw(of_format(fmt))
     x[..., ::3] = 0
@@ -237,6 +243,7 @@ def test_zero_stays_zero_next_to_anything(fmt: Format, data: st.DataObject, seed
 
 @each_unsigned
 @given(data=st.data(), seed=st.none() | st.integers(0, 999))
+@half
 def test_a_second_moment_never_becomes_zero(fmt: Format, data: st.DataObject, seed: int | None) -> None:
     x = data.draw(of_format(fmt))
     parts = fmt.encode(x, noise=draw_noise(fmt, x, seed))

@@ -182,6 +182,7 @@ def test_instructions_stay_within_the_roofline(
         assert target not in targets or stats[kernel, target]["per_element"] <= most, (kernel, target)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not OLDEST.is_dir(), reason="the oldest Triton is not installed: make setup")
 def test_the_oldest_triton_makes_no_more_of_them(compiling: dict[str, str]) -> None:
     """Its passes over layouts differ: values once went through shared memory there, and nowhere else."""

@@ -1,4 +1,4 @@
-"""Properties of every rule under every plan: what one step and fifty may be off by, and what must never happen.
+"""Properties of every rule under every plan: what one step and many may be off by, and what must never happen.
 
 Nothing here knows a tolerance: bounds are composed from the formats' closed forms and from interval arithmetic
 on the spec (optgen.verify), or derived where they are used.
@@ -92,7 +92,7 @@ sizes = st.integers(-30, 10).map(lambda e: 2.0**e)
     special=st.lists(finite, max_size=3),
     param=st.sampled_from(PARAMS),
 )
-@examples(0.1)
+@examples(0.04)
 @example(shape=(3, 100), seed=0, steps=[1e-2, 1e-2, 1e-2], special=[], param="bfloat16")
 # Blocks wider than a range has cells for: their lowest values are raised (LogMinMax.lowest_reading).
 @example(shape=(63,), seed=0, steps=[1.0] * 4, special=[1.4863318443360256e16], param="float32")
@@ -116,12 +116,12 @@ def test_one_step_is_within_its_bound(
 
 
 @pytest.mark.parametrize("cell", of_pairs())
-def test_fifty_steps_are_within_their_bounds(cell: Cell) -> None:
-    """Enclosures and the oracle carried on from the first step, never told what was kept in between; and of every fifth
-    step by itself, from what was kept before it."""
-    draw, shape = draws(cell), (2, 100)
+def test_many_steps_are_within_their_bounds(cell: Cell) -> None:
+    """Fifty of AdamW, twenty of other rules: within enclosures that are carried on from the first step, never told what
+    was kept in between, and every fifth by itself, from what was kept before it."""
+    draw, shape, steps = draws(cell), (2, 100), 50 if cell.spec == "adamw" else 20
     run = Run(build(cell), torch.randn(shape, generator=draw), lr=1e-3)
-    reports = run.chained([gradient(torch.empty(shape), 1e-2, draw, cell.param) for _ in range(50)])
+    reports = run.chained([gradient(torch.empty(shape), 1e-2, draw, cell.param) for _ in range(steps)])
     for k, report in enumerate(reports):
         assert report.ok, (k, [report.worst[name] for name in report.broken])
     # A second moment that is rounded to nearest may read as 0, and one of 4 bits or 3 be off by half of itself; a rule
@@ -381,8 +381,11 @@ def assert_finite(cell: Cell, step: Callable[[Run, Tensor], None] = Run.step, st
             assert value[fine].isfinite().all(), (name, value[fine][~value[fine].isfinite()][:3])
 
 
-@pytest.mark.parametrize("plan", [DEFAULT, "split32", "bf16_sr", "int8_rn_split24"])
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize(
+    ("spec", "plan"),
+    [(s, p) for s in SPECS for p in (DEFAULT, "split32", "bf16_sr", "int8_rn_split24")
+     if p == DEFAULT or s in ("adamw", "lion", "madgrad", "radam", "rprop", "adadelta", "came", "lamb")],
+)  # fmt: skip
 def test_states_stay_finite_wherever_fp32_does(spec: str, plan: str) -> None:
     assert_finite(Cell(spec, plan))
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 import optgen.optim
 from optgen.base.errors import UserError
-from optgen.driver import load, standalone
+from optgen.driver import cli, load, standalone
 from optgen.formats import Plan, bf16
 
 SHAPES = ((70, 130), (64, 128), (33,), (5000,), (), (3, 5, 4, 7), (0, 4))
@@ -174,27 +174,26 @@ def test_the_lint_refuses_a_plan_here_too() -> None:
     assert "class AdamW" in standalone.text(load.find_spec("adamw"), plan, force=True)
 
 
-def _optgen(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "optgen", "build", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-
-
-def test_command(tmp_path: Path) -> None:
+def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The file goes to --out, never over a file of somebody else's; without --out to stdout."""
+    monkeypatch.chdir(tmp_path)
+
+    def built(*arguments: str) -> tuple[int, str, str]:
+        code = cli.main(["build", "--standalone", "lion", *arguments])
+        return code, *capsys.readouterr()
+
     wanted = text("lion/fp32")
-    done = _optgen("--standalone", "lion", "--plan", "fp32", "--out", "mine.py", folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == f"mine.py: {len(wanted.splitlines())} lines\n"
-    assert (tmp_path / "mine.py").read_text() == wanted
-    again = _optgen("--standalone", "lion", "--plan", "fp32", "--out", "mine.py", "--json", folder=tmp_path)
-    assert again.returncode == 0 and json.loads(again.stdout)["file"] == "mine.py"
-    (tmp_path / "theirs.py").write_text("x = 1\n")
-    refused = _optgen("--standalone", "lion", "--plan", "fp32", "--out", "theirs.py", folder=tmp_path)
-    assert refused.returncode == 2 and "E406" in refused.stderr
-    assert (tmp_path / "theirs.py").read_text() == "x = 1\n"
-    assert _optgen("--standalone", "lion", "--plan", "fp32", folder=tmp_path).stdout == wanted
-    assert "E411" in _optgen("--standalone", "lion", "--plan", "fp32", "--check", folder=tmp_path).stderr
-    assert "E411" in _optgen("--standalone", "lion", folder=tmp_path).stderr
+    assert built("--plan", "fp32", "--out", "mine.py")[:2] == (0, f"mine.py: {len(wanted.splitlines())} lines\n")
+    assert Path("mine.py").read_text() == wanted
+    code, again, _ = built("--plan", "fp32", "--out", "mine.py", "--json")
+    assert code == 0 and json.loads(again)["file"] == "mine.py"
+    Path("theirs.py").write_text("x = 1\n")
+    code, _, error = built("--plan", "fp32", "--out", "theirs.py")
+    assert code == 2 and "E406" in error
+    assert Path("theirs.py").read_text() == "x = 1\n"
+    assert built("--plan", "fp32")[1] == wanted
+    assert "E411" in built("--plan", "fp32", "--check")[2]
+    assert "E411" in built()[2]
 
 
 TRAIN = """

@@ -138,13 +138,11 @@ for spec, plan, target in json.load(sys.stdin):
     made = tool.compile_turn(tool.Turn(pair, 0, seed), [case], [target])
     print(json.dumps({"pair": pair, "compiled": made.compiled[target], "failed": made.failed}))
 """
-PARTS = 2
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("part", range(PARTS))
-def test_every_rule_and_every_plan_compiles(tool: ModuleType, compiling: dict[str, str], part: int) -> None:
-    """Each rule with the next of the plans, beginning at a drawn one: one drawn kernel, for the targets in turn.
+def test_half_of_the_rules_and_every_plan_compile(tool: ModuleType, compiling: dict[str, str]) -> None:
+    """Every second rule, each with the next plan, beginning at a drawn one: one drawn kernel, for the targets in turn.
 
     `tools/test_full.py` compiles all kernels of all pairs for all targets.
     """
@@ -153,8 +151,8 @@ def test_every_rule_and_every_plan_compiles(tool: ModuleType, compiling: dict[st
     by_turns = seed // len(product.PLANS)  # so that a plan comes to every target
     asked = [
         (rule, product.PLANS[(seed + k) % len(product.PLANS)], tool.TARGETS[(by_turns + k) % len(tool.TARGETS)])
-        for k, rule in enumerate(product.WITH_MATRICES)
-    ][part::PARTS]
+        for k, rule in enumerate(product.WITH_MATRICES[seed % 2 :: 2])
+    ]
     env = {**compiling, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tools")])}
     done = subprocess.run(
         [sys.executable, "-c", SAMPLE, str(seed)],
