@@ -676,7 +676,7 @@ def test_sweeps_are_walked_by_the_runtime() -> None:
         bodies = head.findall(text)
         assert all(re.search(r"^    walk\w*\(", body, re.M) and " for " not in body for body in bodies), path
         walked += len(bodies)
-    assert walked > 150
+    assert walked > 100
 
 
 def test_triton_keeps_a_compiled_kernel_under_all_of_its_sweep() -> None:

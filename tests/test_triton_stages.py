@@ -23,6 +23,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from optgen import optim
 from optgen.driver import emit
 from optgen.formats import Blocked, LogMinMax, Plan, Split, scales, softsign
 from optgen.lang import (
@@ -255,6 +256,15 @@ def test_launches_are_kept_while_only_addresses_change(build: Callable[..., Any]
     assert all(old is new for old, new in zip(kept[0][0], kept[1][0], strict=True))
     assert kept[0][2] == kept[1][2]
     assert kept[0][1] is not kept[1][1]
+
+
+def test_a_model_of_nothing_is_stepped() -> None:
+    """Sums over the model are those of no elements."""
+    p = torch.nn.Parameter(torch.zeros(0, 5))
+    p.grad = torch.zeros(0, 5)
+    opt = optim.Prodigy([p], backend="triton", plan="fp32")
+    opt.step()
+    assert opt.state[p]["step"] == 1
 
 
 def test_what_is_not_finite_reaches_all_that_is_summed_with_it(build: Callable[..., Any]) -> None:

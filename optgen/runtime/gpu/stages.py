@@ -231,8 +231,6 @@ class _Maker:
         self.plan = plan
         if self.operands is not None:
             plan.kept.append(self.operands)
-        if not self.shapes:
-            return
         kernels = [s for s in self.variant.stages if s.space != "call"]
         for _, level in groupby(kernels, key=lambda s: s.level):
             stages = list(level)
