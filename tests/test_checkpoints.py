@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import math
 import random
 from collections.abc import Callable, Iterator
@@ -20,15 +19,10 @@ from optgen.formats import Codebook, Factored, LogMax, LogMinMax, Plan, codebook
 from optgen.lang import hyper, nonneg, optimizer, sqrt, state
 from optgen.optim import CAME, AdamW
 from optgen.runtime.checkpoint import checkpoint
+from tests.training import everything, give
 from tools import make_checkpoint_fixture as fixture
 
 FILES = sorted((Path(__file__).parent / "cases/checkpoints").glob("format-*.pt"))
-
-
-def everything(opt: Any) -> bytes:
-    file = io.BytesIO()
-    torch.save([opt.state_dict(), [p.detach() for g in opt.param_groups for p in g["params"]]], file)
-    return file.getvalue()
 
 
 OTHER_NOISE = {
@@ -105,8 +99,7 @@ def stepped(cls: Any, plan: str, steps: int = 2, **options: Any) -> tuple[Any, l
 
 def trained(opt: Any, params: list[torch.nn.Parameter], steps: range) -> Any:
     for step in steps:
-        for i, p in enumerate(params):
-            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * step + i))
+        give(params, step)
         opt.step()
     return opt
 
@@ -202,7 +195,7 @@ def test_random_bits_go_on_where_only_the_optimizer_has_names(released: bool) ->
         opt.release_gradients()
         for step in range(2, 4):
             for i, (_, p) in enumerate(named):
-                gradient = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * step + i))
+                gradient = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * step + i))
                 (p * gradient).sum().backward()
     else:
         params = [p for _, p in named]
