@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -80,9 +80,6 @@ NARROW = (dtypes.bf16, dtypes.f16)
 def name_of(x: object) -> str:
     return str(x).replace(" ", "-")
 
-
-half = settings(max_examples=settings.default.max_examples // 2)
-"""Of the profile's examples, for tests of zeros in all formats."""
 
 each_format = pytest.mark.parametrize("fmt", FORMATS, ids=name_of)
 each_unsigned = pytest.mark.parametrize("fmt", UNSIGNED, ids=name_of)
@@ -228,7 +225,6 @@ def check_log(used: LogMinMax, parts: dict[str, Tensor], true: Tensor, fmt: Form
 
 @each_format
 @given(data=st.data(), seed=st.none() | st.integers(0, 999))
-@half
 def test_zero_stays_zero_next_to_anything(fmt: Format, data: st.DataObject, seed: int | None) -> None:
     x = data.draw(of_format(fmt))
     x[..., ::3] = 0
@@ -241,7 +237,6 @@ def test_zero_stays_zero_next_to_anything(fmt: Format, data: st.DataObject, seed
 
 @each_unsigned
 @given(data=st.data(), seed=st.none() | st.integers(0, 999))
-@half
 def test_a_second_moment_never_becomes_zero(fmt: Format, data: st.DataObject, seed: int | None) -> None:
     x = data.draw(of_format(fmt))
     parts = fmt.encode(x, noise=draw_noise(fmt, x, seed))
