@@ -416,7 +416,6 @@ def test_a_model_that_fails_to_load_leaves_the_optimizer_too(tmp_path: Path, ste
         ({"v": MappingProxyType({"x": 1})}, "extra['v']: expected "),
         *(({key: 1}, "extra: expected keys ") for key in (Path("x"), np.int64(1), (1, (2, 3)), torch.float32, b"x")),
     ],
-    ids=repr,
 )
 def test_what_would_need_code_to_load_is_not_saved(tmp_path: Path, extra: object, text: str) -> None:
     model, opt = ready(steps=1)
