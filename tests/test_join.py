@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import random
 import subprocess
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from optgen import passes
-from optgen.driver import load, record_text, targets
+from optgen.driver import load, record_text, targets, triton_text
 from optgen.driver.record_text import written
 from optgen.driver.targets import Case
 from optgen.formats import Blocked, Plan, scales, softsign
@@ -25,6 +26,7 @@ from optgen.ops import spaces
 from optgen.runtime import records
 from optgen.runtime.records import Field, Variant, join
 from optgen.runtime.records.join import FormatRecord, PlanRecord, RuleRecord, StateRecord
+from tests import harness
 
 ROOT = Path(__file__).parents[1]
 SPECS, PLANS = sorted(load.entries(ROOT)), load.plans(ROOT)
@@ -175,3 +177,15 @@ def test_triton_keeps_a_compiled_kernel_under_the_text_of_its_codecs(compiling: 
     """On disk a constant counts by its `cache_key`: a codec whose text has changed makes another kernel."""
     done = subprocess.run([sys.executable, "-c", STALE], cwd=ROOT, env=compiling, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("rule", ["lamb", "stable_adamw"])
+def test_a_plan_that_keeps_states_as_a_whole_may_divide_steps_of_small_tensors_too(rule: str, tmp_path: Path) -> None:
+    """These rules read the new second moment back, and `lpmm4` never does: its small states take other stages."""
+    module = functools.partial(harness.module, tmp_path)
+    pair, kernels = triton_text.joined(harness.spec_of(rule), harness.plan_of("lpmm4"), "fast", module)
+    steps = {bool(v.rule.whole): v.rule for v in pair.variants if v.rule is not None}
+    assert set(steps) == {False, True} and steps[False].stages != steps[True].stages
+    for variant in pair.variants:
+        for stage in variant.stages:
+            assert stage.space != "elem" or hasattr(kernels, stage.kernel)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -63,20 +63,14 @@ def rule_kernels(spec: Spec, maths: Maths, plan: Plan | None = None) -> RuleKern
 
     plan  the steps that it divides otherwise, and no others
     """
-    scalars, settings = Pool(), []
+    scalars = Pool()
+    settings: list[Setting] = []
     known: dict[tuple[object, ...], str] = {}
     stages: dict[str, Stage] = {}
-    for flags in spec.settings():
-        step = eager_text.rule_step(spec, flags, maths)
-        whole: frozenset[str] = frozenset()
-        if plan is not None:
-            recurrences = targets.recurrences_of(spec, tuple(sorted(flags.items())))
-            storage = plan.storage(spec.present(flags), dtypes.f32, False, recurrences)
-            if not is_divided(storage, step):
-                continue
-            step = targets.placed(spec, passes.step(lower_divided(spec, flags, storage), maths))
-            whole = frozenset(name for name, fmt in storage.states.items() if is_whole(fmt))
+    for flags, step, whole in _steps(spec, maths, plan):
         name = targets.function_name(spec, flags)
+        # A plan that keeps states of large tensors as a whole may divide the step of small ones too.
+        name += "_small" if any(s.flags == flags for s in settings) else ""
         names = []
         for k, stage in enumerate(step.stages):
             wanted = f"{name}_{k + 1}" if step.in_stages else name
@@ -88,6 +82,25 @@ def rule_kernels(spec: Spec, maths: Maths, plan: Plan | None = None) -> RuleKern
     return RuleKernels(tuple(settings), tuple(scalars.functions), stages)
 
 
+def _steps(
+    spec: Spec, maths: Maths, plan: Plan | None
+) -> Iterator[tuple[Mapping[str, bool], Step, frozenset[str]]]:
+    """Yield the steps of a rule, each with its flags and the states that are kept as a whole; see `rule_kernels`."""
+    for flags in spec.settings():
+        step = eager_text.rule_step(spec, flags, maths)
+        if plan is None:
+            yield flags, step, frozenset()
+            continue
+        recurrences = targets.recurrences_of(spec, tuple(sorted(flags.items())))
+        known = set()
+        for small in (False, True):
+            storage = plan.storage(spec.present(flags), dtypes.f32, small, recurrences)
+            whole = frozenset(name for name, fmt in storage.states.items() if is_whole(fmt))
+            if is_divided(storage, step) and whole not in known:
+                known.add(whole)
+                yield flags, targets.placed(spec, passes.step(lower_divided(spec, flags, storage), maths)), whole
+
+
 def is_divided(storage: Storage, rule: Step) -> bool:
     """Return True if a plan divides the step of a rule into stages of its own; see `Variant.divided`."""
     return any(map(is_whole, storage.states.values())) or (not storage.plan.read_back and bool(rule.early))
@@ -97,7 +110,8 @@ def step_of(spec: Spec, maths: Maths, case: Case) -> Step:
     """Return the step whose stages the kernels of a case have: that of the rule, if its plan does not divide it."""
     step, plan = eager_text.rule_step(spec, case.flags, maths), case.storage.plan
     found = rule_kernels(spec, maths, plan if is_divided(case.storage, step) else None)
-    return next(s.step for s in found.settings if dict(s.flags) == dict(case.flags))
+    whole = any(map(is_whole, case.storage.states.values()))
+    return next(s.step for s in found.settings if dict(s.flags) == dict(case.flags) and bool(s.whole) is whole)
 
 
 def _meaning(step: Step, stage: Stage) -> tuple[object, ...]:
@@ -199,6 +213,7 @@ def record_text(spec: Spec, maths: Maths, plan: Plan | None = None) -> str:
             "temps": [temp_row(s.step, b) for b in s.step.temps],
             "stages": [_stage_row(x, name, nonneg) for x, name in zip(s.step.stages, s.kernels, strict=True)],
             "early": s.step.early,
+            "whole": tuple(sorted(s.whole)),
         }
         rows.setdefault(repr(row), {**row, "settings": []})["settings"].append(dict(s.flags))
     return wrapper.render(

@@ -350,6 +350,7 @@ RULES = (
                 picked=('exp_avg_sq_col',),
             ),
         ),
+        whole=('exp_avg_sq',),
     ),
     Rule(
         settings=(
@@ -415,6 +416,7 @@ RULES = (
                 picked=('exp_avg_sq_col',),
             ),
         ),
+        whole=('exp_avg_sq',),
     ),
     Rule(
         settings=(
@@ -502,6 +504,7 @@ RULES = (
                 picked=('exp_avg_sq_col', 'max_exp_avg_sq_col'),
             ),
         ),
+        whole=('exp_avg_sq', 'max_exp_avg_sq'),
     ),
     Rule(
         settings=(
@@ -588,5 +591,6 @@ RULES = (
                 picked=('exp_avg_sq_col', 'max_exp_avg_sq_col'),
             ),
         ),
+        whole=('exp_avg_sq', 'max_exp_avg_sq'),
     ),
 )

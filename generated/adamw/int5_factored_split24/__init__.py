@@ -351,6 +351,7 @@ RULES = (
                 picked=('exp_avg_sq_col',),
             ),
         ),
+        whole=('exp_avg_sq',),
     ),
     Rule(
         settings=(
@@ -416,6 +417,7 @@ RULES = (
                 picked=('exp_avg_sq_col',),
             ),
         ),
+        whole=('exp_avg_sq',),
     ),
     Rule(
         settings=(
@@ -503,6 +505,7 @@ RULES = (
                 picked=('exp_avg_sq_col', 'max_exp_avg_sq_col'),
             ),
         ),
+        whole=('exp_avg_sq', 'max_exp_avg_sq'),
     ),
     Rule(
         settings=(
@@ -589,5 +592,6 @@ RULES = (
                 picked=('exp_avg_sq_col', 'max_exp_avg_sq_col'),
             ),
         ),
+        whole=('exp_avg_sq', 'max_exp_avg_sq'),
     ),
 )

@@ -404,6 +404,7 @@ RULES = (
                 picked=('exp_avg_sq_row',),
             ),
         ),
+        whole=('exp_avg_sq',),
     ),
     Rule(
         settings=(
@@ -457,6 +458,7 @@ RULES = (
                 picked=('exp_avg_sq_row',),
             ),
         ),
+        whole=('exp_avg_sq',),
     ),
     Rule(
         settings=(
@@ -525,6 +527,7 @@ RULES = (
                 'max_exp_avg_sq_row'),
             ),
         ),
+        whole=('exp_avg_sq', 'max_exp_avg_sq'),
     ),
     Rule(
         settings=(
@@ -593,5 +596,6 @@ RULES = (
                 'max_exp_avg_sq_row'),
             ),
         ),
+        whole=('exp_avg_sq', 'max_exp_avg_sq'),
     ),
 )

@@ -400,6 +400,7 @@ RULES = (
                 'exp_avg_sq_col', 'exp_avg_sq_row_factor_min_1p1754943508222875em38'), stores=('p', 'exp_avg'),
             ),
         ),
+        whole=('exp_avg_sq',),
     ),
     Rule(
         settings=(
@@ -454,6 +455,7 @@ RULES = (
                 'exp_avg_sq_col', 'exp_avg_sq_row_factor_min_1p1754943508222875em38'), stores=('p', 'exp_avg'),
             ),
         ),
+        whole=('exp_avg_sq',),
     ),
     Rule(
         settings=(
@@ -544,6 +546,7 @@ RULES = (
                 'max_exp_avg_sq_row', 'max_exp_avg_sq_col', 'row_min'), stores=('p', 'exp_avg'),
             ),
         ),
+        whole=('exp_avg_sq', 'max_exp_avg_sq'),
     ),
     Rule(
         settings=(
@@ -633,5 +636,6 @@ RULES = (
                 'max_exp_avg_sq_row', 'max_exp_avg_sq_col', 'row_min'), stores=('p', 'exp_avg'),
             ),
         ),
+        whole=('exp_avg_sq', 'max_exp_avg_sq'),
     ),
 )

@@ -134,12 +134,14 @@ def with_steps(
 
     divided  the steps of those that the plan divides in a way of its own
     """
-    of_rule, own = ({tuple(sorted(f.items())): s for s in some for f in s.settings} for some in (steps, divided))
+    of_rule, own = (
+        {(*sorted(f.items()), bool(s.whole)): s for s in some for f in s.settings} for some in (steps, divided)
+    )
     for v in join.variants(rules, plan):
         flags = tuple(sorted(v.flags.items()))
-        found = replace(v, rule=of_rule.get(flags))
+        found = replace(v, rule=of_rule.get((*flags, False)))
         if found.divided:
-            found = replace(found, rule=own.get(flags), own=True)
+            found = replace(found, rule=own.get((*flags, found.of_whole)), own=True)
         yield found.in_stages()
 
 

@@ -294,6 +294,7 @@ class Rule:
     temps          values that the stages leave for one another
     stages         its kernels, in order
     early          states that later sweeps of the step read as they are stored
+    whole          states that the plan keeps as a whole: the tile functions read and store their fields
     strict         sums are taken in the order that every backend has
     """
 
@@ -303,6 +304,7 @@ class Rule:
     temps: tuple[Temp, ...] = ()
     stages: tuple[Stage, ...] = ()
     early: tuple[str, ...] = ()
+    whole: tuple[str, ...] = ()
     strict: bool = False
 
 
