@@ -171,6 +171,19 @@ _LEFT = (
 _LINKED = "{file} is no longer built, but not removed: its folder is a link to a place outside"
 
 
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Suspend the collection of cycles, which took a seventh of the time: nodes live until the end anyway."""
+    on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if on:
+            gc.enable()
+
+
+@_uncollected()
 def build(request: Request, track: Track | None = None) -> Outcome:
     """Build or check the requested pairs. Raises UserError before anything is changed."""
     project = request.project
@@ -186,10 +199,9 @@ def build(request: Request, track: Track | None = None) -> Outcome:
         swap.recover(out)
     manifest = read_manifest(out, request.force)
     outcome = Outcome(relative(str(out)))
-    outcome.warnings += [load.NO_SPEC.format(file=relative(str(file))) for file in load.without_spec(project)]
+    outcome.warnings += load.idle(project)
     maths = request.maths or config.maths
-    with _uncollected():
-        units = _units(request, config, manifest, out, outcome)
+    units = _units(request, config, manifest, out, outcome)
     backends = request.backends or config.backends or BACKENDS
     whole = not request.partial and ready.is_checkout() and out.resolve() == ready.generated_dir()
     files = _generate(_jobs(units, maths, backends, whole, project), track)
@@ -295,15 +307,13 @@ def _left_behind(
 
 def _nothing(request: Request, config: Config) -> UserError:
     if request.plans and (request.names or load.entries(request.project)):
-        return UserError(
-            "E414", note=f"no plan or spec matches --plan {' --plan '.join(request.plans)}", hint="optgen list"
-        )
-    if config.build is not None:
-        return UserError(
-            "E414", note="the `build` table of pyproject.toml names no spec that is here", hint="optgen list"
-        )
-    idle = [load.NO_SPEC.format(file=relative(str(file))) for file in load.without_spec(request.project)]
-    return UserError("E414", note="; ".join(idle)) if idle else UserError("E414")
+        note = f"no plan or spec matches --plan {' --plan '.join(request.plans)}"
+    elif config.build is not None:
+        note = "the `build` table of pyproject.toml names no spec that is here"
+    else:
+        idle = load.idle(request.project)
+        return UserError("E414", note="; ".join(idle)) if idle else UserError("E414")
+    return UserError("E414", note=note, hint="optgen list")
 
 
 def _named(request: Request, everything: Sequence[Wish], manifest: Manifest) -> list[Wish]:
@@ -385,69 +395,42 @@ def _jobs(units: Sequence[Unit], maths: Maths, backends: tuple[str, ...], whole:
 
     whole   all of this repository is built: include the files beside its generated folder
     """
+    others = {file for backend, own in emit.FILES.items() if backend not in backends for file in own}
+    jobs: list[Job] = []
+
+    def add(folder: str, make: Job, left: Collection[str] = others) -> None:
+        jobs.append(lambda: {f"{folder}/{file}": text for file, text in make().items() if file not in left})
+
     used = {plan.name: plan for u in units for plan in u.plans if not emit.comes_with(plan, maths)}
-    jobs: list[Job] = [partial(_plan_files, f"{PLANS}/", plan, maths, backends) for plan in used.values()]
+    for plan in used.values():
+        add(f"{PLANS}/{plan.name}", partial(emit.plan_files, plan, maths))
     for u in units:
-        jobs.append(partial(_class_files, u, maths, backends))
-        jobs += [partial(_pair_files, u.spec, plan, maths, backends) for plan in u.plans]
+        add(u.spec.name, partial(emit.rule_files, u.spec, u.listed, u.own, maths))
+        for plan in u.plans:
+            add(f"{u.spec.name}/{plan.name}", partial(emit.emit_plan, u.spec, plan, maths=maths))
     if whole:
-        ready_made = (plan for plan in load.plans(project).values() if is_ready(plan))
-        jobs += [partial(_plan_files, READY, plan, "fast", BACKENDS) for plan in ready_made]
+        for plan in load.plans(project).values():
+            if is_ready(plan):
+                add(f"{READY}{plan.name}", partial(emit.plan_files, plan, "fast"), ())
         jobs.append(lambda: {STUB: emit.emit_stub(u.spec for u in units)})
     return jobs
 
 
-def _class_files(unit: Unit, maths: Maths, backends: tuple[str, ...]) -> Files:
-    files = emit.rule_files(unit.spec, unit.listed, unit.own, maths)
-    return _below(f"{unit.spec.name}/", files, backends)
-
-
-def _pair_files(spec: Spec, plan: Plan, maths: Maths, backends: tuple[str, ...]) -> Files:
-    return _below(f"{spec.name}/{plan.name}/", emit.emit_plan(spec, plan, maths=maths), backends)
-
-
-def _plan_files(folder: str, plan: Plan, maths: Maths, backends: tuple[str, ...]) -> Files:
-    return _below(f"{folder}{plan.name}/", emit.plan_files(plan, maths), backends)
-
-
-def _below(folder: str, files: Files, backends: tuple[str, ...]) -> Files:
-    """Return the files below a folder, without those of other backends."""
-    left = {file for backend, own in emit.FILES.items() if backend not in backends for file in own}
-    return {f"{folder}{file}": text for file, text in files.items() if file not in left}
-
-
 def _generate(jobs: Sequence[Job], track: Track | None) -> Files:
-    with _uncollected(), _results(jobs) as done:
-        out: Files = {}
-        for files in track(done, len(jobs)) if track else done:
-            out |= files
-    return dict(sorted(out.items()))
-
-
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Suspend the collection of cycles, which took a seventh of the time: nodes live until the end anyway."""
-    on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if on:
-            gc.enable()
-
-
-@contextlib.contextmanager
-def _results(jobs: Sequence[Job]) -> Iterator[Iterator[Files]]:
     """Run the jobs in order: in two processes where a fork is safe and worth it, else in this one."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     processes = min(PROCESSES, cores)
     alone = threading.active_count() == 1 and sys.platform == "linux"
-    if len(jobs) < MANY_JOBS or processes < 2 or not alone:
-        yield (job() for job in jobs)
-        return
-    # A forked process has the jobs: they need not be sent, and could not be.
-    with multiprocessing.get_context("fork").Pool(processes, _taken.extend, (jobs,)) as pool:
-        yield pool.imap(_do, range(len(jobs)))
+    out: Files = {}
+    with contextlib.ExitStack() as stack:
+        done: Iterator[Files] = (job() for job in jobs)
+        if len(jobs) >= MANY_JOBS and processes > 1 and alone:
+            # A forked process has the jobs: they need not be sent, and could not be.
+            pool = multiprocessing.get_context("fork").Pool(processes, _taken.extend, (jobs,))
+            done = stack.enter_context(pool).imap(_do, range(len(jobs)))
+        for files in track(done, len(jobs)) if track else done:
+            out |= files
+    return dict(sorted(out.items()))
 
 
 _taken: list[Job] = []

@@ -29,6 +29,7 @@ app = typer.Typer(
     epilog="Exit codes: 0 fine, 1 a check found something, 2 wrong input, 3 not on this machine, 70 a fault of optgen.",
 )
 
+Plans = Annotated[list[str] | None, typer.Option("--plan", help="Plans (repeatable; patterns allowed); none: all.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 SpecName = Annotated[str, typer.Argument(metavar="SPEC", help="A spec: its name, its file, or file.py:name.")]
 SpecNames = Annotated[list[str] | None, typer.Argument(metavar="SPEC", help="Specs; none: the project's.")]
@@ -196,8 +197,7 @@ def list_(json: Json = False) -> None:
 
         specs = [overview.of_entry(e) for e in load.entries().values()]
         plans = [overview.of_plan(p) for p in load.plans().values()]
-        idle = [relative(str(file)) for file in load.without_spec()]
-        t.result |= {"specs": specs, "plans": plans, "without_spec": idle}
+        t.result |= {"specs": specs, "plans": plans, "without_spec": [relative(str(f)) for f in load.without_spec()]}
         own = ("spec", "class", "as in", "states", "file")
         places = [relative(r["file"]) if r["own"] else "ready-made" for r in specs]
         made = [(r["name"], r["class"], r["like"], r["states"], p) for r, p in zip(specs, places, strict=True)]
@@ -205,37 +205,30 @@ def list_(json: Json = False) -> None:
         rows = [(r["name"], r["bytes"], r["bytes_float32"], r["discouraged"], r["doc"]) for r in plans]
         t.show(table("plans", ("plan", "bf16*", "fp32*", "", ""), rows))
         t.show("* bytes of AdamW's weight and states per parameter of that dtype; gradients not counted")
-        for file in idle:
-            t.log(load.NO_SPEC.format(file=file), "yellow")
+        for line in load.idle():
+            t.log(line, "yellow")
         t.show("discouraged: the lint finds an error for AdamW's kind of states; using the plan warns (optgen explain)")
 
 
 @app.command()
 def check(
     names: SpecNames = None,
-    plan: Annotated[
-        list[str] | None, typer.Option("--plan", help="Plans (repeatable; patterns allowed); none: all.")
-    ] = None,
+    plan: Plans = None,
     json: Json = False,
 ) -> None:
     """Read and verify specs, and judge plans for them; build nothing."""
     with session("check", json) as t:
-        from optgen.base.loc import relative
         from optgen.driver import load, overview
 
         rows, errors = overview.check(names or [], plan or [], lambda items, total: t.track(items, total, "checking"))
         t.result |= {"specs": rows, "errors": [as_fields(e) for e in errors]}
-        plans = sorted({name for r in rows for name in r["plans"]}, key=overview.plan_order)
+        plans = list(rows[0]["plans"]) if rows else []
         found = [v["verdict"] for r in rows for v in r["plans"].values()]
         kinds = [x for x in ("ok", "discouraged", "refused", "does not fit") if x in found]
         kinds += sorted({*found} - {*kinds})
-        # Plans in the cells: a column for each would be too narrow for its name.
-        cells = []
-        for r in rows:
-            verdict_of = {p: r["plans"][p]["verdict"] for p in plans}
-            cells.append((r["name"], *(", ".join(p for p in plans if verdict_of[p] == kind) for kind in kinds)))
-        if rows:
-            t.show(table("", ("spec", *kinds), cells))
+        if rows:  # plans in the cells: a column for each would be too narrow for its name
+            cells = [[", ".join(p for p in plans if r["plans"][p]["verdict"] == kind) for kind in kinds] for r in rows]
+            t.show(table("", ("spec", *kinds), [(r["name"], *row) for r, row in zip(rows, cells, strict=True)]))
         for r in rows:
             said: dict[str, list[str]] = {}  # finding -> plans: most plans share theirs with others
             for name, verdict in r["plans"].items():
@@ -249,8 +242,8 @@ def check(
         for error in errors:
             t.log(str(error), "red")
             t.fail(2)
-        for file in () if names else load.without_spec():
-            t.log(load.NO_SPEC.format(file=relative(str(file))), "yellow")
+        for line in () if names else load.idle():
+            t.log(line, "yellow")
         verdicts = {*found}
         if "discouraged" in verdicts:
             t.show("discouraged: the lint finds an error; using the plan warns (optgen explain says why it exists)")
@@ -330,11 +323,11 @@ def _tell_explanation(t: Terminal, x: Any) -> None:
         if k.steady:
             t.show_filled(f"stored again at every step  {k.name}: {k.steady}", 28)
     for n, s in enumerate(x.sweeps, 1):
-        reads, writes = (" ".join(part) for part in (s.reads, s.writes))
-        what = [f"writes {writes}"] if writes else []
+        what = [f"writes {' '.join(s.writes)}"] if s.writes else []
         what += [f"reduces {', '.join(s.reduces)}"] if s.reduces else []
-        t.show_filled(f"sweep {n}/{len(x.sweeps)}  reads {reads}; {'; '.join(what)}: {s.bytes:g} B per parameter")
-    speed = f"{x.milliseconds:.3g} ms per 1e9 parameters at 4.8 TB/s"
+        did = "; ".join([f"reads {' '.join(s.reads)}", *what])
+        t.show_filled(f"sweep {n}/{len(x.sweeps)}  {did}: {s.bytes:g} B per parameter")
+    speed = f"{x.traffic / 4.8:.3g} ms per 1e9 parameters at 4.8 TB/s"  # the memory of an H200
     t.show_filled(f"why        {x.sweeps[-1].why}")
     t.show_filled(f"traffic    {x.traffic:g} B per parameter and step; {speed}")
     t.show_filled(f"host       {len(x.host)} scalars in fp64 per step: " + ", ".join(name for name, _ in x.host))
@@ -375,7 +368,7 @@ def fuzz(
             if find_spec("triton") is None:
                 raise Missing("Triton; `optgen doctor` says what is here")
             if f.needs_interpreter():
-                t.hand_over(lambda: f.interpreted(ARGUMENTS))
+                t.code, t.silent = f.interpreted(ARGUMENTS), True  # that process reports everything
                 return
         one = f.read_example(case) if case is not None else None
         f.keep_away_from(Path.cwd())
@@ -388,14 +381,14 @@ def fuzz(
 
 
 def _tell_fuzz(t: Terminal, spec: str, plan: str, result: Any) -> None:
-    from optgen.driver.fuzz import row
-
     worst = sorted(result.report.worst.values(), key=lambda w: -w.ratio) if result.report else []
     cases = {name: e.text() for name, e in result.worst_cases.items()}
+    data = [{"value" if k == "name" else k: x for k, x in vars(w).items()} for w in worst]
     t.result |= {
         "spec": spec, "plan": plan, "examples": result.examples, "holds": result.ok and not result.unknown,
-        "worst": [row(w) | {"case": cases.get(w.name, "")} for w in worst], "reproduce": result.reproduce,
-        "crash": result.crash, "unknown": dict(result.unknown), "unbounded": dict(result.unbounded),
+        "worst": [row | {"case": cases.get(row["value"], "")} for row in data],
+        "reproduce": result.reproduce, "crash": result.crash,
+        "unknown": dict(result.unknown), "unbounded": dict(result.unbounded),
     }  # fmt: skip
     columns = ("value", "error / bound", "error", "bound", "kept", "fp64 oracle")
     rows = [

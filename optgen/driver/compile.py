@@ -7,6 +7,7 @@ content, because Triton and tracebacks read sources from files; from there it is
 from __future__ import annotations
 
 import atexit
+import contextlib
 import hashlib
 import importlib
 import os
@@ -110,11 +111,9 @@ def _import(name: str, files: dict[str, str]) -> ModuleType:
 
 def _put(path: Path, text: str) -> None:
     """Write a file whose name has its content's hash, whole or not at all, unless it is there already."""
-    try:
+    with contextlib.suppress(FileNotFoundError, UnicodeDecodeError):
         if path.read_text(encoding="utf-8") == text:
             return
-    except (FileNotFoundError, UnicodeDecodeError):
-        pass
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
     try:
@@ -133,14 +132,12 @@ def cache_folder() -> Path:
     Code is imported from there: a folder that others own or may write to is not used.
     """
     folder = wanted_cache_folder()
-    try:
+    with contextlib.suppress(OSError):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if is_private(folder):
             # Python writes its own files only where it can.
             with tempfile.TemporaryFile(dir=folder):
                 return folder
-    except OSError:
-        pass
     fresh = Path(tempfile.mkdtemp(prefix="optgen-"))
     atexit.register(shutil.rmtree, fresh, ignore_errors=True)
     return fresh

@@ -28,8 +28,6 @@ from optgen.verify.lint import Finding
 
 UNKNOWN, NONE = "no bound is known", "no bound for an element"  # instead of an error
 
-COPY_BANDWIDTH = 4.8e12  # bytes per second: an H200's memory, for the time that the traffic alone takes
-
 
 # -- memory
 
@@ -56,11 +54,8 @@ def memory(spec: Spec, storage: Storage, decays: Mapping[str, Recurrence] | None
     for name, fmt in storage.states.items():
         error, valid = _bound(lambda fmt=fmt: bounds.one_step_bound(fmt))
         steady = _steady(fmt, (decays or {}).get(name))
-        if spaces[name] == "elem":
-            rows.append(Kept(name, str(fmt), fmt.bytes_per_param, error, valid, steady))
-        else:
-            # One per row, column or tensor: next to nothing per parameter.
-            rows.append(Kept(name, f"{fmt}, one per {spaces[name]}", 0.0, error, valid, steady))
+        of, size = ("", fmt.bytes_per_param) if spaces[name] == "elem" else (f", one per {spaces[name]}", 0.0)
+        rows.append(Kept(name, f"{fmt}{of}", size, error, valid, steady))
     return rows
 
 
@@ -108,14 +103,13 @@ def storage_lines(rows: Sequence[Kept]) -> list[str]:
     names = max(len(r.name) for r in rows)
     lines = []
     indent = " " * (names + 2)
+    wrapper = textwrap.TextWrapper(112, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
     for r in rows:
         what = f"|error| <= {r.error}" if r.error not in ("exact", UNKNOWN, NONE) else r.error
         told = what + (f"; {r.valid}" if r.valid else "")
         for part, first in ((f"{r.bytes:g} B  {r.stored}", f"{r.name:<{names}}  "), (told, indent)):
-            lines += textwrap.wrap(
-                part, 112, initial_indent=first, subsequent_indent=indent, break_long_words=False,
-                break_on_hyphens=False,
-            )  # fmt: skip
+            wrapper.initial_indent = first
+            lines += wrapper.wrap(part)
     return lines
 
 
@@ -159,11 +153,6 @@ class Explanation:
     def traffic(self) -> float:
         return sum(s.bytes for s in self.sweeps)
 
-    @property
-    def milliseconds(self) -> float:
-        """The time that an H200 takes to move the bytes of 1e9 parameters."""
-        return self.traffic * 1e9 / COPY_BANDWIDTH * 1e3
-
 
 def case_of(spec: Spec, plan: Plan, param: str, flags: Mapping[str, bool]) -> Case:
     """Return the case of a parameter dtype and flags (others by default), for tensors large enough to quantize."""
@@ -182,22 +171,13 @@ def explain(spec: Spec, plan: Plan, param: str = "bfloat16", flags: Mapping[str,
     decays = lint.recurrences(spec, case.flags)
     rows = tuple(memory(spec, case.storage, decays))
     verdict = judge.look(spec, plan)
+    plain = 4.0 * (1 + sum(s.space.name == "elem" for s in spec.present(case.flags)))
+    host = tuple((let.name, text(let.node)) for let in step.host)
     return Explanation(
-        spec=spec.name,
-        plan=plan.name,
-        param=param,
-        flags=dict(case.flags),
-        source=f"{relative(spec.loc.file)}:{spec.loc.line}",
-        formulas=tuple(plain_formulas(spec, case.flags)),
-        memory=rows,
-        total=sum(r.bytes for r in rows),
-        plain=4.0 * (1 + sum(s.space.name == "elem" for s in spec.present(case.flags))),
-        sweeps=tuple(_sweeps(step)),
-        host=tuple((let.name, text(let.node)) for let in step.host),
-        rules=step.program.rules,
-        findings=verdict.findings,
-        discouraged=verdict.discouraged,
-    )
+        spec.name, plan.name, param, dict(case.flags), f"{relative(spec.loc.file)}:{spec.loc.line}",
+        tuple(plain_formulas(spec, case.flags)), rows, sum(r.bytes for r in rows), plain, tuple(_sweeps(step)), host,
+        step.program.rules, verdict.findings, verdict.discouraged,
+    )  # fmt: skip
 
 
 def _sweeps(step: Step) -> Iterator[Pass]:

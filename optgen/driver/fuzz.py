@@ -36,7 +36,7 @@ from optgen.lang.declare import HyperDecl
 from optgen.lang.spec import Spec
 from optgen.lower import needs_matrix
 from optgen.runtime.layout import layout
-from optgen.verify.differential import Report, Trial, Worst
+from optgen.verify.differential import Report, Trial
 from optgen.verify.intervals import FAST, STRICT
 
 INTERPRET = "TRITON_INTERPRET"
@@ -46,7 +46,6 @@ SHAPES = (
     (0,), (1,), (), (63,), (64,), (65,), (127,), (4096,), (4097,), (4159,), (1, 4099), (4099, 1), (64, 64), (65, 65),
     (33, 129), (3, 5, 7, 41), (16, 257), (0, 7),
 )  # fmt: skip
-LARGE_SHAPES = tuple(s for s in SHAPES if math.prod(s) >= 4096)
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -112,7 +111,7 @@ def examples(spec: Spec, *, steps: int) -> st.SearchStrategy[Example]:
     scale = st.one_of(st.integers(-6, 2), st.integers(-38, 38))
     return st.builds(
         Example,
-        shape=st.one_of(st.sampled_from(LARGE_SHAPES), st.sampled_from(SHAPES)),
+        shape=st.one_of(st.sampled_from([s for s in SHAPES if math.prod(s) >= 4096]), st.sampled_from(SHAPES)),
         dtype=st.sampled_from(DTYPES),
         grad_dtype=st.sampled_from(DTYPES),
         flags=flags,
@@ -171,7 +170,8 @@ def run(spec: Spec, plan: Plan, cls: type[Any], example: Example, *, backend: st
         warnings.simplefilter("ignore", UserWarning)  # a discouraged plan, of every example
         trial = Trial(
             cls, spec, p, states, dtype=getattr(torch, example.dtype), plan=plan.name, backend=backend,
-            seed=example.seed, step=example.start, options=options, model=FAST if _is_fast(backend, maths) else STRICT,
+            seed=example.seed, step=example.start, options=options,
+            model=FAST if backend != "reference" and maths == "fast" else STRICT,
         )  # fmt: skip
     recurrences = targets.recurrences_of(spec, tuple(sorted(trial.flags.items())))
     storage = trial.storage(plan, recurrences)
@@ -184,10 +184,6 @@ def run(spec: Spec, plan: Plan, cls: type[Any], example: Example, *, backend: st
     if storage.param.name != "f32" and storage.master.bound(storage.param) is None:
         unknown["p"] = type(storage.master).__name__
     return replace(trial.check_steps(storage, gradients), unknown=unknown)
-
-
-def _is_fast(backend: str, maths: Maths) -> bool:
-    return backend != "reference" and maths == "fast"
 
 
 # -- many
@@ -244,8 +240,12 @@ def fuzz(
     last: list[tuple[Example, str]] = []
     shrink_until = math.inf
 
-    def one(example: Example) -> None:
+    def failed(example: Example, crash: str) -> None:
         nonlocal shrink_until
+        shrink_until = min(shrink_until, time.monotonic() + SHRINK_SECONDS)
+        last.append((example, crash))
+
+    def one(example: Example) -> None:
         if time.monotonic() > shrink_until and example != last[-1][0]:
             reject()  # shrinking took long enough: the last failure is the answer
         result.examples += not last
@@ -254,12 +254,10 @@ def fuzz(
         try:
             report = run(spec, plan, cls, example, backend=backend, maths=maths)
         except Exception as error:
-            shrink_until = min(shrink_until, time.monotonic() + SHRINK_SECONDS)
-            last.append((example, f"{type(error).__name__}: {error}"))
+            failed(example, f"{type(error).__name__}: {error}")
             raise
         if not report.ok:
-            shrink_until = min(shrink_until, time.monotonic() + SHRINK_SECONDS)
-            last.append((example, ""))
+            failed(example, "")
             result.report = report
             raise _Violation
         _keep(result, report, example)
@@ -310,11 +308,3 @@ def interpreted(arguments: list[str]) -> int:
 def needs_interpreter() -> bool:
     """Return True if Triton kernels can only run interpreted here, and this process compiles them."""
     return os.environ.get(INTERPRET) != "1" and not torch.cuda.is_available()
-
-
-def row(w: Worst) -> dict[str, Any]:
-    """Return a worst case as data."""
-    return {
-        "value": w.name, "ratio": w.ratio, "error": w.error, "bound": w.bound, "got": w.got, "exact": w.exact,
-        "index": list(w.index),
-    }  # fmt: skip

@@ -52,9 +52,7 @@ def table_above(folder: Path) -> Path | None:
     """Return the nearest folder at or above this one whose pyproject.toml holds [tool.optgen]."""
     for place in (folder.resolve(), *folder.resolve().parents):
         file = place / "pyproject.toml"
-        with contextlib.suppress(
-            OSError
-        ):  # of another project above; read_config reports the project's own
+        with contextlib.suppress(OSError):  # of another project above; read_config reports the project's own
             if file.is_file() and _TABLE.search(file.read_bytes()):
                 return place
     return None
@@ -155,6 +153,11 @@ def without_spec(project: Path | None = None) -> list[Path]:
     own = (project or home()) / "specs"
     files = python_files(own) if own.is_dir() else []
     return [f for f in files if f.name != PLANS_FILE and not f.name.startswith("_") and not declared(f)]
+
+
+def idle(project: Path | None = None) -> list[str]:
+    """Return a warning about each file of `without_spec`."""
+    return [NO_SPEC.format(file=relative(str(file))) for file in without_spec(project)]
 
 
 def declared(file: Path) -> tuple[tuple[str, Loc | None], ...]:
@@ -282,17 +285,15 @@ def _of(file: Path, kind: type[Found]) -> dict[str, Found]:
         if len(places) > 1:  # Python keeps the last one only
             raise named_twice(name, places)
     for key, value in vars(load(file)).items():
-        if isinstance(value, kind) and not key.startswith("_") and _is_from(value, file):
+        if isinstance(value, kind) and not key.startswith("_"):
+            if value.loc is not None and Path(value.loc.file).resolve() != file:
+                continue  # imported
             if isinstance(value, Plan):
                 value.check_name()
             elif value is not out.get(value.name, value):
                 raise named_twice(value.name, (out[value.name].loc, value.loc))
             out.setdefault(value.name, value)
     return out
-
-
-def _is_from(value: Spec | Plan, file: Path) -> bool:
-    return value.loc is None or Path(value.loc.file).resolve() == file
 
 
 def _pick(found: dict[str, Found], name: str, file: Path, kind: str) -> Found:

@@ -44,12 +44,8 @@ def new(name: str, project: Path | None = None) -> Path:
     path = name.endswith(".py") or not set(name).isdisjoint("/\\.")
     taken = spelled in RESERVED | VARIABLES or spelled in ("plans", CALLED)
     if path or not is_snake(spelled) or taken:
-        remedy = (
-            "choose another name: this one is used by generated code, by specs/ or in the spec"
-            if taken and not path
-            else "for instance my_rule, or MyRule"
-        )
-        raise UserError("E409", name=name, remedy=remedy)
+        used = "choose another name: this one is used by generated code, by specs/ or in the spec"
+        raise UserError("E409", name=name, remedy=used if taken and not path else "for instance my_rule, or MyRule")
     folder = (project or home()) / "specs"
     file = folder / f"{spelled}.py"
     try:

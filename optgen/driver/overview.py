@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
 
 from optgen.base import ready
@@ -17,7 +16,7 @@ from optgen.lang.spec import Spec
 from optgen.ops import dtypes
 from optgen.verify import lint
 
-Track = Callable[[Iterable[Entry], int], Iterator[Entry]]
+Track = Callable[[Iterable[str], int], Iterator[str]]
 
 
 def of_entry(entry: Entry) -> dict[str, Any]:
@@ -41,21 +40,18 @@ def of_plan(plan: Plan) -> dict[str, Any]:
     return row | {"bytes_float32": of_fp32, "discouraged": word, "file": plan.loc.file}
 
 
-def plan_order(name: str) -> tuple[int, str]:
-    known = list(load.plans())
-    return (known.index(name) if name in known else len(known)), name
-
-
 def check(names: Sequence[str], plans: Sequence[str], track: Track) -> tuple[list[dict[str, Any]], list[UserError]]:
     """Return (a row per sound spec: its verdict under every plan, the errors of the others)."""
     chosen = _chosen(plans) if plans else list(load.plans().values())
     rows, errors = [], list[UserError]()
-    entries = [_entry(n) for n in names] if names else [e for e in load.entries().values() if e.own]
-    for entry in track(entries, len(entries)):
+    asked = names or [f"{e.file}:{e.name}" for e in load.entries().values() if e.own]
+    for name in track(asked, len(asked)):
         try:
-            spec = load.find_spec(f"{entry.file}:{entry.name}" if entry.name else entry.file)
+            spec = load.find_spec(name)
             spec.check()
         except UserError as error:
+            if names and error.code == "E404":
+                raise
             errors.append(error)
             continue
         verdicts = {p.name: _verdict(spec, p) for p in chosen}
@@ -65,23 +61,12 @@ def check(names: Sequence[str], plans: Sequence[str], track: Track) -> tuple[lis
 
 
 def _chosen(names: Sequence[str]) -> list[Plan]:
-    """Return the plans of these names; a pattern stands for all that it matches."""
-    known = load.plans()
+    """Return the plans of these names, each once; a pattern stands for all that it matches."""
     out: dict[str, Plan] = {}
     for name in names:
-        matches = [known[n] for n in known if fnmatchcase(n, name)] if is_pattern(name) else []
-        for plan in matches or [load.find_plan(name)]:
-            out[plan.name] = plan
+        matches = [p for n, p in load.plans().items() if fnmatchcase(n, name)] if is_pattern(name) else []
+        out |= {plan.name: plan for plan in matches or [load.find_plan(name)]}
     return list(out.values())
-
-
-def _entry(name: str) -> Entry:
-    """Return the entry of a name or a file on the command line."""
-    known = load.entries()
-    if name in known:
-        return known[name]
-    spec = load.find_spec(name)
-    return Entry(spec.name, Path(spec.loc.file), True)
 
 
 def _verdict(spec: Spec, plan: Plan) -> dict[str, Any]:

@@ -163,9 +163,4 @@ def plan_wishes(spec: str, plans: Sequence[str], project: Path) -> list[Wish]:
 
 def _once(found: list[Wish]) -> list[Wish]:
     """Return each pair once; one requested by name is not optional."""
-    out: dict[tuple[str, str], Wish] = {}
-    for w in found:
-        key = w.spec, w.plan
-        if key not in out or out[key].optional:
-            out[key] = w
-    return list(out.values())
+    return list({(w.spec, w.plan): w for w in sorted(found, key=lambda w: not w.optional)}.values())

@@ -118,6 +118,3 @@ def _locked(folder: Path) -> Iterator[bool]:
             fcntl.flock(handle, fcntl.LOCK_EX)
             alone = True
         yield alone
-
-
-__all__ = ["is_inside", "is_name", "recover", "replace_files", "staging_folder"]

@@ -100,10 +100,6 @@ class Terminal:
             task = bar.add_task(what, total=total)
             yield lambda: bar.advance(task)
 
-    def hand_over(self, elsewhere: Callable[[], int]) -> None:
-        """Let another process do the command and report everything."""
-        self.code, self.silent = elsewhere(), True
-
     def finish(self) -> None:
         """Write the JSON object, if one was requested."""
         if self.as_json and not self.silent:
@@ -203,9 +199,8 @@ def _print_error(terminal: Terminal, text: str) -> None:
     terminal.err.print(styled, end="", soft_wrap=True)
 
 
-def run(app: typer.Typer, arguments: list[str] | None) -> int:
+def run(app: typer.Typer, words: list[str]) -> int:
     """Run the program and return its exit code; with --json a wrong option is reported as an object as well."""
-    words = sys.argv[1:] if arguments is None else arguments
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the parent process; the exit code is still right
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))

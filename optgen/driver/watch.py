@@ -31,20 +31,16 @@ def stamps(project: Path, names: Sequence[str], plans: Sequence[str] = (), out: 
     """
     files = {project / "pyproject.toml"}
     for reference in (*names, *plans, *_elsewhere(project, out)):
-        head, colon, _ = reference.rpartition(":")
-        path = head if colon and head.endswith(".py") else reference
-        if path.endswith(".py"):
-            files.add(Path(path))
+        stem, end, _ = reference.rpartition(".py")
+        files |= {Path(stem + end)} if end else set()
     for folder in load.folders(project):
         with contextlib.suppress(UserError):  # the build says that a folder cannot be read
             files |= set(load.python_files(folder))
     seen: Stamps = {}
     for file in sorted(files):
-        try:
+        with contextlib.suppress(OSError):
             found = file.stat()
-        except OSError:
-            continue
-        seen[file] = found.st_mtime_ns, found.st_size
+            seen[file] = found.st_mtime_ns, found.st_size
     return seen
 
 
