@@ -175,14 +175,3 @@ def test_the_committed_tables_say_what_is_claimed(tool: Any) -> None:
         assert abs(ours["recurrent"][beta2]["gain"] - 1) <= 0.003
         dead = ours["dead"][beta2]
         assert dead["rms"] <= 1.1 * dead["true_rms"]
-
-
-def test_results_of_other_streams_are_not_mixed(tool: Any, tmp_path: Path) -> None:
-    told: dict[str, Any] = {"steps": 40, "elements": 9, "seed": 0, "versions": {"torch": "1", "peer": "2"}}
-    path = tmp_path / "formats.json"
-    path.write_text(json.dumps({"data": told, "found": [{"name": "int8_split24"}]}))
-    now = {**told, "versions": {"torch": "1", "other": "3"}}
-    assert tool.former(path, now) == [{"name": "int8_split24"}]
-    assert now["versions"] == {"torch": "1", "peer": "2", "other": "3"}
-    for change in ({"steps": 50}, {"seed": 1}, {"versions": {"torch": "2"}}):
-        assert tool.former(path, {**told, **change}) is None

@@ -37,6 +37,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor  # noqa: 
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 from tools import benchmark  # noqa: E402
+from tools.prose import table  # noqa: E402
 
 Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 Params = Callable[[int], list[torch.nn.Parameter]]
@@ -254,7 +255,7 @@ def markdown(data: dict[str, Any]) -> str:
             for key, x in found["contenders"].items()
         ] + [[key, f"not here: {why}", "", ""] for key, why in found["missing"].items()]
         head = ("", "ms, median", "ms, least", "of torch's foreach")
-        lines += ["", f"## {name}", "", *benchmark.table(head, rows)[:-1]]
+        lines += ["", f"## {name}", "", *table(head, rows)]
     return "\n".join(lines) + "\n"
 
 

@@ -29,6 +29,8 @@ import torch
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
+from tools.prose import table
+
 BASE, FLAGSHIP, COPY = "torch AdamW fused fp32", "AdamW int8_split24", "copy"
 BF16, FP32 = torch.bfloat16, torch.float32
 ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.01}
@@ -451,19 +453,6 @@ def read(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return a Markdown table, padded so that it reads as text as well, and an empty line."""
-    widths = [max(len(line[k]) for line in (head, *rows)) for k in range(len(head))]
-    numeric = [bool(rows) and all(r[k][:1].isdigit() or not r[k] for r in rows) for k in range(len(head))]
-
-    def line(cells: Sequence[str]) -> str:
-        padded = [c.rjust(w) if n else c.ljust(w) for c, w, n in zip(cells, widths, numeric, strict=True)]
-        return "| " + " | ".join(padded) + " |"
-
-    rule = ["-" * (w + 1) + (":" if n else "-") for w, n in zip(widths, numeric, strict=True)]
-    return [line(head), f"|{'|'.join(rule)}|", *map(line, rows), ""]
-
-
 def digits(value: float) -> str:
     """Return three digits of a number.
 
@@ -486,8 +475,9 @@ def section_lines(found: Section) -> list[str]:
         for r in found["rows"]
     ]  # fmt: skip
     threads = f", {found['threads']} thread{'s' * (found['threads'] > 1)}" if found["threads"] else ""
-    left_out = [f"Left out: {'; '.join(f'{k} ({v})' for k, v in found['left_out'].items())}.", ""]
-    return [f"## {found['title']}{threads}", "", *table(head, rows), *(left_out if found["left_out"] else [])]
+    left_out = "; ".join(f"{name} ({why})" for name, why in found["left_out"].items())
+    lines = [f"## {found['title']}{threads}", "", *table(head, rows, (0, 4)), ""]
+    return lines + ([f"Left out: {left_out}.", ""] if left_out else [])
 
 
 def markdown(data: Mapping[str, Any]) -> str:
@@ -503,7 +493,7 @@ def markdown(data: Mapping[str, Any]) -> str:
     ]  # fmt: skip
     if measured:
         head = ("target", "against", "tensors", "threads", "at least", "measured", "")
-        lines += ["## Targets", "", *table(head, rows)]
+        lines += ["## Targets", "", *table(head, rows, (0, 1, 2, 6)), ""]
     for found in data["sections"].values():
         lines += section_lines(found)
     missing = "; ".join(f"{name} ({why})" for name, why in data["missing"].items())

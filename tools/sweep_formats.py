@@ -545,18 +545,6 @@ def sweep(data: Data, chosen: Sequence[Subject], jobs: int, say: Callable[[str],
     return found
 
 
-def former(path: Path, told: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """Return the results of a file if they are of the streams that `told` describes, else None; takes over versions."""
-    kept = json.loads(path.read_text(encoding="utf-8"))
-    versions = {**kept["data"]["versions"], **told["versions"]}
-    same = {**kept["data"], "versions": versions} == {**told, "versions": versions}
-    if not same or kept["data"]["versions"]["torch"] != told["versions"]["torch"]:
-        return None
-    told["versions"] = versions
-    found: list[dict[str, Any]] = kept["found"]
-    return found
-
-
 def main(given: Sequence[str] | None = None, say: Callable[[str], None] = print) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--plans", nargs="*", default=[], help="plans, or peers, by name; none: all")
@@ -565,7 +553,6 @@ def main(given: Sequence[str] | None = None, say: Callable[[str], None] = print)
     parser.add_argument("--data", type=Path, help="a file with the streams: read where it is, else written")
     parser.add_argument("--jobs", type=int, default=2, help="plans at a time, one thread each")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_STEPS} steps")
-    parser.add_argument("--add", action="store_true", help="keep what OUT has of other plans on the same streams")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks")
     asked = parser.parse_args(given)
     sys.path.insert(0, str(ROOT))
@@ -589,13 +576,7 @@ def main(given: Sequence[str] | None = None, say: Callable[[str], None] = print)
         "dumps": [s.step for s in data.states], "seed": asked.seed,
         "versions": {"torch": torch.__version__, **{x.name: x.what for x in chosen if x.peer}},
     }  # fmt: skip
-    before = former(asked.out / "formats.json", told) if asked.add else []
-    if before is None:
-        parser.error(f"--add: {asked.out / 'formats.json'} is of other streams, or of another torch")
     found = sweep(data, chosen, asked.jobs, say)
-    order = [x.name for x in every]
-    found += [x for x in before if x["name"] not in {y["name"] for y in found} and x["name"] in order]
-    found.sort(key=lambda x: order.index(x["name"]))
     asked.out.mkdir(parents=True, exist_ok=True)
     for x in found:
         x.pop("seconds", None)  # the only number that is another one each time

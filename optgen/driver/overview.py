@@ -44,7 +44,8 @@ def check(names: Sequence[str], plans: Sequence[str], track: Track) -> tuple[lis
     """Return (a row per sound spec: its verdict under every plan, the errors of the others)."""
     chosen = _chosen(plans) if plans else list(load.plans().values())
     rows, errors = [], list[UserError]()
-    asked = names or [f"{e.file}:{e.name}" for e in load.entries().values() if e.own]
+    own = [f"{e.file}:{e.name}" for e in load.entries().values() if e.own]  # E412 comes before all others
+    asked = names or own
     for name in track(asked, len(asked)):
         try:
             spec = load.find_spec(name)
