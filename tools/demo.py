@@ -20,11 +20,10 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from queue import Empty
 from typing import Any
 
 import torch
@@ -93,18 +92,8 @@ def one_run(name: str, seed: int, steps: int, text: Corpus, progress: Any) -> Ru
     return train(text, SIZE, made, dtype=contestant.dtype, steps=steps, seed=seed, peak=PEAK, report=report)
 
 
-def messages(queue: Any) -> Iterator[tuple[str, int, int, float]]:
-    """Yield the messages that are there, without waiting."""
-    while True:
-        try:
-            yield queue.get_nowait()
-        except Empty:
-            return
-
-
 def run_all(console: Console, text: Corpus, steps: int, seeds: int, jobs: int) -> dict[str, list[Run]]:
     """Train every contestant with every seed, `jobs` at a time with one thread each."""
-    results: dict[str, list[Run]] = {c.name: [] for c in CONTESTANTS}
     context = multiprocessing.get_context("spawn")
     texts = TextColumn("{task.description:<24}"), TextColumn("{task.fields[loss]}")
     columns = texts[0], BarColumn(), MofNCompleteColumn(), texts[1], TimeRemainingColumn()
@@ -118,7 +107,8 @@ def run_all(console: Console, text: Corpus, steps: int, seeds: int, jobs: int) -
         done_steps: dict[tuple[str, int], int] = {}
 
         def show() -> None:
-            for name, seed, step, loss in messages(queue):
+            while not queue.empty():  # nobody else takes from it
+                name, seed, step, loss = queue.get()
                 done_steps[name, seed] = step
                 done = sum(count for (other, _), count in done_steps.items() if other == name)
                 bars.update(tasks[name], completed=done, loss=f"loss {loss:.3f}")
@@ -139,9 +129,7 @@ def run_all(console: Console, text: Corpus, steps: int, seeds: int, jobs: int) -
                     console.print(f"{name}, seed {seed}: validation loss {runs[name, seed].final:.4f}")
             show()
         show()
-    for name in results:
-        results[name] = [runs[name, seed] for seed in range(seeds)]
-    return results
+    return {c.name: [runs[c.name, seed] for seed in range(seeds)] for c in CONTESTANTS}
 
 
 @dataclass(frozen=True)

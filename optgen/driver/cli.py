@@ -166,10 +166,8 @@ def _tell_build(t: Terminal, outcome: Any, check: bool) -> None:
         t.log(f"warning: {line}", "yellow")
     for line in outcome.skipped:
         t.log(f"left out: {line}", "dim")
-    t.result |= {
-        "out": outcome.out, "written": outcome.written, "removed": outcome.removed, "unchanged": outcome.unchanged,
-        "skipped": outcome.skipped, "warnings": outcome.warnings,
-    }  # fmt: skip
+    told = ("out", "written", "removed", "unchanged", "skipped", "warnings")
+    t.result |= {name: getattr(outcome, name) for name in told}
     if check:
         t.result["diff"] = outcome.diff
         if not outcome.clean:
@@ -426,10 +424,7 @@ def verify_checkpoint(
         from optgen.driver import checkpoints
 
         found = checkpoints.verify(file, spec)
-        t.result |= {
-            "file": file, "parameters": found.parameters, "elements": found.elements, "findings": found.findings,
-            "unchecked": found.unchecked,
-        }  # fmt: skip
+        t.result |= {"file": file, **vars(found)}
         for line in found.findings:
             t.log(line, "red")
             t.fail()

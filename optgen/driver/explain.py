@@ -193,9 +193,13 @@ def _sweeps(step: Step) -> Iterator[Pass]:
         )
 
 
-def _takes_all(node: Node) -> bool:
-    """Return True if the node depends on all elements."""
-    return node.op == "call" or (node.op in REDUCTIONS and node.args[0].space == spaces.elem)
+def _over_all(root: Node) -> dict[int, str]:
+    """Return uid -> name of the operations below a node that depend on all elements."""
+    return {
+        n.uid: str(n.attr or n.op)
+        for n in postorder([root])
+        if n.op == "call" or (n.op in REDUCTIONS and n.args[0].space == spaces.elem)
+    }
 
 
 def why_last(step: Step) -> str:
@@ -205,20 +209,14 @@ def why_last(step: Step) -> str:
     if len(step.stages) == 1:
         of = f" (and of its block of {program.block})" if program.block > 1 else ""
         return f"one sweep: every value depends on values of its own element{of} only"
-    users = []
+    needs: dict[str, dict[str, None]] = {}  # user -> operations
     seen: set[int] = set()
-    for let in program.body:
-        inside = [n for n in postorder([let.node]) if _takes_all(n) and n.uid not in seen]
-        if inside and let.loc is not None:
-            seen |= {n.uid for n in inside}
-            what = ", ".join(dict.fromkeys(str(n.attr or n.op) for n in inside))
-            users.append(f"{let.name} ({let.loc.short}) needs {what}")
-    owners: dict[str, list[str]] = {}
-    for s in program.stores:
-        inside = [n for n in postorder([s.node]) if _takes_all(n) and n.uid not in seen]
-        seen |= {n.uid for n in inside}
-        owners.setdefault(program.buffer(s.buffer).owner, []).extend(str(n.attr or n.op) for n in inside)
-    users += [f"keeping {owner} needs {', '.join(dict.fromkeys(ops))}" for owner, ops in owners.items() if ops]
+    lets = [(f"{let.name} ({let.loc.short})", let.node) for let in program.body if let.loc is not None]
+    for user, root in [*lets, *((f"keeping {program.buffer(s.buffer).owner}", s.node) for s in program.stores)]:
+        new = {uid: op for uid, op in _over_all(root).items() if uid not in seen}
+        seen |= {*new}
+        needs.setdefault(user, {}).update(dict.fromkeys(new.values()))
+    users = [f"{user} needs {', '.join(ops)}" for user, ops in needs.items() if ops]
     early = f"; {' and '.join(step.early)} stored early and read back: fewer bytes than computing it again"
     sweeps = "1 sweep and work on what it reduces" if count == 1 else f"{count} sweeps"
     return f"{sweeps}: " + "; ".join(users) + (early if step.early else "")

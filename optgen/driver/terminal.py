@@ -143,15 +143,14 @@ def session(command: str, as_json: bool) -> Iterator[Terminal]:
         terminal.error(MISSING, f"missing: {error}")
     except KeyboardInterrupt:
         terminal.error(INTERRUPTED, "interrupted")
-    except BrokenPipeError:
-        _close_out()
+    except BrokenPipeError as error:
+        _not_written(terminal, error)
         terminal.code, terminal.silent = OK, True
     except OSError as error:
         if error.filename is not None or error.errno != errno.ENOSPC:
             _internal(terminal, error)
         else:
-            _close_out()
-            terminal.error(WRONG_INPUT, f"the output cannot be written: {error.strerror}")
+            _not_written(terminal, error)
     except (typer.Exit, typer.Abort):
         raise
     except Exception as error:
@@ -159,11 +158,8 @@ def session(command: str, as_json: bool) -> Iterator[Terminal]:
     try:
         terminal.finish()
         sys.stdout.flush()
-    except BrokenPipeError:
-        _close_out()
     except OSError as error:
-        _close_out()
-        terminal.error(WRONG_INPUT, f"the output cannot be written: {error.strerror}")
+        _not_written(terminal, error)
     if terminal.code:
         raise typer.Exit(terminal.code)
 
@@ -173,21 +169,20 @@ def _internal(terminal: Terminal, error: Exception) -> None:
     terminal.error(INTERNAL, f"internal error: {type(error).__name__}: {error}; this is a fault of optgen")
 
 
-def _close_out() -> None:
-    """Send the rest of stdout, which Python writes when it ends, to nowhere."""
+def _not_written(terminal: Terminal, error: OSError) -> None:
+    """Send the rest of stdout, which Python writes when it ends, to nowhere; a closed pipe is no error."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
+    if not isinstance(error, BrokenPipeError):
+        terminal.error(WRONG_INPUT, f"the output cannot be written: {error.strerror}")
 
 
 def as_fields(error: UserError) -> dict[str, Any]:
     """Return a user error as data."""
-    places = [
-        {"file": relative(x.file), "line": x.line, "column": x.column, "function": x.function} for x in error.locs
-    ]
-    return {
-        "code": error.code, "message": error.message, "places": places, "note": error.note, "hint": error.hint,
-    }  # fmt: skip
+    own = ("line", "column", "function")
+    places = [{"file": relative(x.file)} | {name: getattr(x, name) for name in own} for x in error.locs]
+    return {"code": error.code, "message": error.message, "places": places, "note": error.note, "hint": error.hint}
 
 
 def _print_error(terminal: Terminal, text: str) -> None:
