@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 os.environ["TRITON_INTERPRET"] = "1"  # Triton's side of a step on CPU tensors; its launches are stubbed
 ROOT = Path(__file__).resolve().parents[1]
@@ -128,22 +129,17 @@ def stub_kernels(module: ModuleType) -> None:
     from triton.runtime.autotuner import Autotuner
     from triton.runtime.jit import KernelInterface
 
-    names = [name for name, value in vars(module).items() if isinstance(value, (KernelInterface, Autotuner))]
-    for name in names:
-        setattr(module, name, Nothing())
+    for name, value in list(vars(module).items()):
+        if isinstance(value, (KernelInterface, Autotuner)):
+            setattr(module, name, Nothing())
 
 
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
     """Let tensors on the CPU report that they are on a GPU, and torch that there is one."""
-    before = torch.cuda.is_available
-    torch.cuda.is_available = lambda: True
-    torch.Tensor.is_cuda = property(lambda _: True)  # type: ignore[assignment,method-assign]
-    try:
+    true = property(lambda _: True)
+    with patch.object(torch.cuda, "is_available", lambda: True), patch.object(torch.Tensor, "is_cuda", true):
         yield
-    finally:
-        torch.cuda.is_available = before
-        del torch.Tensor.is_cuda  # what it inherits is there again
 
 
 class Stubs:
@@ -163,12 +159,6 @@ class Stubs:
                 call(*given)
 
         cpu.call = counted
-
-
-def exchange(opt: torch.optim.Optimizer, spare: list[torch.Tensor]) -> None:
-    """Exchange the gradients for the spare ones."""
-    for i, p in enumerate(opt.param_groups[0]["params"]):
-        p.grad, spare[i] = spare[i], p.grad
 
 
 def measure(count: int, rounds: int, steps: int, stubs: Stubs) -> tuple[dict[str, list[float]], dict[str, str]]:
@@ -192,8 +182,8 @@ def measure(count: int, rounds: int, steps: int, stubs: Stubs) -> tuple[dict[str
         for name, opt in running.items():
             stubs.calls = not listed[name].stubbed
             for _ in range(steps):
-                if listed[name].moving:
-                    exchange(opt, spare[name])
+                for i, p in enumerate(opt.param_groups[0]["params"] if listed[name].moving else ()):
+                    p.grad, spare[name][i] = spare[name][i], p.grad
                 began = time.thread_time_ns()
                 opt.step()
                 times[name].append((time.thread_time_ns() - began) / 1e6)
