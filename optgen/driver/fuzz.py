@@ -240,12 +240,8 @@ def fuzz(
     last: list[tuple[Example, str]] = []
     shrink_until = math.inf
 
-    def failed(example: Example, crash: str) -> None:
-        nonlocal shrink_until
-        shrink_until = min(shrink_until, time.monotonic() + SHRINK_SECONDS)
-        last.append((example, crash))
-
     def one(example: Example) -> None:
+        nonlocal shrink_until
         if time.monotonic() > shrink_until and example != last[-1][0]:
             reject()  # shrinking took long enough: the last failure is the answer
         result.examples += not last
@@ -253,13 +249,13 @@ def fuzz(
             progress()
         try:
             report = run(spec, plan, cls, example, backend=backend, maths=maths)
+            if not report.ok:
+                result.report = report
+                raise _Violation
         except Exception as error:
-            failed(example, f"{type(error).__name__}: {error}")
+            shrink_until = min(shrink_until, time.monotonic() + SHRINK_SECONDS)
+            last.append((example, "" if isinstance(error, _Violation) else f"{type(error).__name__}: {error}"))
             raise
-        if not report.ok:
-            failed(example, "")
-            result.report = report
-            raise _Violation
         _keep(result, report, example)
 
     if case is not None:
