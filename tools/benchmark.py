@@ -24,6 +24,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -184,11 +185,8 @@ def _plain(value: Any) -> Iterator[Tensor]:
 @contextmanager
 def code_path(isa: str) -> Iterator[None]:
     """Compile and load kernels for an instruction set within."""
-    os.environ["OPTGEN_ISA"] = isa
-    try:
+    with patch.dict(os.environ, OPTGEN_ISA=isa):
         yield
-    finally:
-        del os.environ["OPTGEN_ISA"]
 
 
 def generated(backend: str) -> list[Contender]:

@@ -340,15 +340,10 @@ def commit() -> str:
 @contextmanager
 def interpreting(on: bool) -> Iterator[None]:
     """Let processes that are started inside interpret Triton, or compile: Triton decides it when it is imported."""
-    before = os.environ.pop("TRITON_INTERPRET", None)
-    if on:
-        os.environ["TRITON_INTERPRET"] = "1"
-    try:
-        yield
-    finally:
+    with patch.dict(os.environ):
         os.environ.pop("TRITON_INTERPRET", None)
-        if before is not None:
-            os.environ["TRITON_INTERPRET"] = before
+        os.environ |= {"TRITON_INTERPRET": "1"} if on else {}
+        yield
 
 
 def drawn(cells: Iterable[Cell], seed: int) -> list[Cell]:

@@ -6,11 +6,16 @@ Heavy imports stand inside the commands, so that `optgen --help` is quick.
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from optgen.base import ready
+from optgen.base.errors import UserError, did_you_mean
+from optgen.base.loc import relative
 from optgen.driver.terminal import MISSING, Missing, Terminal, as_fields, run, session, table
 
 if TYPE_CHECKING:
@@ -41,8 +46,6 @@ NO_SPECS = "nothing to check: specs/ holds no spec; `optgen new my_rule` starts 
 
 
 def _choice(option: str, value: str, allowed: tuple[str, ...]) -> str:
-    from optgen.base.errors import UserError, did_you_mean
-
     if value not in allowed:
         want = f"one of {', '.join(allowed)}"
         raise UserError("E411", option=option, want=want, got=value, hint=did_you_mean(value, allowed))
@@ -78,8 +81,6 @@ def _root(
 def new(name: Annotated[str, typer.Argument(help="The rule's name: my_rule, or MyRule.")], json: Json = False) -> None:
     """Start a spec: specs/NAME.py, which builds as it stands."""
     with session("new", json) as t:
-        from optgen.base import ready
-        from optgen.base.loc import relative
         from optgen.driver.new import new as write
 
         path = write(name)
@@ -114,8 +115,6 @@ def build(
 ) -> None:
     """Generate the package: all of it, or the named specs."""
     with session("build", json) as t:
-        from optgen.base.errors import UserError
-
         if standalone:
             given = {"--check": check, "--watch": watch, "--backend": backend, "--maths": maths}
             _standalone(t, names or [], plan or [], out, force, [name for name, value in given.items() if value])
@@ -130,9 +129,9 @@ def build(
         chosen = None if maths is None else _maths(maths)
         request = b.Request(tuple(names or ()), tuple(plan or ()), tuple(backend or ()), out, chosen, check, force)
         if watch:
-            from optgen.driver.watch import watch as keep_building
+            from optgen.driver import watch as w
 
-            keep_building(t, request, [word for word in ARGUMENTS if word != "--watch"])
+            w.watch(t, request, [word for word in ARGUMENTS if word != "--watch"])
             return
         outcome = b.build(request, lambda items, total: t.track(items, total, "generating"))
         if "cpp" in (backend or ()) and not check:
@@ -144,7 +143,6 @@ def build(
 
 
 def _standalone(t: Terminal, names: list[str], plans: list[str], out: str | None, force: bool, more: list[str]) -> None:
-    from optgen.base.errors import UserError
     from optgen.driver import load, standalone
 
     if more:
@@ -190,7 +188,6 @@ def _tell_build(t: Terminal, outcome: Any, check: bool) -> None:
 def list_(json: Json = False) -> None:
     """List the optimizers and plans that can be named."""
     with session("list", json) as t:
-        from optgen.base.loc import relative
         from optgen.driver import load, overview
 
         specs = [overview.of_entry(e) for e in load.entries().values()]
@@ -297,8 +294,6 @@ def explain(
 ) -> None:
     """Explain memory, error bounds, traffic, sweeps and the lint's verdict."""
     with session("explain", json) as t:
-        from dataclasses import asdict
-
         from optgen.driver import explain as e
 
         found, chosen = _pair(spec, plan)
@@ -361,12 +356,11 @@ def fuzz(
         found, chosen = _pair(spec, plan)
         _choice("--backend", backend, BACKENDS)
         if backend == "triton":
-            from importlib.util import find_spec
-
             if find_spec("triton") is None:
                 raise Missing("Triton; `optgen doctor` says what is here")
-            if f.needs_interpreter():
-                t.code, t.silent = f.interpreted(ARGUMENTS), True  # that process reports everything
+            done = f.interpreted(ARGUMENTS)
+            if done is not None:
+                t.code, t.silent = done, True  # that process reports everything
                 return
         one = f.read_example(case) if case is not None else None
         f.keep_away_from(Path.cwd())
@@ -464,13 +458,10 @@ def convert(
 def doctor(json: Json = False) -> None:
     """Show what this machine has, and what follows from it."""
     with session("doctor", json) as t:
-        from dataclasses import asdict
+        from optgen.driver import doctor as d
 
-        from optgen.driver.doctor import doctor as look
-        from optgen.driver.doctor import verdict
-
-        lines = look()
-        t.result |= {"lines": [asdict(line) for line in lines], "verdict": verdict(lines)}
+        lines = d.doctor()
+        t.result |= {"lines": [vars(line) for line in lines], "verdict": d.verdict(lines)}
         marks = {"ok": "ok", "note": "note", "warning": "WARNING", "missing": "MISSING"}
         t.show(table("", ("", "", "", ""), [(marks[x.verdict], x.what, x.found, x.advice) for x in lines]))
         t.show(t.result["verdict"])
@@ -495,8 +486,6 @@ def _flags(spec: Spec, turned: list[str]) -> dict[str, bool]:
     """Return the settings that `--flag` asks for: each named flag turned from its default."""
     known = {f.name: f.default for f in spec.flags}
     if turned and not known:
-        from optgen.base.errors import UserError
-
         raise UserError("E411", option="--flag", want=f"a flag of {spec.name}, which has none", got=turned[0])
     for name in turned:
         _choice("--flag", name, tuple(known))

@@ -293,14 +293,14 @@ def keep_away_from(folder: Path) -> None:
         set_hypothesis_home_dir(cache_folder() / "hypothesis")
 
 
-def interpreted(arguments: list[str]) -> int:
-    """Run the command in a process whose Triton interprets, which is decided when Triton is imported."""
+def interpreted(arguments: list[str]) -> int | None:
+    """Run the command in a process whose Triton interprets, as is decided at its import; return the exit code.
+
+    None, with nothing run, where this process can run Triton kernels itself.
+    """
+    if os.environ.get(INTERPRET) == "1" or torch.cuda.is_available():
+        return None
     command = [sys.executable, "-m", "optgen", *arguments]
     # NumPy warns of every overflow that an example provokes on purpose.
     environment = {**os.environ, INTERPRET: "1", "PYTHONWARNINGS": "ignore::RuntimeWarning"}
     return subprocess.run(command, env=environment, check=False).returncode
-
-
-def needs_interpreter() -> bool:
-    """Return True if Triton kernels can only run interpreted here, and this process compiles them."""
-    return os.environ.get(INTERPRET) != "1" and not torch.cuda.is_available()
