@@ -43,8 +43,8 @@ NAN = 0x7FC00000  # f32, without a payload
 WORTH = 6  # operations from which on a loop of their own pays
 
 _TYPE: Mapping[str, str] = {"f32": "F", "bool": "M"}  # all else is whole numbers, or bits, in an I
-_KEPT: Mapping[str, str] = {"F": "float", "I": "int32_t", "M": "int32_t"}
-_STORED: Mapping[str, str] = {
+KEPT: Mapping[str, str] = {"F": "float", "I": "int32_t", "M": "int32_t"}
+STORED: Mapping[str, str] = {
     "f32": "float", "bf16": "uint16_t", "f16": "uint16_t", "i32": "int32_t", "i16": "int16_t", "i8": "int8_t",
     "u8": "uint8_t", "u4": "uint8_t", "u2": "uint8_t", "u1": "uint8_t",
 }  # fmt: skip
@@ -312,7 +312,7 @@ SPELL: dict[str, Spelling] = {
 }
 
 
-def _cost(nodes: Iterable[Node]) -> int:
+def cost(nodes: Iterable[Node]) -> int:
     """Operations; loads and other looks at the same bits are none."""
     return sum(n.op not in ("load", "cast", "bitcast") for n in nodes)
 
@@ -405,7 +405,7 @@ class Phases:
         name, k = base, 1
         while name in self._taken:
             k += 1
-            name = f"{base}_{k}"
+            name = f"{base.rstrip('_')}_{k}"
         self._taken.add(name)
         return name
 
@@ -465,7 +465,7 @@ class Phases:
     def phase_roots(self, k: int) -> list[Node]:
         """Return the nodes that the elements' loop of phase k computes."""
         phase = self.phases[k]
-        own = [r.args[0] for r in phase.reductions] + [_wanted(s.node) for s in phase.stores]
+        own = [r.args[0] for r in phase.reductions] + [wanted(s.node) for s in phase.stores]
         return [let.node for let in phase.elements] + own
 
     def tile_size(self) -> str:
@@ -477,7 +477,7 @@ class Phases:
 
     def _drop_unread(self) -> None:
         """Lets that nothing reads as it is printed go: a store takes a byte of a word, an idiom what was loaded."""
-        roots = [_wanted(s.node) for phase in self.phases for s in (*phase.stores, *phase.block_stores)]
+        roots = [wanted(s.node) for phase in self.phases for s in (*phase.stores, *phase.block_stores)]
         seen: set[int] = set()
         stack = list(roots)
         while stack:
@@ -535,20 +535,20 @@ class Phases:
             stop = {n.uid for n in kept}
             leaving: list[Store] = []
             for s in phase.stores:
-                need = self.computed([_wanted(s.node)], own, stop)
-                worth = _cost(need.values()) >= WORTH or (s.buffer == "p" and self.weight)
-                if kept and worth and _cost(n for uid, n in need.items() if uid in stay) <= 1:
+                need = self.computed([wanted(s.node)], own, stop)
+                worth = cost(need.values()) >= WORTH or (s.buffer == "p" and self.weight)
+                if kept and worth and cost(n for uid, n in need.items() if uid in stay) <= 1:
                     leaving.append(s)
                 else:
-                    stay |= self.computed([_wanted(s.node)], own, set())
-            gone = self.computed([_wanted(s.node) for s in leaving], own, stop)
+                    stay |= self.computed([wanted(s.node)], own, set())
+            gone = self.computed([wanted(s.node) for s in leaving], own, stop)
             written = {s.buffer for s in phase.stores if all(s is not x for x in leaving)}
             if written & {n.attr for n in gone.values() if n.op == "load"}:
                 continue  # the first loop would overwrite what the second one reads
-            if not leaving or _cost(n for uid, n in gone.items() if uid in stay) > 1:
+            if not leaving or cost(n for uid, n in gone.items() if uid in stay) > 1:
                 continue
             own_loop = [let for let in phase.elements if let.node.uid in gone]
-            low = _cost(gone.values()) < WORTH and all(n.space.name == "elem" for n in self._read_by(leaving, own_loop))
+            low = cost(gone.values()) < WORTH and all(n.space.name == "elem" for n in self._read_by(leaving, own_loop))
             apart = Phase(elements=own_loop, stores=leaving, apart=True, low=low)
             phase.elements = [let for let in phase.elements if let.node.uid in stay]
             phase.stores = [s for s in phase.stores if all(s is not x for x in leaving)]
@@ -556,7 +556,7 @@ class Phases:
 
     def _read_by(self, stores: list[Store], lets: list[Let]) -> list[Node]:
         """Return the values that a loop of its own for these stores finds made."""
-        roots = [let.node for let in lets] + [_wanted(s.node) for s in stores]
+        roots = [let.node for let in lets] + [wanted(s.node) for s in stores]
         return self.uses(roots, {let.node.uid for let in lets})
 
     def computed(self, roots: list[Node], own: set[int], stop: set[int]) -> dict[int, Node]:
@@ -578,7 +578,7 @@ class Phases:
             to.append(n)
 
 
-def _assign(plan: Phases, let: Let, printer: CppPrinter) -> tuple[str, str]:
+def assigned(plan: Phases, let: Let, printer: CppPrinter) -> tuple[str, str]:
     """(code, comment) of a let; from here on its node prints as its name."""
     text, _ = printer.express(let.node)
     name = plan.name[let.node.uid]
@@ -593,7 +593,7 @@ def _value_type(n: Node) -> str:
     return "F" if n.op == "load" and n.attr == "g" else type_of(n.dtype)
 
 
-def _stored(plan: Phases, s: Store, printer: CppPrinter, at: str) -> str:
+def stored(plan: Phases, s: Store, printer: CppPrinter, at: str) -> str:
     to, node = f"{s.buffer}_at + {at}", s.node
     if s.buffer == "p" and plan.weight:
         value = f"F({printer.text(node)})" if node.space.name == "host" else printer.text(node)
@@ -609,7 +609,7 @@ def _stored(plan: Phases, s: Store, printer: CppPrinter, at: str) -> str:
     return f"store({to}, {printer.text(node)});"
 
 
-def _wanted(node: Node) -> Node:
+def wanted(node: Node) -> Node:
     """Return the node that a store of this one reads."""
     shifted = _shifted(node)
     return node if shifted is None else shifted[0]
@@ -630,7 +630,7 @@ def _pointer(b: Buffer, position: int | str) -> str:
     if b.dtype.packed:
         const = "" if b.writes else "const "
         return f"{const}uint8_t *__restrict {b.name}_packed = ({const}uint8_t *)at[{position}];"
-    kind = "typename Grad::stored" if b.role == "grad" else _STORED[b.dtype.name]
+    kind = "typename Grad::stored" if b.role == "grad" else STORED[b.dtype.name]
     const = "" if b.writes else "const "
     return f"{const}{kind} *__restrict {b.name}_at = ({const}{kind} *)at[{position}];"
 
@@ -706,7 +706,7 @@ def weight(name: str, decode: Schedule, encode: Schedule, value: Node, bits: int
     parts = [b for b in encode.program.buffers if any(s.buffer == b.name for s in encode.sweep.stores)]
     read = {n.attr for n in postorder(s.node for s in decode.sweep.stores) if n.op == "load"}
     rows = ", ".join(f"{{{int(b.dtype.bytes)}, {str(b.name in read).lower()}}}" for b in parts)
-    types = [f"{_STORED[b.dtype.name]} *" for b in parts]
+    types = [f"{STORED[b.dtype.name]} *" for b in parts]
     given = [f"({kind})" + (f"more[{k - 1}]" if k else "p") for k, kind in enumerate(types)]
     made = ", ".join(f"{b.name}_at({address})" for b, address in zip(parts, given, strict=True))
     out = [f"// {doc}", f"struct {name} {{", f"    static constexpr int NOISE = {bits};"]
@@ -716,13 +716,13 @@ def weight(name: str, decode: Schedule, encode: Schedule, value: Node, bits: int
     plan = Phases(decode, name)
     printer = CppPrinter(plan)
     out += [f"        {line}" for line in _codec_lines(plan, printer)]
-    (stored,) = decode.sweep.stores
-    out += [f"        return {printer.text(stored.node)};", "    }"]
+    (only,) = decode.sweep.stores
+    out += [f"        return {printer.text(only.node)};", "    }"]
     out.append("    template <class Noise> void encode(int i, F x, const Noise &noise) const {")
     plan = Phases(encode, name, RESERVED | {"x"}, {value.uid: "x"})
     printer = CppPrinter(plan)
     out += [f"        {line}" for line in _codec_lines(plan, printer)]
-    out += [f"        {_stored(plan, s, printer, 'i')}" for s in encode.sweep.stores]
+    out += [f"        {stored(plan, s, printer, 'i')}" for s in encode.sweep.stores]
     ahead = " ".join(f"fetch<N>({b.name}_at, b);" for b in parts if b.name in read)
     return [*out, "    }", f"    template <int N> void ahead(int b) const {{ {ahead} }}", "};"]
 
@@ -732,11 +732,11 @@ def _codec_lines(plan: Phases, printer: CppPrinter) -> list[str]:
     lines = []
     for let in plan.program.host:
         lines.append(f"const F {plan.scalar[let.name]}({literal(_number(let.node))});")
-    roots = [_wanted(s.node) for s in plan.program.stores]
+    roots = [wanted(s.node) for s in plan.program.stores]
     read = plan.computed(roots, {let.node.uid for let in plan.phases[0].elements}, set(printer.names))
     for let in plan.phases[0].elements:
         if let.node.uid in read:
-            lines.append(_assign(plan, let, printer)[0])
+            lines.append(assigned(plan, let, printer)[0])
     return lines
 
 
@@ -758,11 +758,11 @@ def loops(plan: Phases, extent: str, source: str) -> list[str]:
     """Return the arrays on the stack and the loops; `extent`: "blocks" or "count", what the tile is counted in."""
     body = [*tables(plan.program), *unpacked(plan.program)]
     for n in plan.kept:
-        body.append(f"alignas(64) {_KEPT[_value_type(n)]} {plan.name[n.uid]}_kept[TILE];")
+        body.append(f"alignas(64) {KEPT[_value_type(n)]} {plan.name[n.uid]}_kept[TILE];")
     for n in plan.across:
         if n.op in ("block_max", "block_min"):
             continue
-        body.append(f"alignas(64) {_KEPT[type_of(n.dtype)]} {plan.name[n.uid]}_kept[TILE / BLOCK];")
+        body.append(f"alignas(64) {KEPT[type_of(n.dtype)]} {plan.name[n.uid]}_kept[TILE / BLOCK];")
     for phase in plan.phases:
         body += [f"I {plan.name[n.uid]}_kept[TILE / BLOCK];" for n in phase.reductions]
     if plan.drawn:
@@ -828,11 +828,11 @@ def _fetch(plan: Phases, b: Buffer, shift: str) -> str:
     return f"fetch<{f'BLOCK * {bits} / 8' if bits < 8 else 'BLOCK'}>({name}, b{shift});"
 
 
-def _keep(n: Node, name: str, at: str) -> str:
+def keep(n: Node, name: str, at: str) -> str:
     return f"store({name}_kept + {at}, {f'to_int({name})' if type_of(n.dtype) == 'M' else name});"
 
 
-def _read(n: Node, name: str, at: str) -> str:
+def read_kept(n: Node, name: str, at: str) -> str:
     return f"load({name}_kept + {at})" + (" != I(0)" if type_of(n.dtype) == "M" else "")
 
 
@@ -852,14 +852,14 @@ def _block_stage(plan: Phases, k: int) -> list[str]:
     for n in plan.uses(roots, own):
         if all(n is not m for m in found):  # those end here: what they are the maxima of, elements have
             name = plan.name[n.uid]
-            lines.append((f"const {type_of(n.dtype)} {name} = {_read(n, name, 'b')};", ""))
+            lines.append((f"const {type_of(n.dtype)} {name} = {read_kept(n, name, 'b')};", ""))
             printer.names[n.uid] = name
-    lines += [_assign(plan, let, printer) for let in phase.blocks]
+    lines += [assigned(plan, let, printer) for let in phase.blocks]
     made = own | {n.uid for n in found}
     for n in plan.across:
         if n.uid in made:
-            lines.append((_keep(n, plan.name[n.uid], "b"), ""))
-    lines += [(_stored(plan, s, printer, "b"), "") for s in phase.block_stores]
+            lines.append((keep(n, plan.name[n.uid], "b"), ""))
+    lines += [(stored(plan, s, printer, "b"), "") for s in phase.block_stores]
     out = ["", "// -- blocks", "for (int b = 0; b < blocks; b += W) {"]
     return [*out, *(f"    {x}" for x in with_comments(lines, comment_mark="//")), "}"]
 
@@ -887,11 +887,11 @@ def _element_phase(plan: Phases, k: int, blocked: bool, source: str) -> list[str
             value = f"({name}_kept[b])" if type_of(n.dtype) != "M" else f" = I({name}_kept[b]) != I(0)"
             head.append(f"const {type_of(n.dtype)} {name}{value};")
         else:
-            read.append((f"const {_value_type(n)} {name} = {_read(n, name, 'i')};", ""))
+            read.append((f"const {_value_type(n)} {name} = {read_kept(n, name, 'i')};", ""))
     for n in phase.reductions:
         head.append(f"I {plan.name[n.uid]}({'INT32_MIN' if n.op == 'block_max' else 'INT32_MAX'});")
     for let in phase.elements:
-        lines.append(_assign(plan, let, printer))
+        lines.append(assigned(plan, let, printer))
     for n in phase.reductions:
         name = plan.name[n.uid]
         better = "larger" if n.op == "block_max" else "smaller"
@@ -900,8 +900,8 @@ def _element_phase(plan: Phases, k: int, blocked: bool, source: str) -> list[str
         lines.append(("words.keep(noise, i);", ""))
     for n in plan.kept:
         if n.uid in own:
-            lines.append((_keep(n, plan.name[n.uid], "i"), ""))
-    lines += [(_stored(plan, s, printer, "i"), "") for s in phase.stores]
+            lines.append((keep(n, plan.name[n.uid], "i"), ""))
+    lines += [(stored(plan, s, printer, "i"), "") for s in phase.stores]
     before: list[str] = []
     if phase.low:
         lines = [(_call_weight(plan, k), "")]
@@ -935,8 +935,8 @@ def _weight_function(plan: Phases, k: int) -> list[str]:
     phase, printer = plan.phases[k], CppPrinter(plan)
     used = plan.uses(plan.phase_roots(k), {let.node.uid for let in phase.elements})
     printer.names |= {n.uid: plan.name[n.uid] for n in used}
-    lines = [_assign(plan, let, printer) for let in phase.elements]
-    lines += [(_stored(plan, s, printer, "i"), "") for s in phase.stores]
+    lines = [assigned(plan, let, printer) for let in phase.elements]
+    lines += [(stored(plan, s, printer, "i"), "") for s in phase.stores]
     given = "".join(f", {_value_type(n)} {plan.name[n.uid]}" for n in used)
     body = [f"    {x}" for x in with_comments(lines, comment_mark="//")]
     return [f"const auto update_weight = [&](int i{given}, const auto &noise) {{", *body, "};"]

@@ -73,7 +73,7 @@ class RulePrinter(TritonPrinter):
         self.spell = {**self.spell, "kept": _kept, "draw": self._draw}
         found = [b for b in schedule.program.buffers if b.role == "state" and b.space == spaces.elem]
         self.states = frozenset(b.name for b in found if b.owner not in whole)
-        self.pieces = _multiplied(schedule, nonneg, self.states)
+        self.pieces = multiplied(schedule, nonneg, self.states)
 
     def _draw(self, _: Printer, n: Node) -> Text:
         """The random bits of a state that is kept as a whole; the record of its codes says which."""
@@ -89,7 +89,7 @@ class RulePrinter(TritonPrinter):
         return super().express(node)
 
 
-def _multiplied(schedule: Schedule, nonneg: Collection[str], states: frozenset[str]) -> frozenset[str]:
+def multiplied(schedule: Schedule, nonneg: Collection[str], states: frozenset[str]) -> frozenset[str]:
     """Return those of the states of which nothing is read but products with host scalars.
 
     nonneg  states whose codec may take the root of such a scalar: it is known to be in [0, LARGEST]

@@ -78,7 +78,7 @@ def _codec(made: CodecPrograms, signed: bool, maths: Maths) -> Codec | None:
     return Codec(names, steps[0], steps[1], steps[2], steps[3])
 
 
-def _codecs(plan: Plan, maths: Maths) -> Iterator[tuple[str, Codec, Format | None, str]]:
+def codecs(plan: Plan, maths: Maths) -> Iterator[tuple[str, Codec, Format | None, str]]:
     """Yield the name, the steps, the format and its description of each codec that a tile function may use."""
     for param in (dtypes.bf16, dtypes.f16):
         made = _codec(lower_weight(plan.master, param), True, maths)
@@ -93,7 +93,7 @@ def _codecs(plan: Plan, maths: Maths) -> Iterator[tuple[str, Codec, Format | Non
 @lru_cache(maxsize=256)
 def codec_text(plan: Plan, maths: Maths) -> str:
     """Return the text of a plan's Triton codecs."""
-    found = list(_codecs(plan, maths))
+    found = list(codecs(plan, maths))
     numbers: dict[str, tuple[float, ...]] = {}
     lines: list[str] = []
     for function in triton_text.table_functions([codec for _, codec, _, _ in found]):

@@ -82,11 +82,11 @@ struct adagrad_kernel {
             const F g_2 = grad_scale * g;
             const F sum_ = load(sum_at + i);
             const F g_3 = fma(weight_decay, p, g_2);  // 19  g = l2(g, p, weight_decay)
-            const F sum__2 = fma(g_3, g_3, sum_);     // 20  sum = sum + g * g
+            const F sum_2 = fma(g_3, g_3, sum_);      // 20  sum = sum + g * g
             // 22  p = p - step_lr * g / (sqrt(sum) + eps)
-            const F p_2 = fma(-g_3, 1.0f / fma(sqrt(sum__2), scalar_0, scalar_1), p);
+            const F p_2 = fma(-g_3, 1.0f / fma(sqrt(sum_2), scalar_0, scalar_1), p);
             weight.encode(i, p_2, noise);
-            store(sum_at + i, sum__2);
+            store(sum_at + i, sum_2);
         }
     }
 };

@@ -146,8 +146,8 @@ struct adagrad_kernel {
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F sum_ = sum_value * sum_value;
                 const F g_3 = fma(weight_decay, p, g_2);                               // 19  g = l2(g, p, weight_decay)
-                const F sum__2 = fma(g_3, g_3, sum_);                                  // 20  sum = sum + g * g
-                const F sum_sqrt = sqrt(sum__2);
+                const F sum_2 = fma(g_3, g_3, sum_);                                   // 20  sum = sum + g * g
+                const F sum_sqrt = sqrt(sum_2);
                 // 22  p = p - step_lr * g / (sqrt(sum) + eps)
                 const F p_2 = fma(-g_3, 1.0f / fma(sum_sqrt, scalar_0, scalar_1), p);
                 const I sum_pattern = bits(sum_sqrt);
@@ -235,11 +235,11 @@ struct adagrad_small_kernel {
             const F g_2 = grad_scale * g;
             const F sum_ = load(sum_at + i);
             const F g_3 = fma(weight_decay, p, g_2);  // 19  g = l2(g, p, weight_decay)
-            const F sum__2 = fma(g_3, g_3, sum_);     // 20  sum = sum + g * g
+            const F sum_2 = fma(g_3, g_3, sum_);      // 20  sum = sum + g * g
             // 22  p = p - step_lr * g / (sqrt(sum) + eps)
-            const F p_2 = fma(-g_3, 1.0f / fma(sqrt(sum__2), scalar_0, scalar_1), p);
+            const F p_2 = fma(-g_3, 1.0f / fma(sqrt(sum_2), scalar_0, scalar_1), p);
             weight.encode(i, p_2, noise);
-            store(sum_at + i, sum__2);
+            store(sum_at + i, sum_2);
         }
     }
 };

@@ -1,0 +1,469 @@
+"""C++ text of a rule alone, and of storage formats alone; `runtime/cpu/cpp/sweep.h` joins the two.
+
+A rule is a struct of its scalars; its functions compute with the states of W elements.  A state comes as it is stored,
+so that a coefficient meets the scale of a block before it meets an element: `exp_avg.times(c)` is c * exp_avg,
+`exp_avg.plus(c, y)` is c * exp_avg + y, and `exp_avg.read()` its value.
+
+A codec is a struct of the fields of a value in a tile: how they are read, and how a new value is stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+
+from optgen.backends.cpp import (
+    KEPT,
+    RESERVED,
+    STORED,
+    WORTH,
+    CppPrinter,
+    Phases,
+    assigned,
+    cost,
+    keep,
+    read_kept,
+    stored,
+    tables,
+    type_of,
+)
+from optgen.backends.printer import ATOM, Text, with_comments
+from optgen.backends.reference import ROOT, Codec, X
+from optgen.backends.triton_text import C, multiplied
+from optgen.ir import node as ir
+from optgen.ir.node import Node, Rewriter, postorder
+from optgen.ir.program import Buffer, Let, Schedule, Step
+from optgen.ops import spaces
+from optgen.ops.prims import PRIMS
+
+_RESERVED = RESERVED | frozenset(
+    "All APART Arrays at b blocks_ Codec code_at DRAWS encode end FIELDS first full_nearest g h HAS_ROOT Head head i "
+    "in In Later Loop LOOPS more most_of next NEXT Of p pack_codes plus Product READS root ROOT ROOTED ROOT_LOOP set "
+    "start states step Sweep tail tile times unpack_codes Value VALUE weight x c".split()
+)
+
+
+# -- rules
+
+
+class _RulePrinter(CppPrinter):
+    """A printer of values that a plan keeps; `pieces`: states that are only multiplied."""
+
+    def __init__(self, plan: Phases, pieces: Collection[str], states: dict[str, str]) -> None:
+        super().__init__(plan)
+        self.pieces, self.states = pieces, states
+
+    def express(self, node: Node) -> Text:
+        if node.uid not in self.names:
+            for c, x in (node.args[:2], node.args[1::-1]) if node.op in ("mul", "fma") else ():
+                if x.op == "load" and x.attr in self.pieces:
+                    given = ", ".join(self._number(a) for a in (c, *node.args[2:]))
+                    return f"{self.states[x.attr]}.{'plus' if node.op == 'fma' else 'times'}({given})", ATOM
+            if node.op == "load" and node.attr in self.states:
+                return f"{self.states[node.attr]}.read()", ATOM
+        return super().express(node)
+
+    def _number(self, node: Node) -> str:
+        return f"F({self.text(node)})" if node.op == "const" else self.text(node)
+
+
+def rule_struct(schedule: Schedule, kernel: str, nonneg: Collection[str], source: str) -> list[str]:
+    """The struct of a sweep; `nonneg`: states of which no value is negative."""
+    schedule = _plain(schedule)
+    sweep, program = schedule.sweep, schedule.program
+    elements = frozenset(b.name for b in program.buffers if b.role == "state" and b.space == spaces.elem)
+    pieces = multiplied(schedule, nonneg, elements)
+    values = [x for x in dict.fromkeys((*sweep.reads, *(s.buffer for s in sweep.stores))) if x not in ("p", "g")]
+    states = {x: f"{x}_" if x in _RESERVED else x for x in values}
+    loads = {"p", "g", *pieces}
+    lets = tuple(let for let in sweep.lets if not (let.node.op == "load" and let.node.attr in loads))
+    plan = Phases(replace(schedule, sweep=replace(sweep, lets=lets)), kernel, _RESERVED | frozenset(states.values()))
+    host = [plan.scalar[let.name] for let in program.host]
+    given = {n.uid: str(n.attr) for n in plan.nodes if n.op == "load" and n.attr in ("p", "g")}
+    new = {s.buffer: s.node for s in sweep.stores}
+    out = [f"struct {kernel} {{  // {program.name}"]
+    out.append(f"    static constexpr int SCALARS = {len(host)}, APART = {{apart}};")
+    out += [f"    const F {', '.join(host)};"] if host else []
+    made = ", ".join(f"{name}(scalars[{k}])" for k, name in enumerate(host))
+    out += ["", f"    explicit {kernel}(const float *{'scalars' if host else ''}){' : ' + made if host else ''} {{}}"]
+    types = [f"S{k}" for k in range(len(values))]
+    template = [f"    template <{', '.join(f'class {t}' for t in types)}>"] if types else []
+    params = [f"{t} &{states[x]}" for t, x in zip(types, values, strict=True)]
+
+    def body(printer: _RulePrinter, roots: Iterable[Node], stop: Collection[int]) -> list[tuple[str, str]]:
+        need = _reached(roots, stop)
+        return [assigned(plan, let, printer) for let in plan.phases[0].elements if let.node.uid in need]
+
+    def function(head: str, lines: list[tuple[str, str]]) -> None:
+        out.extend([*template, f"    {head} const {{"])
+        out.extend(f"        {line}" for line in with_comments(lines, comment_mark="//"))
+        out.append("    }")
+
+    def setting(printer: _RulePrinter) -> list[tuple[str, str]]:
+        return [(f"{states[x]}.set({_f(printer, n)});", "") for x, n in new.items() if x != "p"]
+
+    def printer_of(names: dict[int, str]) -> _RulePrinter:
+        printer = _RulePrinter(plan, pieces, states)
+        printer.names |= given | names
+        return printer
+
+    cut = _cut(new, plan)
+    if cut is None:
+        printer = printer_of({})
+        lines = body(printer, new.values(), ())
+        function(
+            f"F step({', '.join(['F p', 'F g', *params])})",
+            [*lines, *setting(printer), (f"return {_f(printer, new['p'])};", "")],
+        )
+        apart = 0
+    else:
+        read, apart = cut
+        printer = printer_of({})
+        own = [n for x, n in new.items() if x != "p"]
+        lines = body(printer, own, ())
+        function(f"void states({', '.join(['F p', 'F g', *params])})", [*lines, *setting(printer)])
+        printer = printer_of({uid: f"{states[x]}.{how}()" for uid, (x, how) in read.items()})
+        lines = body(printer, [new["p"]], read)
+        taken = ", ".join(["F p", "F g", *(f"const {x}" for x in params)])
+        function(f"F weight({taken})", [*lines, (f"return {_f(printer, new['p'])};", "")])
+        for name, how in (("NEXT", "next"), ("ROOT", "root")):
+            row = ", ".join(str((x, how) in read.values()).lower() for x in values)
+            out.insert(2, f"    static constexpr bool {name}[] = {{{row}}};")
+    if cut is None and values:
+        flags = ", ".join(["false"] * len(values))
+        out.insert(2, f"    static constexpr bool NEXT[] = {{{flags}}}, ROOT[] = {{{flags}}};")
+    out[1] = out[1].format(apart=apart)
+    return [*out, "};"]
+
+
+def _plain(schedule: Schedule) -> Schedule:
+    """Return the schedule with new values in the place of what is kept of them, as formats with blocks have it."""
+    through = Rewriter(lambda n: n.args[0] if n.op == "kept" else n)
+    lets: dict[int, Let] = {}
+    for let in schedule.sweep.lets:
+        lets.setdefault((made := let.of(through(let.node))).node.uid, made)
+    stores = tuple(replace(s, node=through(s.node)) for s in schedule.sweep.stores)
+    return replace(schedule, sweep=replace(schedule.sweep, lets=tuple(lets.values()), stores=stores))
+
+
+def _f(printer: CppPrinter, node: Node) -> str:
+    return f"F({printer.text(node)})" if node.space == spaces.host or node.op == "const" else printer.text(node)
+
+
+def _reached(roots: Iterable[Node], stop: Collection[int]) -> dict[int, Node]:
+    """Return the nodes that are computed for these roots."""
+    out: dict[int, Node] = {}
+    stack = list(roots)
+    while stack:
+        n = stack.pop()
+        if n.uid not in out and n.uid not in stop:
+            out[n.uid] = n
+            stack.extend(n.args)
+    return out
+
+
+def _cut(new: dict[str, Node], plan: Phases) -> tuple[dict[int, tuple[str, str]], int] | None:
+    """Return the new states that the weight reads, and for which weights a loop of its own pays (`APART` in sweep.h).
+
+    None where it needs more than them, the gradient and itself.
+    """
+    states = {n.uid: x for x, n in new.items() if x != "p" and n.op not in ("load", "const", "sym")}
+    read: dict[int, tuple[str, str]] = {}
+    own: dict[int, Node] = {}
+    stack = [new["p"]]
+    while stack:
+        n = stack.pop()
+        if n.uid in own or n.uid in read:
+            continue
+        if n.uid in states:
+            read[n.uid] = states[n.uid], "next"
+        elif n.op == "sqrt" and n.args[0].uid in states:
+            read[n.uid] = states[n.args[0].uid], "root"
+        elif n.op == "load" and n.attr not in ("p", "g"):
+            return None
+        else:
+            own[n.uid] = n
+            stack.extend(n.args)
+    shared = _reached([n for x, n in new.items() if x != "p"], ())
+    work = [n for n in own.values() if n.space == spaces.elem and n.op != "const"]
+    if not read or cost(n for n in work if n.uid in shared) > 1:
+        return None
+    return read, 2 if cost(work) >= WORTH else 1
+
+
+# -- codecs
+
+
+class _CodecPhases(Phases):
+    """The loops of a codec; `given`: the node that its argument x stands for."""
+
+    def __init__(self, schedule: Schedule, name: str, given: Node | None = None) -> None:
+        skip = {given.uid} if given is not None else set()
+        lets = tuple(
+            let for let in schedule.sweep.lets if let.node.uid not in skip and (let.node.op != "load" or given is None)
+        )
+        head = {given.uid: "x"} if given is not None else {}
+        super().__init__(replace(schedule, sweep=replace(schedule.sweep, lets=lets)), name, _RESERVED, head)
+
+    def _split(self) -> None:
+        """All stores stay in the loop of what they store."""
+
+    def _trivial(self, n: Node) -> bool:
+        looks = n.op in ("abs", "neg", "bitcast") and n.space.name == "elem"
+        return super()._trivial(n) or (looks and n.args[0].uid in self.head)
+
+    def number(self, of: str) -> str:
+        return "VALUE"
+
+
+def _buffers(codec: Codec) -> list[Buffer]:
+    known = {b.name: b for s in (codec.decode, codec.nearest) for b in s.stages[0].schedule.program.buffers}
+    return [known[name] for name in codec.names]
+
+
+def codec_structs(codec: Codec, name: str, doc: str) -> list[list[str]]:
+    """The structs NAME_fields, which reads, and NAME_stochastic and NAME_nearest, which store."""
+    out = [_fields(codec, f"{name}_fields")]
+    for step, tail in ((codec.encode, "stochastic"), (codec.nearest, "nearest")):
+        if step is not None:
+            lines = _encoder(codec, step, f"{name}_{tail}", f"{name}_fields")
+            out.append([f"// {doc}", *lines])
+    return out
+
+
+def table_lines(codecs: Iterable[Codec]) -> list[str]:
+    """The tables that codecs look numbers up in, each once."""
+    found: dict[str, None] = {}
+    for codec in codecs:
+        for step in (codec.decode, codec.root, codec.encode, codec.nearest):
+            if step is not None:
+                found["\n".join(tables(step.stages[0].schedule.program))] = None
+    return list(dict.fromkeys(line for text in found for line in text.split("\n") if line))
+
+
+def _fields(codec: Codec, struct: str) -> list[str]:
+    buffers = _buffers(codec)
+    block = max((b.space.size or 1 for b in buffers), default=1)
+    out = [f"struct {struct} : Codec {{", f"    static constexpr int FIELDS = {len(buffers)};"]
+    has_root = "true" if codec.root is not None else "false"
+    out.append(f"    static constexpr bool HAS_ROOT = {has_root};")
+    made = []
+    for k, b in enumerate(buffers):
+        kind, address = STORED[b.dtype.name], "first" if k == 0 else f"more[{k - 1}]"
+        if b.dtype.packed:
+            out.append(f"    uint8_t *__restrict {b.name}_packed;")
+            made.append(f"{b.name}_packed((uint8_t *){address})")
+        else:
+            out.append(f"    {kind} *__restrict {b.name}_at;")
+            made.append(f"{b.name}_at(({kind} *){address})")
+    packed = [b for b in buffers if b.dtype.packed]
+    out += [f"    alignas(64) uint8_t {b.name}_at[2048];" for b in packed]
+    plans = [(_CodecPhases(step.stages[0].schedule, struct), step) for step in (codec.decode, codec.root) if step]
+    kept: dict[str, str] = {}
+    stages: list[tuple[str, str]] = []
+    texts: list[list[str]] = []
+    known: set[str] = set()
+    for plan, step in plans:
+        function, arrays, lines = _reader(plan, step)
+        kept |= arrays
+        texts.append(function)
+        stages += [line for line in lines if line[0] not in known]
+        known |= {line[0] for line in lines}
+    size = f"most_of({block}) / {block}"
+    out += [f"    alignas(64) {KEPT[kind]} {x}_kept[{size}];" for x, kind in kept.items()]
+    more = "more" if len(buffers) > 1 else ""
+    out += ["", f"    {struct}(char *first, char *const *{more}) : {', '.join(made)} {{}}"]
+    if packed:
+        unpacked = " ".join(f"unpack<{b.dtype.bits}>({b.name}_at, {b.name}_packed, count);" for b in packed)
+        out.append(f"    void unpack_codes(int count) {{ {unpacked} }}")
+    if kept:
+        out.append("    void decode_blocks(int b) {")
+        out += [f"        {line}" for line in with_comments(stages, comment_mark="//")] + ["    }"]
+        out.append(f"    struct In {{ {' '.join(f'{kind} {x};' for x, kind in kept.items())} }};")
+        found = ", ".join(f"{kind}({x}_kept[b])" for x, kind in kept.items())
+        out.append(f"    In in(int b) const {{ return {{{found}}}; }}")
+    for text in texts:
+        out += [f"    {line}" for line in text]
+    return [*out, "};"]
+
+
+def _number(node: Node) -> Node:
+    if node.args and all(a.op == "const" for a in node.args):
+        row = PRIMS[node.op]
+        meaning = row.number or row.operator
+        assert meaning is not None
+        return ir.const(float(meaning(*(a.attr for a in node.args))))
+    return node
+
+
+_computed = Rewriter(_number)
+
+
+def _scalar_lines(plan: Phases, step: Step) -> list[str]:
+    """The lines that compute what is made of constants and c alone."""
+    printer = CppPrinter(plan)
+    found = [(let.name, _computed(let.node)) for let in step.host if let.node.op != "sym"]
+    return [f"const F {plan.scalar[name]}({printer.text(node)});" for name, node in found]
+
+
+def _reader(plan: _CodecPhases, step: Step) -> tuple[list[str], dict[str, str], list[tuple[str, str]]]:
+    """The function `times` or `root`, the arrays of blocks' values that it reads, and the lines that fill them."""
+    (phase,) = plan.phases
+    plan.scalar[C] = C
+    scaled = {n.uid for n in plan.nodes if any(a.op == "sym" for a in postorder([n]))}
+    # What a coefficient meets is computed where it is known; an element's own loads come with it.
+    inside = [let for let in phase.blocks if let.node.uid in scaled]
+    phase.blocks = [let for let in phase.blocks if let.node.uid not in scaled]
+    own = {let.node.uid for let in (*inside, *phase.elements)}
+    (store,) = phase.stores or phase.block_stores
+    across = list(plan.uses([*(let.node for let in (*inside, *phase.elements)), store.node], own))
+    printer = CppPrinter(plan)
+    need = _reached(across, ())
+    stages = [assigned(plan, let, printer) for let in phase.blocks if let.node.uid in need]
+    stages += [(keep(n, plan.name[n.uid], "b"), "") for n in across]
+    arrays = {plan.name[n.uid]: type_of(n.dtype) for n in across}
+    printer = CppPrinter(plan)
+    printer.names |= {n.uid: f"in.{plan.name[n.uid]}" for n in across}
+    wants = _reached([store.node], {n.uid for n in across})
+    lines = [assigned(plan, let, printer) for let in (*inside, *phase.elements) if let.node.uid in wants]
+    body = [*_scalar_lines(plan, step), *with_comments(lines, comment_mark="//")]
+    if store.buffer == ROOT:
+        head, result = "F root(const In &in, int i) const {", _f(printer, store.node)
+    else:
+        node = store.node
+        factors = node.args if node.op == "mul" and node.uid not in printer.names else (node,)
+        texts = [*(_f(printer, a) for a in factors), *(["F(1.0f)"] if len(factors) == 1 else [])]
+        head, result = "Product times(F c, const In &in, int i) const {", f"{{{', '.join(texts)}}}"
+    return [head, *(f"    {line}" for line in body), f"    return {result};", "}"], arrays, stages
+
+
+def _given(step: Step) -> tuple[Node, bool]:
+    """The node that an encoding begins with, and True if that is the root of the new value."""
+    nodes = list(postorder([s.node for s in step.stages[0].schedule.sweep.stores]))
+    load = next(n for n in nodes if n.op == "load" and n.attr == X)
+    users = [n for n in nodes if any(a is load for a in n.args)]
+    stores = step.stages[0].schedule.sweep.stores
+    if len(users) == 1 and users[0].op == "sqrt" and all(s.node is not load for s in stores):
+        return users[0], True
+    return load, False
+
+
+def _encoder(codec: Codec, step: Step, struct: str, base: str) -> list[str]:
+    schedule = step.stages[0].schedule
+    given, rooted = _given(step)
+    plan = _CodecPhases(schedule, struct, given)
+    buffers = {b.name: b for b in _buffers(codec)}
+    block = max((b.space.size or 1 for b in buffers.values()), default=1)
+    count = len(plan.phases)
+    reads = sum(1 << k for k in range(count) if _reads_given(plan, k, given))
+    draws = sum(1 << k for k in range(count) if plan.draws(k))
+    level = next((k for k, phase in enumerate(plan.phases) if any(s.buffer == ROOT for s in phase.stores)), 0)
+    bits = max((int(n.attr[1]) for n in plan.nodes if n.op == "draw"), default=0)
+    out = [f"struct {struct} : {base} {{"]
+    out.append(
+        f"    static constexpr int NOISE = {bits}, LOOPS = {count}, ROOT_LOOP = {level}, READS = {reads},"
+        f" DRAWS = {draws}, KEPT = {len(plan.kept)};"
+    )
+    out.append(f"    static constexpr bool ROOTED = {str(rooted).lower()};")
+    out += [f"    alignas(64) {KEPT[type_of(n.dtype)]} {plan.name[n.uid]}_kept[most_of({block})];" for n in plan.kept]
+    few = [n for n in plan.across if n.op not in ("block_max", "block_min")]
+    size = f"most_of({block}) / {block}"
+    out += [f"    alignas(64) {KEPT[type_of(n.dtype)]} {plan.name[n.uid]}_kept[{size}];" for n in few]
+    for phase in plan.phases:
+        out += [f"    I {plan.name[n.uid]}_kept[{size}];" for n in phase.reductions]
+    out += ["", f"    using {base}::{base};"]
+    scalars = _scalar_lines(plan, step)
+    simple = count == 1 and not plan.phases[0].blocks
+    if not simple:
+        out.append("    using Codec::blocks, Codec::head, Codec::tail;")
+    for k in range(count):
+        out += [f"    {line}" for line in _loop(plan, k, scalars, simple, {n.uid for n in few})]
+    packed = [b for b in buffers.values() if b.dtype.packed]
+    if packed:
+        texts = [f"no_codes<{block}>({b.name}_at, blocks, live);" for b in packed]
+        texts += [f"pack<{b.dtype.bits}>({b.name}_packed, {b.name}_at, {block} * blocks);" for b in packed]
+        out += ["    void pack_codes(int blocks, const int *live) {", *(f"        {x}" for x in texts), "    }"]
+    return [*out, "};"]
+
+
+def _reads_given(plan: _CodecPhases, k: int, given: Node) -> bool:
+    own = {let.node.uid for let in plan.phases[k].elements}
+    seen: set[int] = set()
+    stack = list(plan.phase_roots(k))
+    while stack:
+        n = stack.pop()
+        if n is given:
+            return True
+        if n.uid in seen or (n.uid in plan.name and n.uid not in own and not plan._trivial(n)):
+            continue
+        seen.add(n.uid)
+        stack.extend(plan.operands(n))
+    return False
+
+
+def _loop(plan: _CodecPhases, k: int, scalars: list[str], simple: bool, few: set[int]) -> list[str]:
+    """The functions of loop k: the blocks' stage before it, its head and tail for a block, its work on elements."""
+    phase, out = plan.phases[k], []
+    if phase.found or phase.blocks or phase.block_stores:
+        printer = CppPrinter(plan)
+        lines: list[tuple[str, str]] = [(x, "") for x in scalars]
+        for n in phase.found:
+            name = plan.name[n.uid]
+            lines.append((f"const I {name} = {'largest' if n.op == 'block_max' else 'smallest'}({name}_kept + b);", ""))
+            printer.names[n.uid] = name
+        own = {let.node.uid for let in phase.blocks} | {n.uid for n in phase.found}
+        roots = [let.node for let in phase.blocks] + [s.node for s in phase.block_stores]
+        for n in plan.uses(roots, own):
+            name = plan.name[n.uid]
+            lines.append((f"const {type_of(n.dtype)} {name} = {read_kept(n, name, 'b')};", ""))
+            printer.names[n.uid] = name
+        lines += [assigned(plan, let, printer) for let in phase.blocks]
+        lines += [(keep(n, plan.name[n.uid], "b"), "") for n in plan.across if n.uid in own and n.uid in few]
+        lines += [(stored(plan, s, printer, "b"), "") for s in phase.block_stores]
+        body = (f"    {x}" for x in with_comments(lines, comment_mark="//"))
+        out += [f"void blocks(Loop<{k}>, int b) {{", *body, "}"]
+    printer, head = CppPrinter(plan), []
+    own = {let.node.uid for let in phase.elements}
+    lines = [(x, "") for x in scalars]
+    for n in plan.uses(plan.phase_roots(k), own):
+        name = plan.name[n.uid]
+        if n.space.name == "block":
+            value = f"({name}_kept[b])" if type_of(n.dtype) != "M" else f" = I({name}_kept[b]) != I(0)"
+            head.append((type_of(n.dtype), name, value))
+            printer.names[n.uid] = f"h.{name}"
+        else:
+            lines.append((f"const {type_of(n.dtype)} {name} = {read_kept(n, name, 'i')};", ""))
+            printer.names[n.uid] = name
+    for n in phase.reductions:
+        head.append(("I", plan.name[n.uid], f"({'INT32_MIN' if n.op == 'block_max' else 'INT32_MAX'})"))
+    lines += [assigned(plan, let, printer) for let in phase.elements]
+    for n in phase.reductions:
+        name, better = plan.name[n.uid], "larger" if n.op == "block_max" else "smaller"
+        lines.append((f"h.{name} = {better}<RAGGED>(h.{name}, {_i(printer, n.args[0])}, i, end);", ""))
+    lines += [(keep(n, plan.name[n.uid], "i"), "") for n in plan.kept if n.uid in own]
+    root = "x"
+    for s in phase.stores:
+        if s.buffer == ROOT:
+            root = _f(printer, s.node)
+        else:
+            lines.append((stored(plan, s, printer, "i"), ""))
+    lines.append((f"return {root};", ""))
+    kind = "Head" if simple else f"Head_{k}"
+    if not simple:
+        members = " ".join(f"{t} {name};" for t, name, _ in head)
+        values = ", ".join(f"{t}{v}" if v.startswith("(") else v[3:] for t, _, v in head)
+        out.append(f"struct Head_{k} {{ {members} }};")
+        out.append(f"Head_{k} head(Loop<{k}>, int{' b' if values else ''}) const {{ return {{{values}}}; }}")
+    if phase.reductions:
+        ends = " ".join(f"{plan.name[n.uid]}_kept[b] = h.{plan.name[n.uid]};" for n in phase.reductions)
+        out.append(f"void tail(Loop<{k}>, const Head_{k} &h, int b) {{ {ends} }}")
+    out.append("template <bool RAGGED, int VALUE, class N>")
+    out.append(f"F encode(Loop<{k}>, {kind} &h, int i, int end, F x, const N &noise) {{")
+    return [*out, *(f"    {line}" for line in with_comments(lines, comment_mark="//")), "}"]
+
+
+def _i(printer: CppPrinter, node: Node) -> str:
+    return printer.text(node)
+
+
+__all__ = ["codec_structs", "rule_struct", "table_lines"]

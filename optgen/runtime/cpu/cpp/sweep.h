@@ -1,0 +1,356 @@
+// A step that is one sweep over elements: a rule (generated/<rule>/kernels.h) on values that a plan's codecs
+// (optgen/plans/<plan>/codecs.h) keep.
+//
+// A codec that reduces over blocks takes several loops over the elements of a tile.  Loop K finds what loop K + 1
+// scales by; between them stands a stage for the blocks' own values, a vector of blocks at a time.  A value that is
+// relative to another begins in the loop in which the other's new root is known.
+#pragma once
+#include "optgen.h"
+
+#define OPTGEN_INLINE inline __attribute__((always_inline))
+
+namespace {
+
+// Elements of the largest tile.
+constexpr int most_of(int block) { return VECTOR * block > 2048 ? VECTOR * block : 2048; }
+
+template <int K> struct Loop {};  // number of a codec's loop
+
+// c * x in two factors: c meets what there are few of.
+struct Product {
+    F a, b;
+};
+
+// What a codec need not say that has neither values of blocks nor packed codes.
+struct Codec {
+    static constexpr int KEPT = 0;  // arrays of a tile
+    struct In {};                   // what is read of a block
+    struct Head {};                 // what a loop reads and finds of a block
+    In in(int) const { return {}; }
+    void decode_blocks(int) const {}
+    void unpack_codes(int) const {}
+    void pack_codes(int, const int *) const {}
+    template <int K> void blocks(Loop<K>, int) const {}
+    template <int K> Head head(Loop<K>, int) const { return {}; }
+    template <int K, class H> void tail(Loop<K>, const H &, int) const {}
+};
+
+// fp32 as it is.
+struct full_nearest : Codec {
+    static constexpr int NOISE = 0, FIELDS = 1, LOOPS = 1, ROOT_LOOP = 0, READS = 1, DRAWS = 0;
+    static constexpr bool ROOTED = false, HAS_ROOT = false;
+    float *__restrict code_at;
+
+    full_nearest(char *first, char *const *) : code_at((float *)first) {}
+    Product times(F c, const In &, int i) const { return {c, load(code_at + i)}; }
+    template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Head &, int i, int, F x, const N &) const {
+        store(code_at + i, x);
+        return x;
+    }
+};
+
+// A value of a rule: its place among them, its first column, the number by which random bits are dealt to it, the value
+// that it is relative to (-1: none); whether the step writes it, and makes zeros +0.
+template <class C, int PLACE_, int AT, int VALUE_, int BASE_ = -1, bool WRITTEN_ = true, bool PLUS_ = false>
+struct Value : C {
+    static constexpr int PLACE = PLACE_, VALUE = VALUE_, BASE = BASE_;
+    static constexpr bool WRITTEN = WRITTEN_, PLUS = PLUS_;
+    explicit Value(char *const *at) : C(at[AT], at + (AT ? AT + 1 : 2)) {}
+};
+
+// Something that each value has of its own.
+template <class V, class T> struct Of {
+    T at;
+};
+template <class... T> struct All : T... {};
+
+// Layout says the columns, their blocks and how noise is dealt; the weight P stands first, then the states V.
+template <class Layout, class Rule, class Grad, class P, class... V> struct Sweep : Layout {
+    static constexpr int BLOCK = Layout::BLOCK, COUNT = sizeof...(V);
+    static_assert(P::LOOPS == 1, "a weight has no values of blocks");
+
+    // The loop of the sweep in which a value's first one runs.
+    template <class T> static constexpr int offset() {
+        constexpr int root[] = {V::ROOT_LOOP..., 0};
+        return T::BASE < 0 ? 0 : root[T::BASE < 0 ? 0 : T::BASE];
+    }
+    static constexpr int larger_of(int a, int b) { return a > b ? a : b; }
+    static constexpr int loops() {
+        int out = 1;
+        ((out = V::WRITTEN ? larger_of(out, offset<V>() + V::LOOPS) : out), ...);
+        return out;
+    }
+    static constexpr int LOOPS = loops();
+    // Whether the weight has a loop of its own: one of 16 bits costs more to read and write than to wait for.
+    static constexpr bool APART = BLOCK > 1 && LOOPS > 1 && Rule::APART > (Layout::COLUMNS[0].bytes < 4 ? 0 : 1);
+
+    // The arrays of a value: what it is encoded from; its new value and the root of that, for the weight.
+    template <class T> static constexpr bool input() { return T::WRITTEN && (offset<T>() || T::READS >> 1); }
+    template <class T> static constexpr bool value_is_input() {
+        return input<T>() && (offset<T>() || (!T::ROOTED && !T::PLUS && T::BASE < 0));
+    }
+    template <class T> static constexpr bool root_is_input() {
+        return input<T>() && !offset<T>() && T::ROOTED && !T::PLUS && T::BASE < 0;
+    }
+    template <class T> static constexpr bool next() {
+        return APART && Rule::NEXT[T::PLACE] && !value_is_input<T>();
+    }
+    template <class T> static constexpr bool root() { return APART && Rule::ROOT[T::PLACE] && !root_is_input<T>(); }
+
+    template <class T> static constexpr int word_of() {
+        return Layout::NOISE.of(T::VALUE).bits ? 1 << Layout::NOISE.of(T::VALUE).word : 0;
+    }
+    template <class T> static constexpr int drawn(int from) {
+        return T::WRITTEN && T::DRAWS && (T::DRAWS << offset<T>()) >> from ? word_of<T>() : 0;
+    }
+    static constexpr int DRAWN = ((P::DRAWS ? word_of<P>() : 0) | ... | drawn<V>(0));
+    static constexpr int KEPT = ((P::DRAWS && APART ? word_of<P>() : 0) | ... | drawn<V>(1));
+    static constexpr int ARRAYS = (count(KEPT) + ... + (V::KEPT + input<V>() + next<V>() + root<V>()));
+    static constexpr int TILE = BLOCK == 1 ? 1024 : elements_of_tile(BLOCK, ARRAYS);
+
+    struct Arrays {
+        alignas(64) float input[COUNT + 1][TILE], next[COUNT + 1][TILE], root[COUNT + 1][TILE];
+    };
+
+    // A value in the first loop, as the rule reads and sets it.
+    template <class T> struct Element {
+        const T &kept;
+        typename T::In in;
+        int i;
+        F base, x;
+
+        Product factors(F c) const {
+            Product found = kept.times(c, in, i);
+            if constexpr (T::BASE >= 0)
+                found.b = found.b * base;
+            return found;
+        }
+        F times(F c) const {
+            const Product found = factors(c);
+            return found.a * found.b;
+        }
+        F plus(F c, F y) const {
+            const Product found = factors(c);
+            return fma(found.a, found.b, y);
+        }
+        F read() const { return times(F(1.0f)); }
+        void set(F y) { x = y; }
+        F next() const { return x; }
+        F root() const { return sqrt(x); }
+    };
+    // And in the weight's loop.
+    template <class T> struct Later {
+        const Arrays &arrays;
+        int i;
+
+        F next() const { return load((value_is_input<T>() ? arrays.input : arrays.next)[T::PLACE] + i); }
+        F root() const { return load((root_is_input<T>() ? arrays.input : arrays.root)[T::PLACE] + i); }
+    };
+
+    // The number of a value's loop in loop L of the sweep; -1: it has none there.
+    template <int L, class T> static constexpr int loop_of() {
+        return T::WRITTEN && L >= offset<T>() && L < offset<T>() + T::LOOPS ? L - offset<T>() : -1;
+    }
+    template <int L, class T> static auto head(const T &kept, int b) {
+        if constexpr (loop_of<L, T>() >= 0)
+            return kept.head(Loop<loop_of<L, T>()>(), b);
+        else
+            return Codec::Head();
+    }
+    template <int L, class T> using Head = Of<T, decltype(head<L, T>(*(const T *)nullptr, 0))>;
+    template <int L, class T> static void blocks(T &kept, int b) {
+        if constexpr (loop_of<L, T>() >= 0)
+            kept.blocks(Loop<loop_of<L, T>()>(), b);
+    }
+    template <int L, class T, class H> static void tail(T &kept, const H &head, int b) {
+        if constexpr (loop_of<L, T>() >= 0)
+            kept.tail(Loop<loop_of<L, T>()>(), head, b);
+    }
+    // Loop L of a value; `given` is its new value in the first one.  Values that others are divided by come first.
+    template <int L, bool RAGGED, bool RELATIVE, class T, class N>
+    OPTGEN_INLINE static void encode(All<V...> &all, All<Head<L, V>...> &heads, Arrays &arrays, F given, F *roots, int i, int end,
+                              const N &noise) {
+        constexpr int k = loop_of<L, T>();
+        float *at = arrays.input[T::PLACE] + i;
+        if constexpr (RELATIVE != (T::BASE >= 0)) {
+            return;
+        } else if constexpr (k >= 0) {
+            F x = given;
+            if constexpr (L > 0 && (k == 0 || (T::READS >> k & 1)))
+                x = load(at);
+            if constexpr (k == 0) {
+                if constexpr (T::BASE >= 0)
+                    x = x / roots[T::BASE];
+                if constexpr (T::PLUS)
+                    x = x + F(0.0f);
+                if constexpr (T::ROOTED)
+                    x = sqrt(x);
+                if constexpr (T::READS >> 1)
+                    store(at, x);
+            }
+            auto &head = static_cast<Head<L, T> &>(heads).at;
+            const F root =
+                static_cast<T &>(all).template encode<RAGGED, T::VALUE>(Loop<k>(), head, i, end, x, noise);
+            if constexpr (k == T::ROOT_LOOP)
+                roots[T::PLACE] = root;
+        } else if constexpr (L == 0 && T::WRITTEN) {
+            store(at, given);
+        }
+        if constexpr (L == 0 && next<T>())
+            store(arrays.next[T::PLACE] + i, given);
+        if constexpr (L == 0 && root<T>())
+            store(arrays.root[T::PLACE] + i, sqrt(given));
+    }
+
+    // What the tile's first loop reads of the next tile, dealt out to the loops: see Layout::COLUMNS.
+    static constexpr bool of_weight(int c) { return c == 0 || (c > 1 && c <= P::FIELDS); }
+    static constexpr bool ahead(int c) { return Layout::COLUMNS[c].kind != BLOCK_OF && !(APART && of_weight(c)); }
+    static constexpr int before(int c) { return c == 0 ? 0 : before(c - 1) + ahead(c - 1); }
+    template <int C> static constexpr int bytes() {
+        return Layout::COLUMNS[C].bytes * BLOCK / (Layout::COLUMNS[C].kind == EIGHTH ? 8 : 1);
+    }
+    template <int PART, int C = 0> static void fetch_columns(char *const *at, int b) {
+        constexpr int all = width<Layout>();
+        if constexpr (C < all) {
+            constexpr int mine = before(C), low = before(all) * PART / LOOPS, high = before(all) * (PART + 1) / LOOPS;
+            if constexpr (ahead(C) && mine >= low && mine < high)
+                fetch<bytes<C>()>(at[C], b + TILE / BLOCK);
+            fetch_columns<PART, C + 1>(at, b);
+        }
+    }
+    template <int C = 0> static void fetch_weight(char *const *at, int b) {
+        if constexpr (of_weight(C))
+            fetch<bytes<C>()>(at[C], b);
+        if constexpr (C < P::FIELDS)
+            fetch_weight<C + 1>(at, b);
+    }
+
+    // A tile of `extent` blocks, or elements where nothing is in blocks.
+    template <bool RAGGED> struct Tile {
+        P &p;
+        All<V...> &all;
+        const Rule &rule;
+        Arrays &arrays;
+        Words<Sweep> &words;
+        const typename Grad::stored *__restrict g_at;
+        char *const *at;
+        const int *live;
+        int extent;
+
+        // The first loop's work on W elements.
+        OPTGEN_INLINE void start(const All<Of<V, typename V::In>...> &ins, All<Head<0, V>...> &heads, int i, int end) const {
+            const auto noise = words.at(i);
+            const F g = Grad::load(g_at + i);
+            All<Element<V>...> states{Element<V>{all, static_cast<const Of<V, typename V::In> &>(ins).at, i, F(0.0f), F(0.0f)}...};
+            (base<V>(states, ins, i), ...);
+            if constexpr (Rule::APART) {
+                rule.states(get(i), g, static_cast<Element<V> &>(states)...);
+                if constexpr (!APART)
+                    put(i, rule.weight(get(i), g, static_cast<Element<V> &>(states)...), noise);
+            } else {
+                put(i, rule.step(get(i), g, static_cast<Element<V> &>(states)...), noise);
+            }
+            words.keep(noise, i);
+            F roots[COUNT + 1];
+            (encode<0, RAGGED, false, V>(all, heads, arrays, static_cast<Element<V> &>(states).x, roots, i, end, noise), ...);
+            (encode<0, RAGGED, true, V>(all, heads, arrays, static_cast<Element<V> &>(states).x, roots, i, end, noise), ...);
+        }
+        template <class T>
+        OPTGEN_INLINE void base(All<Element<V>...> &states, const All<Of<V, typename V::In>...> &ins, int i) const {
+            if constexpr (T::BASE >= 0)
+                ((V::PLACE == T::BASE ? void(static_cast<Element<T> &>(states).base = root_of<V>(ins, i)) : void()), ...);
+        }
+        template <class T> OPTGEN_INLINE F root_of(const All<Of<V, typename V::In>...> &ins, int i) const {
+            if constexpr (T::HAS_ROOT)
+                return static_cast<T &>(all).root(static_cast<const Of<T, typename T::In> &>(ins).at, i);
+            else
+                return F(0.0f);
+        }
+        OPTGEN_INLINE F get(int i) const {
+            const Product found = p.times(F(1.0f), p.in(0), i);
+            return found.a * found.b;
+        }
+        template <class N> OPTGEN_INLINE void put(int i, F x, const N &noise) const {
+            typename P::Head head;
+            p.template encode<RAGGED, P::VALUE>(Loop<0>(), head, i, 0, x, noise);
+        }
+
+        template <int L> OPTGEN_INLINE void stage() const {
+            for (int b = 0; b < extent; b += W)
+                (blocks<L>(static_cast<V &>(all), b), ...);
+        }
+        template <int L> OPTGEN_INLINE void loop() const {
+            for (int b = 0; b < extent; b++) {
+                const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+                if constexpr (L || !APART)
+                    fetch_columns<L>(at, b);
+                if constexpr (L == 0 && APART)
+                    fetch_weight(at, b);
+                const All<Of<V, typename V::In>...> ins{{static_cast<V &>(all).in(b)}...};
+                All<Head<L, V>...> heads{{head<L>(static_cast<V &>(all), b)}...};
+                // Counted from 0 so that compilers see how often, and write short loops out: 2 to 5 % faster.
+                for (int k = 0; k < BLOCK; k += W) {
+                    const int i = b * BLOCK + k;
+                    if constexpr (L == 0) {
+                        start(ins, heads, i, end);
+                    } else {
+                        const auto noise = words.kept(i);
+                        F roots[COUNT + 1];
+                        (encode<L, RAGGED, false, V>(all, heads, arrays, F(0.0f), roots, i, end, noise), ...);
+                        (encode<L, RAGGED, true, V>(all, heads, arrays, F(0.0f), roots, i, end, noise), ...);
+                    }
+                }
+                (tail<L>(static_cast<V &>(all), static_cast<Head<L, V> &>(heads).at, b), ...);
+            }
+        }
+        // The weight's own loop: it hides how long the blocks' stage before it takes, 4 % of AdamW int8_split24.
+        OPTGEN_INLINE void weights() const {
+            for (int b = 0; b < extent; b++) {
+                fetch_columns<0>(at, b);
+                for (int k = 0; k < BLOCK; k += W) {
+                    const int i = b * BLOCK + k;
+                    const auto noise = words.kept(i);
+                    put(i, rule.weight(get(i), Grad::load(g_at + i), Later<V>{arrays, i}...), noise);
+                }
+            }
+        }
+        template <int L> OPTGEN_INLINE void rest() const {
+            if constexpr (L < LOOPS) {
+                stage<L>();
+                if constexpr (L == 1 && APART)
+                    weights();
+                loop<L>();
+                rest<L + 1>();
+            }
+        }
+    };
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile(char *const *at, int extent, const int *live, int32_t first, const float *scalars,
+                                 int32_t step_key, int32_t stream_key) {
+        P p(at);
+        All<V...> all{V(at)...};
+        float given[Rule::SCALARS + 1];
+        for (int k = 0; k < Rule::SCALARS; k++)
+            given[k] = scalars[Layout::ORDER[k]];
+        const Rule rule(given);
+        Arrays arrays;
+        Words<Sweep> words(BLOCK * extent, first, stream_key, step_key);
+        const Tile<RAGGED> now{p, all, rule, arrays, words, (const typename Grad::stored *)at[1], at, live, extent};
+        if constexpr (BLOCK == 1) {
+            for (int i = 0; i < extent; i += W) {
+                All<Head<0, V>...> heads{};
+                now.start({{static_cast<V &>(all).in(0)}...}, heads, i, extent);
+            }
+        } else {
+            (static_cast<V &>(all).unpack_codes(BLOCK * extent), ...);
+            for (int b = 0; b < extent; b += W)
+                (static_cast<V &>(all).decode_blocks(b), ...);
+            now.template loop<0>();
+            now.template rest<1>();
+            (static_cast<V &>(all).pack_codes(extent, live), ...);
+        }
+    }
+};
+
+}  // namespace
