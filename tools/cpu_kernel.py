@@ -5,8 +5,8 @@
 
 What tools/bench_cpu.py times is a whole step(); here the compiled function is called on one thread, with the tables
 of a real step.  Variants take turns, in a random order every round: tiles of other sizes, no fetching ahead, and code
-that the compiler does not interleave.  Least and median of the rounds, in ns per parameter and in cycles for 16
-parameters, counted by a chain of additions, one a cycle.
+that the compiler does not interleave.  Least and median of the rounds, in ns per parameter; the least also in cycles
+for 16 parameters, counted by a chain of additions, one a cycle.
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ from unittest.mock import patch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT)]
 
-import rich.console  # noqa: E402
-import rich.table  # noqa: E402
 import torch  # noqa: E402
 
 import optgen.optim  # noqa: E402
@@ -189,13 +187,10 @@ def main(given: Sequence[str] | None = None) -> int:
         print(json.dumps(out, indent=2))
         return 0
     title = f"{chosen.optimizer} {chosen.plan}, {chosen.param}, {native.isa().name}, one thread"
-    table = rich.table.Table(title=title + (f", {ghz:.2f} GHz" if ghz else ""))
-    for head in ("parameters", "variant", "least, ns", "median, ns", "cycles for 16"):
-        table.add_column(head, justify="left" if head == "variant" else "right")
+    print(title + (f", {ghz:.2f} GHz" if ghz else ""))
     for row in out:
-        cycles = "" if row["cycles"] is None else f"{row['cycles']:.1f}"
-        table.add_row(f"{row['numel']:,}", row["variant"], f"{row['least']:.3f}", f"{row['median']:.3f}", cycles)
-    rich.console.Console().print(table)
+        cycles = "" if ghz is None else f"  {row['cycles']:6.1f} cycles for 16"
+        print(f"{row['numel']:12,}  {row['variant']:<20} {row['least']:.3f} to {row['median']:.3f} ns{cycles}")
     return 0
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from prose import filled
+from prose import filled, table
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -213,29 +213,25 @@ def text() -> str:
         "the format does at worst, over all fp32 inputs; *random blocks*: the largest error found among "
         f"{BLOCKS} blocks within the bound's range; both in parts of the bound with its allowance for fp32 arithmetic.",
         "Suprema of weights are tested over all fp32 (`tests/test_split_exhaustive.py`).", "",
-        "| format | plans | bound | of the | supremum | random blocks |", "|---|---|--:|---|--:|--:|",
     ]  # fmt: skip
+    cells = []
     for row in (*states, *weights):
-        supremum = "" if row.supremum is None else f"{row.supremum:.4f}"
+        supremum = "-" if math.isinf(row.bound) else "" if row.supremum is None else f"{row.supremum:.4f}"
         found = f"{row.fuzzed:.3f}" if row.fuzzed is not None else "-"
-        if math.isinf(row.bound):
-            supremum = "-"
-        lines.append(
-            f"| {row.what} | {', '.join(f'`{p}`' for p in row.plans)} | {number(row.bound)} | {row.of} | {supremum} | "
-            f"{found} |"
-        )
+        plans = ", ".join(f"`{p}`" for p in row.plans)
+        cells.append((row.what, plans, number(row.bound), row.of, supremum, found))
+    lines += table(("format", "plans", "bound", "of the", "supremum", "random blocks"), cells, (0, 1, 3))
     ranges = dict.fromkeys((row.what, row.valid) for row in (*states, *weights))
     lines += ["", "Ranges in which they hold:", ""]
     lines += [f"- {what}: {valid}" for what, valid in ranges]
-    lines += [
-        "", "Families, by the bits of a code: bound (random blocks in parts of it).", "",
-        "| curve | rounding | " + " | ".join(f"{b} bits" for b in WIDTHS) + " | supremum |",
-        "|---|---|" + "--:|" * len(WIDTHS) + "--:|",
-    ]  # fmt: skip
+    lines += ["", "Families, by the bits of a code: bound (random blocks in parts of it).", ""]
+    of_families = []
     for curve, rounding, made in families():
-        cells = [f"{number(r.bound)} ({r.fuzzed:.2f})" for r in made] + [""] * (len(WIDTHS) - len(made))
+        widths = [f"{number(r.bound)} ({r.fuzzed:.2f})" for r in made] + [""] * (len(WIDTHS) - len(made))
         suprema = [r.supremum for r in made if r.supremum is not None]
-        lines.append(f"| {curve} | {rounding} | {' | '.join(cells)} | {min(suprema):.4f} to {max(suprema):.4f} |")
+        of_families.append((curve, rounding, *widths, f"{min(suprema):.4f} to {max(suprema):.4f}"))
+    head = ("curve", "rounding", *(f"{b} bits" for b in WIDTHS), "supremum")
+    lines += table(head, of_families, (0, 1))
     return filled("\n".join(lines))
 
 
