@@ -251,15 +251,8 @@ class _Maker:
     ) -> None:  # fmt: skip
         if work.shape[0]:
             constants |= self.kernels.CONSTANTS[kernel] if isinstance(kernel, str) else {}
-            self.plan.calls.append(Call(kernel, [table, work], work.shape[0], scalars, key, constants, warps))
-
-    def _items(self, tensors: Sequence[int], counts: Sequence[int], step: int = 1) -> Tensor:
-        """int32 (items, 2): for the tensors, numbers below their counts."""
-        each = torch.tensor([-(-count // step) for count in counts], dtype=torch.int64, device="cpu")
-        tensor = torch.repeat_interleave(torch.tensor(tensors, dtype=torch.int64, device="cpu"), each)
-        before = torch.repeat_interleave(each.cumsum(0) - each, each)
-        number = (torch.arange(len(tensor), device="cpu") - before) * step
-        return torch.stack((tensor, number), dim=1).to(torch.int32).to(self.device)
+            tables = [table, work.to(self.device)]
+            self.plan.calls.append(Call(kernel, tables, work.shape[0], scalars, key, constants, warps))
 
     def _small_table(self, lines: list[list[int]]) -> Tensor:
         return torch.tensor(lines, dtype=torch.int64, device="cpu").to(self.device)
@@ -274,22 +267,13 @@ class _Maker:
         per_item = sums.SEGMENT // tile if sums_up else 4
         groups: dict[tuple[bool, bool], list[int]] = {}
         for i, shape in enumerate(self.shapes):
-            rows, columns = layout.grid(shape)
-            ragged = columns % stage.block != 0 and rows > 1
-            if self.variant.stochastic:
-                ragged |= is_apart(rows * columns, columns, stage.block, self.places[i])
+            ragged = is_ragged(shape, stage.block, self.places[i], self.variant.stochastic)
             groups.setdefault((self.own[i], ragged), []).append(i)
         for (aligned, ragged), tensors in groups.items():
-            counts = [self._tiles(self.shapes[i], stage.block, tile) for i in tensors]
+            counts = [tiles(self.shapes[i], stage.block, tile) for i in tensors]
             constants = {"GRAD": None, "TILES": per_item, "RAGGED": ragged, "ALIGNED": aligned, "TILE": tile}
-            work = self._items(tensors, counts, per_item)
+            work = work_items(tensors, counts, per_item)
             self._add(stage.kernel, self.plan.table, work, 1, constants, stage.scalars, True)
-
-    @staticmethod
-    def _tiles(shape: torch.Size, block: int, tile: int) -> int:
-        """Tiles of whole blocks, row by row."""
-        rows, columns = layout.grid(shape)
-        return -(-rows * -(-columns // block) // (tile // block))
 
     def _panels(self, stage: Stage) -> None:
         width = sums.panel_columns(stage.block)
@@ -303,7 +287,7 @@ class _Maker:
                 matrices * -(-height // sums.PANEL_ROWS) * -(-columns // width) for matrices, height, columns in sizes
             ]
             constants = {"GRAD": None, "TILES": 1, "RAGGED": False, "ALIGNED": aligned, "TILE": self.panel_rows}
-            work = self._items(tensors, counts)
+            work = work_items(tensors, counts)
             warps = self.kernels.WARPS[stage.kernel]
             if torch.version.hip is not None:
                 warps = max(warps // 2, 1)  # of 64 lanes
@@ -314,8 +298,8 @@ class _Maker:
         if not tensors:
             return
         tile = max(256, stage.block)
-        counts = [self._tiles(self.shapes[i], stage.block, tile) for i in tensors]
-        work = self._items(tensors, counts, FLAT_TILES)
+        counts = [tiles(self.shapes[i], stage.block, tile) for i in tensors]
+        work = work_items(tensors, counts, FLAT_TILES)
         constants = {"GRAD": None, "TILES": FLAT_TILES, "RAGGED": True, "ALIGNED": False, "TILE": 1}
         self._add(stage.kernel, self.plan.table, work, 1, constants, stage.scalars, True)
         for name, k in self._operands(stage).items():
@@ -333,7 +317,7 @@ class _Maker:
                 matrices * -(-rows // sums.PANEL_ROWS) * -(-columns // FINISHED)
                 for matrices, rows, columns in (self.sizes[i] for i in tensors)
             ]
-            work = self._items(range(len(tensors)), counts)
+            work = work_items(range(len(tensors)), counts)
             self._add(prelude.col_partials, table, work, 4, {"LANES": FINISHED, "MAX": is_max})
             return
         width = sums.panel_columns(stage.block)
@@ -346,7 +330,7 @@ class _Maker:
                 matrices, rows, columns = self.sizes[tensors[j]]
                 counts.append(-(-matrices * rows // 4) * -(-columns // width))
             constants = {"PANEL": width, "LANES": lanes, "MAX": is_max}
-            self._add(prelude.row_partials, table, self._items(some, counts), 4, constants)
+            self._add(prelude.row_partials, table, work_items(some, counts), 4, constants)
 
     def _finish(self, temps: Iterable[Temp]) -> None:
         """Partial results of temps become their values."""
@@ -368,7 +352,7 @@ class _Maker:
                 groups.setdefault(temp.reduction.endswith("max"), []).append(line)
         for is_max, lines in groups.items():
             counts = [-(-max(outer, 1) * inner // FINISHED) for _, _, outer, _, inner in lines]
-            work = self._items(range(len(lines)), counts)
+            work = work_items(range(len(lines)), counts)
             self._add(prelude.finish, self._small_table(lines), work, 4, {"MAX": is_max})
 
     def _between(self, stages: Sequence[Stage], only: int | None = None) -> None:
@@ -389,18 +373,38 @@ class _Maker:
         for lanes, lines in groups.items():
             if not lines:
                 continue
-            work = torch.tensor(lines, dtype=torch.int32, device="cpu").to(self.device)
+            work = torch.tensor(lines, dtype=torch.int32, device="cpu")
             constants = {"LANES": lanes} if only is None or len(stages) == 1 else {"LANES": lanes, "ROUND": only}
             self._add(stages[0].kernel, self.plan.table, work, BETWEEN, constants, scalars)
 
 
-def is_apart(numel: int, columns: int, block: int, place: Sequence[int]) -> bool:
-    """Return True if a tensor's elements are not numbered one after the other, eights that share a hash side by side.
+def work_items(tensors: Sequence[int], counts: Sequence[int], per_item: int = 1) -> Tensor:
+    """int32 (items, 2) on the host: (tensor row, first tile), for tensors of `counts` tiles, `per_item` tiles each."""
+    items = torch.tensor([-(-count // per_item) for count in counts], dtype=torch.int64, device="cpu")
+    tensor = torch.repeat_interleave(torch.tensor(tensors, dtype=torch.int64, device="cpu"), items)
+    before = torch.repeat_interleave(items.cumsum(0) - items, items)
+    first = (torch.arange(len(tensor), device="cpu") - before) * per_item
+    return torch.stack((tensor, first), dim=1).to(torch.int32)
 
-    place   row and column of the first element in the logical tensor, columns of that
+
+def tiles(shape: torch.Size, block: int, tile: int) -> int:
+    """Return the number of tiles that cover a tensor, of tile / block blocks each; every row has whole blocks."""
+    rows, columns = layout.grid(shape)
+    return -(-rows * -(-columns // block) // (tile // block))
+
+
+def is_ragged(shape: torch.Size, block: int, place: layout.Place, counted: bool) -> bool:
+    """Return True if blocks are walked row by row.
+
+    That is where rows end within a block, so that blocks are not flat memory; or where elements are counted, and are
+    not numbered one after the other, eights that share a hash side by side: rows are parts of longer ones, or do not
+    begin with whole eights.
     """
-    row, column, width = place[:3]
-    return (columns != width and numel != columns) or (block == 1 and (row * width + column) % 8 != 0)
+    rows, columns = layout.grid(shape)
+    if columns % block and rows > 1:
+        return True
+    parted = columns != place.width and rows > 1
+    return counted and (parted or (block == 1 and (place.row * place.width + place.column) % 8 != 0))
 
 
 def _is_common(call: Call) -> bool:

@@ -140,42 +140,8 @@ def _of_numbers(numbers: Sequence[Tensor], tensors: int) -> list[list[int]]:
     return [[table.data_ptr()] * tensors for table in numbers]
 
 
-def sizes(line: Sequence[int]) -> tuple[int, int]:
-    """(numel, columns) of a table row."""
-    return line[-SIZES], line[-SIZES + 1]
-
-
 def is_aligned(line: Sequence[int]) -> bool:
     return all(address % ALIGNMENT == 0 for address in line[:-SIZES])
-
-
-def is_ragged(line: Sequence[int], block: int, counted: bool) -> bool:
-    """Return True if blocks are walked row by row.
-
-    That is where rows end within a block, so that blocks are not flat memory; or where elements are counted, and rows
-    are parts of longer ones or do not begin with whole eights (stages.is_apart).
-    """
-    numel, columns = sizes(line)
-    ends_within = columns % block != 0 and numel != columns
-    return ends_within or (counted and stages.is_apart(numel, columns, block, line[-3:]))
-
-
-def tiles(line: Sequence[int], block: int, tile: int, ragged: bool) -> int:
-    """Return the number of tiles of `tile` elements that cover a tensor; ragged: of tile / block blocks, row by row."""
-    numel, columns = sizes(line)
-    if not ragged:
-        return -(-numel // tile)
-    blocks = numel // columns * -(-columns // block)
-    return -(-blocks // (tile // block))
-
-
-def work_items(counts: Sequence[int], per_item: int) -> Tensor:
-    """int32 (items, 2): (tensor row, first tile), for tensors of `counts` tiles, `per_item` tiles each."""
-    items = torch.tensor([-(-count // per_item) for count in counts], dtype=torch.int64, device="cpu")
-    tensor = torch.repeat_interleave(torch.arange(len(counts), device="cpu"), items)
-    before = torch.repeat_interleave(items.cumsum(0) - items, items)
-    first = (torch.arange(len(tensor), device="cpu") - before) * per_item
-    return torch.stack((tensor, first), dim=1).to(torch.int32)
 
 
 class Signature(NamedTuple):
@@ -361,7 +327,7 @@ class Launch:
 
     aligned: bool
     ragged: bool
-    sizes: list[tuple[int, int]]
+    shapes: list[torch.Size]
     addresses: Addresses
     table: Tensor
     work: Tensor
@@ -386,23 +352,25 @@ class OneKernel(Triton):
     def _build(self, now: Signature, tile: int, per_item: int, old: OneKernel | None) -> list[Launch]:
         block, counted = self.variant.block, self.variant.stochastic
         columns = [*now.columns, *_of_numbers(self.numbers, len(now.shapes))]
-        lines = rows(columns, now.shapes, now.streams, now.places)
+        places = now.places or [layout.place(shape) for shape in now.shapes]
+        lines = rows(columns, now.shapes, now.streams, places)
         kinds: dict[tuple[bool, bool], list[int]] = {}
-        for i, line in enumerate(lines):
-            if sizes(line)[0]:
-                kinds.setdefault((is_aligned(line), is_ragged(line, block, counted)), []).append(i)
+        for i, (line, shape) in enumerate(zip(lines, now.shapes, strict=True)):
+            if shape.numel():
+                kind = is_aligned(line), stages.is_ragged(shape, block, places[i], counted)
+                kinds.setdefault(kind, []).append(i)
         known = {(launch.aligned, launch.ragged): launch for launch in old.launches} if old else {}
         launches = []
         for (aligned, ragged), tensors in kinds.items():
-            part = [lines[i] for i in tensors]
-            shape = [sizes(line) for line in part]
+            part, shapes = [lines[i] for i in tensors], [now.shapes[i] for i in tensors]
             before = known.get((aligned, ragged))
-            if before is not None and before.sizes == shape:
+            if before is not None and before.shapes == shapes:
                 work = before.work  # only addresses are new
             else:
-                work = work_items([tiles(line, block, tile, ragged) for line in part], per_item).to(self.device)
+                counts = [stages.tiles(shape, block, tile) for shape in shapes]
+                work = stages.work_items(range(len(tensors)), counts, per_item).to(self.device)
             addresses = Addresses(part, tensors)
-            launches.append(Launch(aligned, ragged, shape, addresses, addresses.sent(self.device), work))
+            launches.append(Launch(aligned, ragged, shapes, addresses, addresses.sent(self.device), work))
         return launches
 
     def _each(self, does: Callable[..., None], scalars: Scalars, step_key: int) -> None:
