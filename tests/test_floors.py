@@ -28,7 +28,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         ("lower", f"lang formats {_IR} runtime", ""),
         ("verify", f"lower passes backends formats lang {_IR} runtime", "sympy torch numpy hypothesis"),
         ("driver", f"convert verify lower passes backends formats lang {_IR} runtime _generated",
-         "typer rich torch jinja2 hypothesis click"),
+         "typer rich torch triton jinja2 hypothesis click"),
         ("convert", "base runtime", "torch torchao"),
         ("runtime", "", "torch triton"),
         ("cast", "runtime", "torch"),

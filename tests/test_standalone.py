@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -29,6 +30,7 @@ PAIRS = (
     "adamw/int8_split24", "adamw/fp32_master", "lion/int8_split24", "muon/int8_split24", "lamb/int8_split24",
     "sgd/bf16_sr", "came/int8_split24", "adafactor/int4_split24", "adopt/flashoptim",
 )  # fmt: skip
+KERNELS = ("adamw/int8_split24", "lion/int8_split24", "sgd/bf16_sr", "adan/bf16_kahan")
 
 
 @cache
@@ -48,14 +50,16 @@ def module(pair: str, folder: Path) -> ModuleType:
     return made
 
 
-def optimizer(pair: str, folder: Path) -> Any:
-    return getattr(module(pair, folder), load.find_spec(pair.split("/")[0]).class_name)
+def optimizer(pair: str, folder: Path, *, kernels: bool = False) -> Any:
+    cls = getattr(module(pair, folder), load.find_spec(pair.split("/")[0]).class_name)
+    cls.KERNELS = kernels  # by Triton's interpreter, where the file has kernels
+    return cls
 
 
-def params(seed: int = 0) -> list[torch.nn.Parameter]:
+def params(seed: int = 0, shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[torch.nn.Parameter]:
     make = torch.Generator().manual_seed(seed)
     dtypes = (torch.bfloat16, torch.float32, torch.float16)
-    return [torch.nn.Parameter(torch.randn(s, generator=make).to(d)) for s in SHAPES for d in dtypes]
+    return [torch.nn.Parameter(torch.randn(s, generator=make).to(d)) for s in shapes for d in dtypes]
 
 
 def gradients(ps: list[torch.nn.Parameter], k: int) -> None:
@@ -71,11 +75,38 @@ def bits(x: Any) -> Any:
 @pytest.mark.parametrize("pair", PAIRS)
 def test_bits_of_the_package(pair: str, tmp_path: Path) -> None:
     """Weights and states of every dtype, size class and shape are those of the eager reference."""
-    ours, theirs = params(), params()
+    check(pair, optimizer(pair, tmp_path), "reference", SHAPES, 4)
+
+
+@pytest.mark.parametrize("pair", KERNELS)
+def test_kernels_have_the_bits_of_the_package(pair: str, tmp_path: Path) -> None:
+    """Also where rows end within a block; in Triton's interpreter."""
+    cls = optimizer(pair, tmp_path, kernels=True)
+    assert cls.__mro__[1].__name__ == "Fused"
+    check(pair, cls, "triton", ((5, 70), (64, 80), (300,), ()), 2)
+
+
+def test_a_file_is_short_enough_to_be_read() -> None:
+    """Kernels, codecs and the eager part of AdamW, without blank lines."""
+    assert sum(bool(line.strip()) for line in text("adamw/int8_split24").splitlines()) <= 760
+
+
+def test_triton_keeps_a_compiled_kernel_under_the_text_of_its_codecs(
+    tmp_path: Path, compiling: dict[str, str]
+) -> None:
+    """On disk a constant counts by its `cache_key`."""
+    (tmp_path / "one_file.py").write_text(text("lion/bf16_sr"))
+    code = "import one_file as m; assert m.lion_tile.cache_key in m.VARIANTS[0].cache_key"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=compiling, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def check(pair: str, cls: Any, backend: str, shapes: Sequence[tuple[int, ...]], steps: int) -> None:
+    ours, theirs = params(0, shapes), params(0, shapes)
     name = load.find_spec(pair.split("/")[0]).class_name
-    alone = optimizer(pair, tmp_path)(ours, seed=7)
-    whole = getattr(optgen.optim, name)(theirs, plan=pair.split("/")[1], backend="reference", seed=7)
-    for k in range(4):
+    alone = cls(ours, seed=7)
+    whole = getattr(optgen.optim, name)(theirs, plan=pair.split("/")[1], backend=backend, seed=7)
+    for k in range(steps):
         gradients(ours, k)
         gradients(theirs, k)
         alone.step()

@@ -109,7 +109,7 @@ def build(
         bool, typer.Option("--force", help="Overwrite edited files; build plans that the lint refuses.")
     ] = False,
     standalone: Annotated[
-        bool, typer.Option("--standalone", help="Write one file of one spec and plan, which needs torch alone.")
+        bool, typer.Option("--standalone", help="Write one file of one spec and plan: torch, and Triton on a GPU.")
     ] = False,
     json: Json = False,
 ) -> None:

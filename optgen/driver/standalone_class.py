@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+import functools
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from optgen.runtime.layout.layout import column_dims, field_shape, matrix_shape
-from optgen.runtime.records import Eager, dtype_name, keys
+from optgen.runtime.records import Eager
 from optgen.runtime.reference.eager import scalars
 from optgen.runtime.reference.stored import Stored, encode
 
@@ -43,13 +44,12 @@ class Field:
 class Variant:
     """The step for parameters of one dtype: its functions, and the tensors that it keeps.
 
-    host  (step, grad_scale, **hypers, **host states) -> `count` scalars of the step, then new host states; fp64
+    host  (step, grad_scale, **hypers, **host states) -> the scalars of the step, then new host states; fp64
     """
 
     param: str
     step: Callable[..., Any]
     host: Callable[..., tuple[Any, ...]]
-    count: int
     small: bool = False
     vector: bool = False
     flags: Mapping[str, bool] = field(default_factory=dict)
@@ -61,24 +61,50 @@ class Variant:
     eager: Eager = field(default_factory=Eager)
 
     @property
-    def names(self) -> tuple[str, ...]:
+    def states(self) -> tuple[str, ...]:
         return tuple(f.name for f in self.fields)
 
     def owned(self, owner: str) -> tuple[str, ...]:
         return tuple(f.name for f in self.fields if f.owner == owner)
 
 
+GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, the increment of SplitMix64
+
+
+@functools.lru_cache(maxsize=1024)
+def mixed(z: int) -> int:
+    """The finalizer of SplitMix64 (Steele, Lea & Flood 2014)."""
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+    return z ^ z >> 31
+
+
+def signed(word: int) -> int:
+    return (word + 2**31) % 2**32 - 2**31
+
+
+def key_of_step(seed: int, step: int) -> int:
+    """32 bits for step number `step` (1, 2, ...); the last 8 are its place among 256 steps."""
+    word = mixed((mixed((seed + GOLDEN) % 2**64) + (step >> 8) * GOLDEN) % 2**64) >> 32
+    return signed(word & -256 | int(f"{step & 255:08b}"[::-1], 2))
+
+
+def key_of_stream(name: str | int) -> int:
+    """32 bits for a parameter: its name, or its position over all groups."""
+    if isinstance(name, str):
+        return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little", signed=True)
+    return signed(mixed((name + 1) * GOLDEN % 2**64) >> 32)
+
+
 class SingleFile(torch.optim.Optimizer):
     """An optimizer of one device; its state dict holds states as they are stored."""
 
-    HYPERS: Mapping[str, tuple[Any, Mapping[str, float]]]
-    """Name -> (default, {"ge", "gt", "le", "lt": bound})."""
-    FLAGS: Mapping[str, Any]
-    """Name -> True or False, a hyper-parameter that must not be 0, or a function of the parameter's shape."""
-    VARIANTS: tuple[Variant, ...]
-    CODECS: Any
-    SMALL: int
-    """Tensors with fewer elements keep their states in fp32."""
+    HYPERS: Mapping[str, tuple[int, str, Callable[[float], bool]]]  # name -> (numbers, 0 for one; range; test)
+    FLAGS: Mapping[str, Any] = {}  # name -> bool, a hyper-parameter that must not be 0, or a function of the shape
+    VARIANTS: tuple[Any, ...]
+    _run: Any  # (group, hypers, jobs): make the steps of a group
+    _create: Any  # (variant, p, group) -> the first states
+    SMALL: int  # smaller tensors keep their states in fp32
 
     def __init__(self, params: Any, defaults: dict[str, Any], seed: int) -> None:
         super().__init__(params, {**defaults, "seed": seed})
@@ -90,39 +116,24 @@ class SingleFile(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def _read(self, group: Mapping[str, Any], name: str) -> Any:
-        default, bounds = self.HYPERS[name]
-        values = group[name] if isinstance(default, tuple) else (group[name],)
-        numbers = tuple(float(x) for x in values)
-        if isinstance(default, tuple) and len(numbers) != len(default):
-            raise ValueError(f"{type(self).__name__}: {name} must be {len(default)} numbers, got {group[name]!r}")
-        signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
-        for x in numbers:
-            holds = {kind: {"ge": x >= b, "gt": x > b, "le": x <= b, "lt": x < b}[kind] for kind, b in bounds.items()}
-            if math.isnan(x) or not all(holds.values()):
-                words = " and ".join(f"{signs[kind]} {bound:g}" for kind, bound in bounds.items())
-                raise ValueError(f"{type(self).__name__}: {name} must be {words or 'a number'}, got {x!r}")
-        return numbers if isinstance(default, tuple) else numbers[0]
+        count, words, holds = self.HYPERS[name]
+        numbers = tuple(float(x) for x in (group[name] if count else [group[name]]))
+        if len(numbers) != max(count, 1) or not all(map(holds, numbers)):
+            raise ValueError(f"{type(self).__name__}: {name} must be {words}, got {group[name]!r}")
+        return numbers if count else numbers[0]
 
     def _variant(self, p: Tensor, group: Mapping[str, Any]) -> Any:
         """Return the step of a parameter."""
         flags = {}
         for name, rule in self.FLAGS.items():
-            on = rule(tuple(p.shape)) if callable(rule) else rule if isinstance(rule, bool) else bool(group[rule])
-            flags[name] = on
-        small, vector, dtype = p.numel() < self.SMALL, p.ndim < 2, dtype_name(p.dtype)
+            value = rule(tuple(p.shape)) if callable(rule) else rule
+            flags[name] = value if isinstance(value, bool) else bool(group[value])
+        small, vector, dtype = p.numel() < self.SMALL, p.ndim < 2, str(p.dtype)[6:]
         fitting = [v for v in self.VARIANTS if v.param == dtype and all(flags[k] == on for k, on in v.flags.items())]
         for v in sorted(fitting, key=lambda v: (not v.small, not v.vector)):
             if v.small <= small and v.vector <= vector:
                 return v
         raise TypeError(f"{type(self).__name__}: parameters of dtype {dtype} and shape {list(p.shape)} are not served")
-
-    def _create(self, variant: Any, p: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the state of a parameter before its first step."""
-        state: dict[str, Any] = {"step": 0, **dict(variant.host_states)}
-        for f in variant.fields:
-            dtype = getattr(torch, f.dtype)
-            state[f.name] = torch.full(field_shape(f, p.shape), f.zero, dtype=dtype, device=p.device)
-        return state
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -132,50 +143,30 @@ class SingleFile(torch.optim.Optimizer):
         for group in self.param_groups:
             hypers = {name: self._read(group, name) for name in self.HYPERS}
             names = group.get("param_names") or range(position, position + len(group["params"]))
-            for name, p in zip(names, group["params"], strict=True):
-                if p.grad is not None:
-                    self._update(name, p, group, hypers)
+            jobs = [(x, p) for x, p in zip(names, group["params"], strict=True) if p.grad is not None]
+            self._run(group, hypers, [(self._prepare(name, p, group), name, p, self.state[p]) for name, p in jobs])
             position += len(group["params"])
         return loss
 
-    def _update(self, name: str | int, p: Tensor, group: Mapping[str, Any], hypers: Mapping[str, Any]) -> None:
+    def _prepare(self, name: str | int, p: Tensor, group: Mapping[str, Any]) -> Any:
+        """Return the step of a parameter that has its states; they begin here."""
         if p.grad is None or p.grad.layout != torch.strided:
             raise RuntimeError(f"{type(self).__name__}: the gradient of parameter {name!r} is not dense")
         variant, state = self._variant(p, group), self.state[p]
         if not state:
             state.update(self._create(variant, p, group))
-        wrong = [f.name for f in variant.fields if f.name not in state]
-        if wrong:
+        if wrong := [x for x in variant.states if x not in state]:
             raise RuntimeError(f"{type(self).__name__}: parameter {name!r} has no state {', '.join(wrong)}")
-        number, keep = state["step"] + 1, [host for host, _ in variant.host_states]
-        sign = -1.0 if group["maximize"] else 1.0
-        told = variant.host(number, sign, **hypers, **{host: state[host] for host in keep})
-        if p.numel():
-            w, g = p.contiguous(), p.grad.contiguous()
-            self._run(variant, w, g, state, told[: variant.count], keys.step_key(group["seed"], number), name)
-            if w is not p:
-                p.copy_(w)
-        state["step"] = number
-        state.update(zip(keep, map(float, told[variant.count :]), strict=True))
+        return variant
 
-    def _run(
-        self,
-        variant: Any,
-        p: Tensor,
-        g: Tensor,
-        state: Mapping[str, Any],
-        numbers: tuple[Any, ...],
-        step_key: int,
-        name: str | int,
-    ) -> None:
-        """Make the step of one contiguous tensor by its eager functions."""
-        shape = matrix_shape(variant.matrix, p.shape)
-        alike = {f.name for f in variant.fields if f.per == 1 and f.space == "elem"}
-        fields = {f: state[f].view(shape) if f in alike else state[f] for f in variant.names}
-        dims = column_dims(variant.matrix, p.shape) if variant.axes else None
-        random_keys = step_key, keys.stream_key(name)
-        stored = Stored(variant, self.CODECS, p.view(shape), g.view(shape), fields, random_keys, dims=dims)
-        variant.step(stored, *(scalars(p, *numbers) if numbers else ()))
+    def _advance(self, variant: Any, host: Any, group: Any, hypers: Any, state: Any) -> tuple[Any, int]:
+        """Count a step; return its scalars and its key of random bits."""
+        state["step"] += 1
+        keep = {name: state[name] for name, _ in variant.host_states}
+        given = host(state["step"], -1.0 if group["maximize"] else 1.0, **hypers, **keep)
+        count = len(given) - len(keep)
+        state.update(zip(keep, map(float, given[count:]), strict=True))
+        return given[:count], key_of_step(group["seed"], state["step"])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load states as they are stored; torch would cast them to the dtype of the parameter."""
@@ -187,7 +178,37 @@ class SingleFile(torch.optim.Optimizer):
                 self.state[p][name] = value.to(p.device, copy=True) if isinstance(value, Tensor) else value
 
 
-class Starting(SingleFile):
+class EagerFile(SingleFile):
+    """An optimizer whose steps are made by eager torch."""
+
+    CODECS: Any
+
+    def _create(self, variant: Any, p: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the state of a parameter before its first step."""
+        state: dict[str, Any] = {"step": 0, **dict(variant.host_states)}
+        for f in variant.fields:
+            dtype = getattr(torch, f.dtype)
+            state[f.name] = torch.full(field_shape(f, p.shape), f.zero, dtype=dtype, device=p.device)
+        return state
+
+    def _run(self, group: Mapping[str, Any], hypers: Mapping[str, Any], jobs: Sequence[tuple[Any, ...]]) -> None:
+        for variant, name, p, state in jobs:
+            numbers, step = self._advance(variant, variant.host, group, hypers, state)
+            if not p.numel():
+                continue
+            w, g = p.contiguous(), p.grad.contiguous()
+            shape = matrix_shape(variant.matrix, p.shape)
+            alike = {f.name for f in variant.fields if f.per == 1 and f.space == "elem"}
+            fields = {f: state[f].view(shape) if f in alike else state[f] for f in variant.states}
+            dims = column_dims(variant.matrix, p.shape) if variant.axes else None
+            random_keys = step, key_of_stream(name)
+            stored = Stored(variant, self.CODECS, w.view(shape), g.view(shape), fields, random_keys, dims=dims)
+            variant.step(stored, *(scalars(p, *numbers) if numbers else ()))
+            if w is not p:
+                p.copy_(w)
+
+
+class Starting(EagerFile):
     """An optimizer with states that begin as the weight, or as a number other than 0."""
 
     def _create(self, variant: Any, p: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
