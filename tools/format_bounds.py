@@ -183,14 +183,13 @@ def rows() -> tuple[list[Row], list[Row]]:
 def families() -> Iterator[tuple[str, str, list[Row]]]:
     """Yield (compander, rounding, its widths); then the logarithms."""
     from optgen.formats import Blocked, LogMax, LogMinMax, companders, scales
+    from optgen.formats.format import Rounding
 
     softsigns = [companders.softsign(x) for x in (0.5, 1, 2)]
-    for rounding in ("nearest", "stochastic"):
+    roundings: tuple[Rounding, ...] = ("nearest", "stochastic")
+    for rounding in roundings:
         for curve in (companders.linear, *softsigns):
-            made: list[Any] = [
-                Blocked(b, 64, curve, scales.ue8m8, rounding=rounding)  # type: ignore[arg-type]
-                for b in WIDTHS
-            ]
+            made: list[Any] = [Blocked(b, 64, curve, scales.ue8m8, rounding=rounding) for b in WIDTHS]
             yield str(curve), rounding, [of_format(fmt) for fmt in made]
     for rounding in ("nearest", "stochastic"):
         made = [LogMinMax(b, 64, rounding=rounding) for b in WIDTHS if b >= 4]  # type: ignore[arg-type]

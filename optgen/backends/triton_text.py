@@ -38,7 +38,7 @@ CODECS = ("Codec", "beside", "fraction", "integer", "kept", "middle", "plus", "r
 MODULES = {
     "between": ("rounds",), "codecs": CODECS, "matrices": ("walk_matrices",), "prelude": PRELUDE, "walk": ("walk",),
 }  # fmt: skip
-"""What generated text may call, by modules of optgen.runtime.gpu."""
+"""The functions that generated text may call, by modules of optgen.runtime.gpu."""
 
 
 def imports(lines: Iterable[str]) -> list[str]:
