@@ -27,14 +27,12 @@ from optgen.backends.cpp import (
     tables,
     type_of,
 )
-from optgen.backends.printer import ATOM, Text, with_comments
+from optgen.backends.printer import ATOM, Text, computed, with_comments
 from optgen.backends.reference import ROOT, Codec, X
 from optgen.backends.triton_text import C, multiplied
-from optgen.ir import node as ir
 from optgen.ir.node import Node, Rewriter, postorder
 from optgen.ir.program import Buffer, Let, Schedule, Step
 from optgen.ops import spaces
-from optgen.ops.prims import PRIMS
 
 _RESERVED = RESERVED | frozenset(
     "All APART Arrays at b blocks_ Codec code_at DRAWS encode end FIELDS first full_nearest g h HAS_ROOT Head head i "
@@ -287,22 +285,10 @@ def _fields(codec: Codec, struct: str) -> list[str]:
     return [*out, "};"]
 
 
-def _number(node: Node) -> Node:
-    if node.args and all(a.op == "const" for a in node.args):
-        row = PRIMS[node.op]
-        meaning = row.number or row.operator
-        assert meaning is not None
-        return ir.const(float(meaning(*(a.attr for a in node.args))))
-    return node
-
-
-_computed = Rewriter(_number)
-
-
 def _scalar_lines(plan: Phases, step: Step) -> list[str]:
     """The lines that compute what is made of constants and c alone."""
     printer = CppPrinter(plan)
-    found = [(let.name, _computed(let.node)) for let in step.host if let.node.op != "sym"]
+    found = [(let.name, computed(let.node)) for let in step.host if let.node.op != "sym"]
     return [f"const F {plan.scalar[name]}({printer.text(node)});" for name, node in found]
 
 

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from optgen.ir import node as ir
-from optgen.ir.node import Node
+from optgen.ir.node import Node, Rewriter
 from optgen.ir.program import Let
+from optgen.ops.prims import PRIMS
 
 ATOM = 100
 # Python's precedence: (operator, level, whether the right operand needs parentheses at the same level)
@@ -124,3 +125,16 @@ def wrapped(
             line = indent
         line += f"{name}, "
     return [*out, line.rstrip(), close]
+
+
+def _number(node: Node) -> Node:
+    if node.args and all(a.op == "const" for a in node.args):
+        row = PRIMS[node.op]
+        meaning = row.number or row.operator
+        assert meaning is not None
+        return ir.const(float(meaning(*(a.attr for a in node.args))))
+    return node
+
+
+computed = Rewriter(_number)
+"""Replaces functions of numbers alone by the number."""

@@ -14,15 +14,14 @@ import textwrap
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from optgen.backends import triton
-from optgen.backends.printer import ATOM, Printer, Text, with_comments, wrapped
+from optgen.backends.printer import ATOM, Printer, Text, computed, with_comments, wrapped
 from optgen.backends.reference import ROOT, Codec, X, assemble, bound_lines
 from optgen.backends.triton import TritonPrinter
-from optgen.ir import node as ir
-from optgen.ir.node import Node, Rewriter, postorder
+from optgen.ir.node import Node, postorder
 from optgen.ir.program import Buffer, Let, Program, Schedule, Step, Store
 from optgen.ir.ranges import Intervals
 from optgen.ops import spaces
-from optgen.ops.prims import GATHERS, PRIMS
+from optgen.ops.prims import GATHERS
 
 C = "c"
 """The coefficient that a codec's `decode` multiplies its value with."""
@@ -292,20 +291,8 @@ def _decode(step: Step, function: str, fields: Sequence[str], tables: Sequence[s
 def _scalars(step: Step) -> list[str]:
     """The lines that compute what is made of constants and c alone."""
     printer = TritonPrinter(step.stages[0].schedule.program)
-    found = [(let.name, _computed(let.node)) for let in step.host if let.node.op != "sym"]
+    found = [(let.name, computed(let.node)) for let in step.host if let.node.op != "sym"]
     return [f"    {name} = {printer.text(node)}" for name, node in found]
-
-
-def _number(node: Node) -> Node:
-    if node.args and all(a.op == "const" for a in node.args):
-        row = PRIMS[node.op]
-        meaning = row.number or row.operator
-        assert meaning is not None
-        return ir.const(float(meaning(*(a.attr for a in node.args))))
-    return node
-
-
-_computed = Rewriter(_number)
 
 
 def _body(step: Step, fields: Sequence[str]) -> tuple[list[str], dict[str, tuple[str, Node, TritonPrinter]], list[str]]:
