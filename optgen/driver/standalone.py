@@ -120,12 +120,12 @@ def _kernel_texts(spec: Spec, plan: Plan, texts: Mapping[str, str]) -> dict[str,
         re.sub(r"    b = stored\.over\([^)]*\)\n", "", texts[RULE]).replace("stored,", "b,").replace("(stored)", "(b)")
     )
     rule = re.sub(r"    # -- .*\n", "", rule)
-    rule = re.sub(r'b\.kept\("\w+", (\w+)\)', r"\1", rule)
+    rule = _not_kept(rule, r'b\.kept\("\w+", (\w+)\)')
     codecs = re.sub(r"noise\.(\w+)\(", r"\1.fn(draws, SHIFT, ", texts[CODECS]).replace(", noise)", ", draws, SHIFT)")
     codecs = codecs.replace("block_max(", "highest(").replace("block_min(", "lowest(")
     more = f"from {KERNELS} import fraction, highest, integer, lowest, middle"
     tiles = re.sub(r"PLAN\.(\w+)", r'PLAN.named("\1")', triton_text.rule_text(spec, "fast"))
-    tiles = re.sub(r'kept\((\w+), live, MASKED, PLAN\.named\("\w+"\)\)', r"\1", tiles)
+    tiles = _not_kept(tiles, r'kept\((\w+), live, MASKED, PLAN\.named\("\w+"\)\)')
     return {
         **texts,
         RULE: rule,
@@ -134,6 +134,18 @@ def _kernel_texts(spec: Spec, plan: Plan, texts: Mapping[str, str]) -> dict[str,
         TILE_HOST: kernel_text.record_text(spec, "fast"),
         DEVICE: _shared(triton_text.codec_text(plan, "fast")),
     }
+
+
+def _not_kept(text: str, call: str) -> str:
+    """Return the text of a rule that goes on with new values, not with what is kept of them."""
+    line = re.compile(rf"(?:    # \w+ as it is kept\n)?    (\w+) = {call}(?: +#.*)?\n")
+    functions = re.split(r"^(?=def |@)", text, flags=re.M)
+    for k, body in enumerate(functions):
+        while found := line.search(body):
+            assert not re.search(rf"^    {found[2]} = ", body[found.end() :], re.M)
+            body = body[: found.start()] + re.sub(rf"\b{found[1]}\b", found[2], body[found.end() :])
+        functions[k] = body
+    return "".join(functions)
 
 
 def _shared(text: str) -> str:
@@ -250,18 +262,12 @@ class _Records:
 
         out = [f"{name} = {named(text)}" for text, name in (*self.codecs.items(), *self.steps.items())]
         out += ["VARIANTS = (", *(f"    {line}" for line in self.variants), ")"]
-        return [
-            x
-            for line in out
-            for x in textwrap.wrap(
-                line.replace("'", '"'),
-                120,
-                subsequent_indent="    " * (1 + line.startswith("    ")),
-                initial_indent="    " * line.startswith("    "),
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
-        ]
+        wrap = textwrap.TextWrapper(120, break_long_words=False, break_on_hyphens=False)
+        lines = []
+        for line in out:
+            wrap.subsequent_indent = "        " if line.startswith(" ") else "    "
+            lines += wrap.wrap(line.replace("'", '"'))
+        return lines
 
 
 def _fused(spec: Spec, plan: Plan, variants: Sequence[Variant], texts: Mapping[str, str]) -> Parts | None:

@@ -155,6 +155,12 @@ def block_magnitude(x, live, MASKED: tl.constexpr):
 
 
 @triton.jit
+def rounded(pattern, noise, k: tl.constexpr):
+    """uint8: bits 12 to 19 of an int32 and 12 bits of noise, those from k on."""
+    return (pattern + (noise >> k & 4095) >> 12).to(tl.uint8)
+
+
+@triton.jit
 def plain_decode(c, x):
     return c, x.to(tl.float32)
 
