@@ -25,7 +25,6 @@ from tests.harness import plan_of, same_bits
 from tests.training import same, through_file
 
 OVER_THE_MODEL = ("ClippedAdamW", "DAdaptAdam", "Prodigy")
-MATRICES_ONLY = ("Fromage",)
 EVERY_RULE = [name for name in dir(optim) if name not in OVER_THE_MODEL]
 
 
@@ -83,30 +82,32 @@ def pair(
     return a, make(a), b, make(b)
 
 
+def agree(
+    make: Callable[[Net], Optimizer], dtype: torch.dtype = torch.bfloat16, vectors: bool = True, **release: Any
+) -> None:
+    """Assert that released steps have the bits of ordinary ones."""
+    a, opt_a, b, opt_b = pair(make, dtype, vectors)
+    train(opt_a, a, 4)
+    opt_b.release_gradients(b, **release)
+    train(opt_b, b, 4)
+    same(a, b, opt_a, opt_b)
+
+
 @pytest.mark.parametrize("name", EVERY_RULE)
 def test_the_bits_are_those_of_ordinary_steps(name: str) -> None:
     cls = getattr(optim, name)
-    vectors = accepts_vectors(cls)
     for plan in ("fp32", "int8_split24"):
-        a, opt_a, b, opt_b = pair(lambda m: cls(m.named_parameters(), plan=plan), vectors=vectors)  # noqa: B023
-        train(opt_a, a, 4)
-        opt_b.release_gradients(b)
-        train(opt_b, b, 4)
-        same(a, b, opt_a, opt_b)
+        agree(lambda m: cls(m.named_parameters(), plan=plan), vectors=accepts_vectors(cls))  # noqa: B023
 
 
-@pytest.mark.parametrize("name", ["AdamW", "CAME", "LAMB", "Muon"])
-@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize(("name", "named"), [("AdamW", True), ("CAME", True), ("LAMB", False), ("Muon", False)])
 def test_the_same_in_compiled_kernels_with_and_without_names(name: str, named: bool) -> None:
-    def make(m: Net) -> Optimizer:
-        return getattr(optim, name)(m.named_parameters() if named else m.parameters(), backend="cpp", seed=5)
+    cls = getattr(optim, name)
 
-    vectors = accepts_vectors(getattr(optim, name))
-    a, opt_a, b, opt_b = pair(make, vectors=vectors)
-    train(opt_a, a, 5)
-    opt_b.release_gradients(b)
-    train(opt_b, b, 5)
-    same(a, b, opt_a, opt_b)
+    def make(m: Net) -> Optimizer:
+        return cls(m.named_parameters() if named else m.parameters(), backend="cpp", seed=5)
+
+    agree(make, vectors=accepts_vectors(cls))
 
 
 def test_the_same_in_triton_kernels() -> None:
@@ -141,19 +142,14 @@ def test_gradients_are_gone_as_soon_as_they_are_used() -> None:
     assert all(opt.state[p]["step"] == 1 for p in model.parameters())
 
 
-@pytest.mark.parametrize("maximize", [True, False])
-def test_groups_with_options_of_their_own(maximize: bool) -> None:
+def test_groups_with_options_of_their_own() -> None:
     def make(m: Net) -> Optimizer:
         decayed = [x for x in m.named_parameters() if x[1].ndim == 2]
         others = [x for x in m.named_parameters() if x[1].ndim < 2]
         groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "plan": "fp32"}]
-        return optim.AdamW(groups, lr=1e-2, maximize=maximize)
+        return optim.AdamW(groups, lr=1e-2, maximize=True)
 
-    a, opt_a, b, opt_b = pair(make)
-    train(opt_a, a, 4)
-    opt_b.release_gradients()
-    train(opt_b, b, 4)
-    same(a, b, opt_a, opt_b)
+    agree(make)
 
 
 def test_schedulers_hooks_and_closures_see_steps() -> None:
@@ -178,18 +174,10 @@ def test_schedulers_hooks_and_closures_see_steps() -> None:
     assert {opt.state[p]["step"] for p in model.parameters()} == {1}
 
 
-@pytest.mark.parametrize("every", [2, 3])
-def test_accumulation_in_p_grad_is_exact(every: int) -> None:
+@pytest.mark.parametrize("kept", [None, "fp32"])
+def test_accumulation_is_exact_and_a_window_that_ends_early_is_updated_by_step(kept: str | None) -> None:
     a, opt_a, b, opt_b = pair(lambda m: optim.AdamW(m.named_parameters()), torch.float32)
-    train(opt_a, a, 4, every=every)
-    opt_b.release_gradients(b, accumulate=every)
-    train(opt_b, b, 4, every=every)
-    same(a, b, opt_a, opt_b)
-
-
-def test_a_window_that_ends_early_is_updated_by_step() -> None:
-    a, opt_a, b, opt_b = pair(lambda m: optim.AdamW(m.named_parameters()), torch.float32)
-    opt_b.release_gradients(b, accumulate=4)
+    opt_b.release_gradients(b, accumulate=4, accumulator=None if kept is None else accumulator(kept))
     for opt, model in ((opt_a, a), (opt_b, b)):
         for k, size in enumerate((4, 2, 4)):
             for i in range(size):
@@ -287,7 +275,7 @@ def test_parameters_that_are_replaced_in_their_group() -> None:
     assert opt.state[fresh]["step"] == 2
 
 
-@pytest.mark.parametrize(("every", "kept"), [(1, None), (3, None), (3, "fp32")])
+@pytest.mark.parametrize(("every", "kept"), [(1, None), (3, "fp32")])
 def test_parameters_whose_content_was_swapped_are_released_from_the_next_step_on(
     every: int, kept: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -424,14 +412,6 @@ def provider() -> Iterator[None]:
     plans.provider = before
 
 
-def test_an_fp32_accumulator_sums_fp32_gradients_exactly_as_torch() -> None:
-    a, opt_a, b, opt_b = pair(lambda m: optim.AdamW(m.named_parameters()), torch.float32)
-    train(opt_a, a, 3, every=3)
-    opt_b.release_gradients(b, accumulate=3, accumulator=accumulator("fp32"))
-    train(opt_b, b, 3, every=3)
-    same(a, b, opt_a, opt_b)
-
-
 def test_an_accumulator_keeps_no_gradient_between_micro_batches() -> None:
     model = net()
     opt = optim.AdamW(model.parameters())
@@ -552,40 +532,28 @@ def test_sums_after_a_checkpoint_continue_bit_for_bit(first: str, renamed: bool)
     handle_a.load_state_dict({"previous_norm": None})  # of before there were such
 
 
-def test_removing_and_flushing_lose_no_sum() -> None:
-    model = net(torch.float32)
+def test_zero_grad_forgets_a_sum_and_remove_gives_it_back() -> None:
+    model, plain = net(torch.float32), net(torch.float32)
     opt = optim.AdamW(model.parameters())
     handle = opt.release_gradients(model, accumulate=4, accumulator=accumulator("fp32"))
-    plain = net(torch.float32)
+    model.loss(5).backward()
+    opt.zero_grad()
     for k in (1, 3):
         model.loss(k).backward()
         plain.loss(k).backward()
     handle.remove()
+    assert not opt.state
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         assert p.grad is not None and q.grad is not None
         assert torch.equal(p.grad, q.grad)
 
 
-def test_zero_grad_forgets_a_sum() -> None:
-    model, other = net(torch.float32), net(torch.float32)
-    opt, opt_other = optim.AdamW(model.parameters()), optim.AdamW(other.parameters())
-    opt.release_gradients(model, accumulate=2, accumulator=accumulator("fp32"))
-    model.loss(5).backward()
-    opt.zero_grad()
-    for k in (1, 3):
-        model.loss(k).backward()
-        other.loss(k).backward()
-    opt_other.step()
-    same(other, model, opt_other, opt)
-
-
 # -- what is refused ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", OVER_THE_MODEL)
-def test_rules_that_sum_over_the_model_are_refused(name: str) -> None:
+def test_rules_that_sum_over_the_model_are_refused() -> None:
     model = net()
-    opt = getattr(optim, name)(model.named_parameters())
+    opt = optim.Prodigy(model.named_parameters())
     with pytest.raises(ValueError, match=r"'table.weight'.*needs sums over the whole model.*clip_by='previous_norm'"):
         opt.release_gradients(model)
     model.loss(0).backward()
@@ -623,11 +591,7 @@ def sums_at_no_step(p, g, *, lr=hyper(1e-2, ge=0), k=hyper(2, ge=1), now=flag(ev
 
 
 def test_a_rule_whose_sums_over_the_model_no_step_takes_is_not_refused() -> None:
-    a, opt_a, b, opt_b = pair(lambda m: compiled(sums_at_no_step)(m.named_parameters()))
-    opt_b.release_gradients(b)
-    train(opt_a, a, 3)
-    train(opt_b, b, 3)
-    same(a, b, opt_a, opt_b)
+    agree(lambda m: compiled(sums_at_no_step)(m.named_parameters()))
 
 
 @optimizer(cite="nobody")
@@ -843,30 +807,26 @@ def test_the_norm_over_parameters_of_which_some_are_dtensors() -> None:
     assert all(map(torch.equal, *found))
 
 
-@pytest.mark.parametrize("name", ["AdamW", "Muon"])
-def test_a_parameter_that_changes_its_dtype_is_refused(name: str) -> None:
+def test_a_parameter_that_changes_its_dtype_is_refused() -> None:
     p = nn.Parameter(torch.ones(8, 64))
-    opt = getattr(optim, name)([p], plan="fp32", backend="reference")
+    opt = optim.AdamW([p], plan="fp32", backend="reference")
     opt.release_gradients()
     p.sum().backward()
     p.data = p.data.bfloat16()
     before = p.detach().clone()
     with pytest.raises(RuntimeError, match=r"parameter 0 \(bfloat16 \[8, 64\]\) was float32"):
         p.sum().backward()
-    assert torch.equal(p, before)
-    assert opt.state[p]["step"] == 1
+    assert torch.equal(p, before) and opt.state[p]["step"] == 1
 
 
 def test_the_number_of_micro_batches_may_be_changed() -> None:
     p = nn.Parameter(torch.ones(8, 64))
     handle = optim.SGD([p], lr=0.1, plan="fp32", backend="reference").release_gradients(accumulate=1)
     handle.accumulate = 2
-    before = p.detach().clone()
     p.sum().backward()
-    assert torch.equal(p, before)
+    assert bool((p == 1).all())
     p.sum().backward()
-    assert not torch.equal(p, before)
-    assert handle.accumulate == 2
+    assert bool((p < 1).all()) and handle.accumulate == 2
 
 
 # -- outcomes that would be wrong without a word

@@ -126,10 +126,9 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("order", LAYOUTS)
-def test_strides_change_nothing(order: str, dtype: torch.dtype) -> None:
-    (plain,), (p,) = parameters(dtype, [(2, 240, 3, 4)]), parameters(dtype, [(2, 240, 3, 4)])
+def test_strides_change_nothing(order: str) -> None:
+    (plain,), (p,) = (parameters(torch.bfloat16, [(2, 240, 3, 4)]) for _ in range(2))
     p = nn.Parameter(LAYOUTS[order](p.detach()))
     stride = p.stride()
     opt, other = AdamW([p], lr=0.1), AdamW([plain], lr=0.1)
@@ -163,9 +162,8 @@ def test_gradients_of_another_dtype(dtype: torch.dtype, grad: torch.dtype, backe
     assert p.grad._version == version
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_autograd_sees_the_step(dtype: torch.dtype) -> None:
-    (p,) = parameters(dtype, [(3, 9)])
+def test_autograd_sees_the_step() -> None:
+    (p,) = parameters(torch.bfloat16, [(3, 9)])
     opt = AdamW([p])
     loss = (p * p).sum()
     p.grad = torch.ones_like(p)
@@ -212,7 +210,6 @@ def test_parameter_of_a_dtype_changed_later(copied: bool) -> None:
     [
         (lambda s: s.pop("exp_avg_scale"), "exp_avg_scale: expected int16 [65, 1], it is missing"),
         (lambda s: s.update(exp_avg_codes=s["exp_avg_codes"].float()), "expected uint8 [65, 64], got float32 [65, 64]"),
-        (lambda s: s.update(exp_avg_scale=s["exp_avg_scale"][:, :0]), "expected int16 [65, 1], got int16 [65, 0]"),
         (lambda s: s.update(weight_low=s["weight_low"].t().contiguous().t()), "expected a contiguous tensor"),
         (lambda s: s.update(weight_low=3.0), "weight_low: expected uint8 [65, 64], got 3.0"),
         (lambda s: s.update(step=1.5), "step must be a whole number"),
@@ -249,7 +246,6 @@ def test_partial_and_cleared_states_are_filled() -> None:
     ("make", "error", "text"),
     [
         (lambda p: AdamW([p], lr=-1.0), ValueError, "AdamW: lr must be >= 0, got -1.0"),
-        (lambda p: AdamW(None, lr=-1.0), ValueError, "lr must be"),  # type: ignore[arg-type]
         (lambda p: AdamW([p], lr=math.nan), ValueError, "lr must be >= 0, got nan"),
         (lambda p: AdamW([p], lr="fast"), TypeError, "lr must be a number, got 'fast'"),
         (lambda p: AdamW([p], lr=torch.ones(2)), TypeError, "lr must be a number"),
@@ -263,7 +259,6 @@ def test_partial_and_cleared_states_are_filled() -> None:
         (lambda p: AdamW([p], differentiable=True), ValueError, "does not support differentiable=True"),
         (lambda p: AdamW([p], capturable=1), TypeError, "capturable must be True or False"),
         (lambda p: AdamW([p], fused=True, foreach=True), ValueError, "fused and foreach cannot both be True"),
-        (lambda p: AdamW([{"params": [p], "differentiable": True}]), ValueError, "does not support differentiable"),
         (lambda p: AdamW([{"params": [p], "eps": -1}]), ValueError, "eps must be >= 0, got -1.0"),
         (lambda p: AdamW([p], plan="in8"), ValueError, r"no plan 'in8': did you mean 'int8'\?"),
         (lambda p: AdamW([p], plan="absent"), ValueError, "optgen build adamw --plan absent"),
@@ -271,7 +266,6 @@ def test_partial_and_cleared_states_are_filled() -> None:
         (lambda p: AdamW([p], plan={"float31": "fp32"}), ValueError, "unknown parameter dtype 'float31'"),
         (lambda p: AdamW([p.double().detach().requires_grad_()]), TypeError, "no plan for float64 parameters"),
         (lambda p: AdamW([nn.Parameter(p.detach() * 1j)]), TypeError, "complex parameters"),
-        (lambda p: AdamW([nn.Parameter(torch.ones(1).expand(3))]), ValueError, "its elements overlap"),
         (lambda p: AdamW([p, p]), ValueError, "contains a parameter twice"),
         (lambda p: AdamW([{"params": [p]}, {"params": [p]}]), ValueError, "more than one parameter group"),
         (lambda p: AdamW([]), ValueError, "empty parameter list"),
@@ -355,21 +349,7 @@ def test_closure_runs_once_with_gradients_before_they_are_read() -> None:
     assert opt.step() is None
 
 
-def test_lr_tensor_that_a_scheduler_fills() -> None:
-    one, two = parameters(), parameters()
-    opt, other = AdamW(one, lr=torch.tensor(0.5)), AdamW(two, lr=0.5)
-    for each in (opt, other):
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(each, 0.5)
-        train(each, range(1))
-        scheduler.step()
-    assert isinstance(opt.param_groups[0]["lr"], Tensor)
-    train(opt, range(2))
-    train(other, range(2))
-    assert bits(one) == bits(two)
-
-
-@pytest.mark.parametrize("lr", [3e-4, 1.0])
-@pytest.mark.parametrize("end", [10, 1000])
+@pytest.mark.parametrize(("lr", "end"), [(3e-4, 1000), (1.0, 10)])
 def test_a_rate_that_rounding_puts_below_zero_is_zero(lr: float, end: int) -> None:
     """torch's LinearLR multiplies the rate by factors whose product is 0, but for their rounding."""
     (p,) = parameters(shapes=[(4, 5)])
@@ -498,23 +478,12 @@ MISFITS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         lambda s: s["state"][7].pop("exp_avg_scale"),
         "parameter 7 (bfloat16 [65, 64]), plan int8_split24: exp_avg_scale: expected int16 [65, 1], it is missing",
     ),
-    "extra": (lambda s: s["state"][7].update(mu=torch.ones(1)), "mu: not expected"),
     "cast by torch": (
         lambda s: s["state"][7].update(exp_avg_codes=s["state"][7]["exp_avg_codes"].bfloat16()),
         "exp_avg_codes: expected uint8 [65, 64], got bfloat16 [65, 64]",
     ),
-    "shape": (
-        lambda s: s["state"][7].update(exp_avg_codes=torch.ones(64, 65, dtype=torch.uint8)),
-        "exp_avg_codes: expected uint8 [65, 64], got uint8 [64, 65]",
-    ),
-    "signedness": (
-        lambda s: s["state"][7].update(exp_avg_scale=s["state"][7]["exp_avg_scale"].to(torch.uint16)),
-        "exp_avg_scale: expected int16 [65, 1], got uint16",
-    ),
     "step": (lambda s: s["state"][7].update(step=2.5), "step: expected a whole number >= 0, got 2.5"),
-    "no step": (lambda s: s["state"][7].pop("step"), "step: expected a whole number >= 0, it is missing"),
     "not a dict": (lambda s: s["state"].update({7: 3}), "parameter 7 (bfloat16 [65, 64]): expected a dict of states"),
-    "not a tensor": (lambda s: s["state"][6].update(exp_avg_sq=1.0), "exp_avg_sq: expected float32 [5, 7], got 1.0"),
 }
 
 
@@ -534,8 +503,7 @@ def test_checkpoint_that_does_not_fit_changes_nothing(case: str) -> None:
     assert [id(g) for g in opt.param_groups] == objects
 
 
-@pytest.mark.parametrize("device", [None, "meta"])
-def test_a_users_own_entries_are_kept_saved_and_loaded(device: str | None) -> None:
+def test_a_users_own_entries_are_kept_saved_and_loaded() -> None:
     """As torch keeps them; those of a parameter that has made no step, or never will, as well."""
     (opt, params), (plain, others) = fresh(torch.bfloat16), fresh(torch.bfloat16)
     frozen = nn.Parameter(torch.ones(2, dtype=torch.complex64), requires_grad=False)
@@ -549,11 +517,7 @@ def test_a_users_own_entries_are_kept_saved_and_loaded(device: str | None) -> No
     opt.state["n"] = 5
     opt.state["mean"] = {"exp_avg": 1.0, "step": 3}
     opt.dense_state_dict(), opt.master_weights(), opt.memory()
-    torch.set_default_device(device)
-    try:
-        opt.load_state_dict(through_file(opt.state_dict()))
-    finally:
-        torch.set_default_device(None)
+    opt.load_state_dict(through_file(opt.state_dict()))
     assert torch.equal(opt.state[params[0]]["ema"], params[0])
     assert opt.state[params[0]]["ema"].dtype is torch.bfloat16
     assert opt.state[params[1]]["window"][1] == "text"
@@ -695,7 +659,9 @@ def test_torch_checkpoint_is_encoded() -> None:
     ours = training.copies(oracle)
     opt = AdamW(ours, plan="torchao8")
     opt.load_state_dict(oracle.state_dict())
-    dense = opt.dense_state_dict()["state"]
+    exported = opt.dense_state_dict()
+    assert {"plan", "seed", "backend"}.isdisjoint(exported["param_groups"][0])
+    dense = exported["state"]
     bound = bounds.one_step_bound(plan_of("torchao8").signed)
     assert bound.of == "scale"
     for i, q in enumerate(theirs):
@@ -707,22 +673,6 @@ def test_torch_checkpoint_is_encoded() -> None:
             assert ((got - want).abs() <= bound.total * largest).all()
     train(opt, range(3, 5))
     assert all(opt.state[p]["step"] == 5 for p in ours)
-
-
-def test_dense_export_and_import_between_plans() -> None:
-    params = parameters(shapes=[(65, 64), (3,)])
-    opt = AdamW([("a", params[0]), ("b", params[1])], plan="torchao8", lr=0.3)
-    train(opt, range(3))
-    exported = opt.dense_state_dict()
-    assert {"plan", "seed", "backend"}.isdisjoint(exported["param_groups"][0])
-    other = AdamW([("a", params[0]), ("b", params[1])], plan="torchao8")
-    other.load_state_dict(exported)
-    assert other.param_groups[0]["lr"] == 0.3
-    for p in params:
-        codes = "exp_avg_codes" if p.ndim == 2 else "exp_avg"
-        assert torch.equal(other.state[p][codes], opt.state[p][codes])  # encode(decode(.)) keeps codes
-    untrained = AdamW(parameters(shapes=[(4, 9)]))
-    assert untrained.dense_state_dict()["state"] == {}
 
 
 def test_torch_state_that_lacks_something() -> None:
@@ -767,16 +717,6 @@ def test_class_that_is_swapped_for_a_wrapper() -> None:
     opt = AdamW(params)
     opt.__class__ = type("LightningAdamW", (type("Mixin", (), {}), AdamW), {})
     train(opt, range(2))
-
-
-def test_parameters_swapped_in_the_groups() -> None:
-    """As sharding wrappers do it: the groups get other parameters before the first step."""
-    opt = AdamW(parameters(shapes=[(3,), (4,)]))
-    for round_ in range(4):
-        swapped = parameters(shapes=[(5, 2), (6,)], seed=round_)
-        opt.param_groups[0]["params"][:] = swapped
-        train(opt, range(2))
-    assert len(opt._stepper.dtypes) <= 4
 
 
 def test_add_param_group_is_all_or_nothing() -> None:
@@ -891,7 +831,7 @@ def test_memory_counts_what_is_there() -> None:
     assert str(AdamW([nn.Parameter(torch.ones(1), requires_grad=False)]).memory()).startswith("0 tensors")
 
 
-@pytest.mark.parametrize("saved", [[1], None, "state", 3])
+@pytest.mark.parametrize("saved", [[1], None])
 def test_what_is_no_state_dict_is_refused_and_nothing_changes(saved: object) -> None:
     opt = AdamW([nn.Parameter(torch.ones(3))], lr=0.1)
     before = opt.state_dict()
@@ -945,14 +885,25 @@ def test_ranges(value: float, low: float, high: float) -> None:
 @pytest.mark.parametrize("released", [False, True])
 @pytest.mark.parametrize(
     ("name", "value", "said"),
-    [("lr", -1.0, "lr must be >= 0, got -1.0"), ("betas", 0.9, "betas must be 2 numbers, got 0.9")],
+    [
+        ("backend", "gpu", "backend must be one of auto, reference, triton, cpp, got 'gpu'"),
+        ("seed", "a", "seed must be an int, got 'a'"),
+        ("maximize", "no", "maximize must be True or False, got 'no'"),
+        ("lr", -1.0, "group 1: lr must be >= 0, got -1.0"),
+        ("lr", 10**400, "group 1: lr must be a number, got 10+"),
+        ("betas", 0.9, "group 1: betas must be 2 numbers, got 0.9"),
+        ("eps", None, "group 1: eps must be a number, got None"),
+    ],
 )
-def test_a_number_out_of_range_is_refused_with_its_group(released: bool, name: str, value: object, said: str) -> None:
-    p, q = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
-    opt = AdamW([{"params": [p]}, {"params": [q]}], plan="fp32")
+def test_what_is_put_into_a_group_later_is_refused_as_at_the_start(
+    released: bool, name: str, value: object, said: str
+) -> None:
+    params = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    opt = AdamW([{"params": [p]} for p in params], plan="fp32")
     if released:
         opt.release_gradients()
     opt.param_groups[1][name] = value
-    with pytest.raises((TypeError, ValueError), match=f"^AdamW: group 1: {said}$"):  # noqa: PT012
-        (p.sum() + q.sum()).backward()
+    with pytest.raises((TypeError, ValueError), match=f"^(AdamW: )?{said}"):  # noqa: PT012
+        params[1].sum().backward()
         opt.step()
+    assert torch.equal(params[1], torch.ones(3)) and not opt.state
