@@ -17,8 +17,8 @@ import pickle
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ from optgen.runtime.records import keys
 from optgen.runtime.records import scalars as host
 from optgen.runtime.step import fast_path
 from optgen.runtime.work import counting
+from tests.training import params_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value", "ignore:overflow")
 
@@ -104,11 +105,7 @@ def trained(cls: type[Optimizer], steps: int = STEPS, shapes: Any = None, **opti
 
 
 def shapes_of(cls: type[Optimizer]) -> list[tuple[int, ...]]:
-    return [s for s in SHAPES if len(s) == 2 or cls.SPEC != "came"]
-
-
-def params_of(opt: Optimizer) -> list[nn.Parameter]:
-    return [p for g in opt.param_groups for p in g["params"]]
+    return [(4, 6), (3, 8)] if cls.SPEC == "came" else SHAPES  # its sweeps take the interpreter long
 
 
 # -- the arithmetic ---------------------------------------------------------------------------------------------
@@ -127,71 +124,8 @@ def test_keys_of_a_device_are_the_hosts(seed: int) -> None:
         assert out.item() == keys.step_key(seed, step)
 
 
-NUMBERS = [0.0, -0.0, 1.0, -2.5, 0.999, 5e-324, 1e300, math.inf, -math.inf, math.nan]
-EXACT = ("larger", "smaller", "divide")
-"""Functions of two numbers whose tensors must give the very bits."""
-
-
 def tensor(x: float) -> Tensor:
     return torch.tensor(x, dtype=torch.float64)
-
-
-def same(got: object, wanted: object) -> bool:
-    assert isinstance(got, Tensor)
-    assert got.dtype == torch.float64
-    assert got.ndim == 0
-    assert isinstance(wanted, (int, float))
-    return value(got.view(torch.int64)) == value(tensor(wanted).view(torch.int64)) or (
-        math.isnan(got.item()) and math.isnan(wanted)
-    )
-
-
-@pytest.mark.parametrize("name", EXACT)
-def test_functions_of_two_numbers(name: str) -> None:
-    function = getattr(host, name)
-    for a in NUMBERS:
-        for b in NUMBERS:
-            wanted = function(a, b)
-            for x, y in ((tensor(a), tensor(b)), (tensor(a), b), (a, tensor(b))):
-                assert same(function(x, y), wanted), (a, b)
-
-
-def test_functions_of_one_number() -> None:
-    for a in NUMBERS:
-        for name in ("root", "floor"):
-            assert same(getattr(host, name)(tensor(a)), getattr(host, name)(a)), (name, a)
-        for name in ("exp", "log"):  # two libraries, each within an ulp of the answer
-            got, wanted = getattr(host, name)(tensor(a)).item(), getattr(host, name)(a)
-            assert got == pytest.approx(wanted, rel=2**-51, abs=0.0, nan_ok=True), (name, a)
-
-
-def test_cube_roots() -> None:
-    for a in NUMBERS:
-        got, wanted = host.cube_root(tensor(a)).item(), host.cube_root(a)
-        # A third is rounded: half an ulp, 2^-55, of the exponent is multiplied by |ln a|, at most 745.
-        assert got == pytest.approx(wanted, rel=745 * 2**-55 + 2**-51, abs=0.0, nan_ok=True), a
-        assert math.copysign(1, got) == math.copysign(1, wanted) or math.isnan(a)
-
-
-def test_powers() -> None:
-    for base in (0.0, -0.0, 0.5, 0.999, 1.0, 3.0, -2.0, 1e300, math.inf, math.nan):
-        for exponent in (-2000.0, -1.0, -0.5, 0.0, 0.5, 2.0, 7.0):
-            wanted = host.power(base, exponent)
-            for x, y in ((tensor(base), tensor(exponent)), (tensor(base), exponent), (base, tensor(exponent))):
-                got = host.power(x, y)
-                assert got.item() == pytest.approx(wanted, rel=2**-51, abs=0.0, nan_ok=True), (base, exponent)
-
-
-def test_conditions() -> None:
-    yes, no = torch.tensor(True), torch.tensor(False)
-    for a, b in ((True, True), (True, False), (False, True), (False, False)):
-        for x, y in ((yes if a else no, yes if b else no), (a, yes if b else no), (yes if a else no, b)):
-            assert host.both(x, y).item() == (a and b)
-            assert host.either(x, y).item() == (a or b)
-        assert host.negated(yes if a else no).item() == (not a)
-        assert host.both(a, b) is (a and b)
-        assert same(host.choose(yes if a else no, 1, 0.25), 1 if a else 0.25)
-        assert host.choose(a, 1, 0.25) == (1 if a else 0.25)
 
 
 # -- the same steps -----------------------------------------------------------------------------------------------
@@ -290,8 +224,7 @@ def skipped_by_a_scaler(opt: Optimizer, count: Tensor) -> None:
 
 def captured(opt: Optimizer, count: Tensor) -> None:
     """What a graph does between steps of the host: it writes the tensors, and nobody moves their versions."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(counting, "capturing", lambda: True)
+    with capture():
         give(params_of(opt), 50)
         opt.step()
     torch.from_numpy(count.numpy())[()] = 20  # numpy shares the memory, not the version
@@ -364,16 +297,11 @@ def test_parameters_that_miss_a_step_are_not_counted(who: set[int]) -> None:
 
 # -- copies and checkpoints -----------------------------------------------------------------------------------------
 
-COPIES: dict[str, Callable[[Optimizer], Optimizer]] = {
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda opt: pickle.loads(pickle.dumps(opt)),
-}
 
-
-@pytest.mark.parametrize("how", COPIES)
-def test_copies_go_on_alike(how: str) -> None:
+@pytest.mark.parametrize("copier", [copy.deepcopy, lambda opt: pickle.loads(pickle.dumps(opt))])
+def test_copies_go_on_alike(copier: Callable[[Optimizer], Optimizer]) -> None:
     opt = trained(AdamW, plan="bf16_sr", decouple_lr=True, capturable=True)
-    other = COPIES[how](opt)
+    other = copier(opt)
     for one in (opt, other):
         give(params_of(one), 7)
         one.step()
@@ -410,8 +338,7 @@ def test_host_states_on_the_device_are_dense_without_a_warning() -> None:
     assert dense.dtype == torch.float32 and dense.item() == kept.float().item()
 
 
-@pytest.mark.parametrize("capturable", [False, True])
-def test_torch_s_own_checkpoint(capturable: bool) -> None:
+def test_torch_s_own_checkpoint() -> None:
     """Its steps are tensors, one per parameter."""
     params = parameters(torch.float32)
     oracle = torch.optim.AdamW(params, lr=1e-3)
@@ -419,7 +346,7 @@ def test_torch_s_own_checkpoint(capturable: bool) -> None:
         give(params, step)
         oracle.step()
     mine = [nn.Parameter(p.detach().clone()) for p in params]
-    opt = AdamW(mine, plan="fp32", backend="triton", capturable=capturable)
+    opt = AdamW(mine, plan="fp32", backend="triton", capturable=True)
     opt.load_state_dict(oracle.state_dict())
     give(params, 3)
     give(mine, 3)
@@ -434,38 +361,34 @@ def test_torch_s_own_checkpoint(capturable: bool) -> None:
 # -- graphs -----------------------------------------------------------------------------------------------------------
 
 
-class Graph:
-    """What a capture sees of the step: the launches, with the addresses of their tables."""
+@contextmanager
+def capture() -> Iterator[None]:
+    """What is within sees a CUDA graph being captured."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(counting, "capturing", lambda: True)
+        yield
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.on = False
-        monkeypatch.setattr(counting, "capturing", lambda: self.on)
 
-
-def test_what_a_graph_uses_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_graph_uses_stays_as_it_is() -> None:
     """Gradients that lie elsewhere during the capture get tables of their own; steps outside are not disturbed."""
-    graph = Graph(monkeypatch)
-    sides = [trained(AdamW, plan="bf16_sr", capturable=True) for _ in range(2)]
-    opt, plain = sides
+    opt, plain = (trained(AdamW, plan="bf16_sr", capturable=True) for _ in range(2))
     first = list(opt._stepper.launcher._used.values())
     for p in params_of(opt):
         assert p.grad is not None
         p.grad = p.grad.clone()
-    graph.on = True
-    opt.step()
-    graph.on = False
+    with capture():
+        opt.step()
     plain.step()
     captured = opt._stepper.launcher._captured
     assert [x for entry in captured if isinstance(entry, tuple) for x in entry[1]]
     assert list(opt._stepper.launcher._used.values()) == first  # the graph's are its own
-    for one in sides:
+    for one in (opt, plain):
         give(params_of(one), 8)
         one.step()
         one.step()
     assert everything(opt) == everything(plain)
-    graph.on = True
-    opt.step()  # nothing has moved: the tables of the last step
-    graph.on = False
+    with capture():  # nothing has moved: the tables of the last step
+        opt.step()
     plain.step()
     assert everything(opt) == everything(plain)
     assert len(opt._stepper.launcher._captured) > len(first)
@@ -516,31 +439,31 @@ def test_a_graph_and_every_stream_have_numbers_of_their_own(monkeypatch: pytest.
     assert host._like(x, one) is other
 
 
-def refused(opt: Optimizer, graph: Graph) -> None:
+def refused(opt: Optimizer) -> None:
     before = everything(opt)
-    graph.on = True
-    with pytest.raises(RuntimeError, match=r"a CUDA graph is being captured, but .* make a step with the same"):
+    with (
+        capture(),
+        pytest.raises(RuntimeError, match=r"a CUDA graph is being captured, but .* make a step with the sa"),
+    ):
         opt.step()
-    graph.on = False
     assert everything(opt) == before
 
 
 @pytest.mark.parametrize("capturable", [False, True])
-def test_what_a_graph_cannot_repeat_is_refused(capturable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    graph = Graph(monkeypatch)
+def test_what_a_graph_cannot_repeat_is_refused(capturable: bool) -> None:
     opt = trained(AdamW, 0, plan="fp32", capturable=capturable)
     give(params_of(opt), 0)
-    refused(opt, graph)  # no state yet
+    refused(opt)  # no state yet
     opt.step()
     if not capturable:
-        refused(opt, graph)
+        refused(opt)
         return
     params_of(opt)[0].grad = None
-    refused(opt, graph)  # another table
+    refused(opt)  # another table
     give(params_of(opt), 1)
     other = copy.deepcopy(opt)
     give(params_of(other), 1)
-    refused(other, graph)  # tables are not copied
+    refused(other)  # tables are not copied
     opt.step()
 
 
@@ -561,49 +484,6 @@ def test_matrix_functions_want_numbers() -> None:
         opt.step()
 
 
-COST = """
-import json
-from tools import kernel_stats as ks
-import triton.language as tl
-from generated import AdamW
-from optgen.runtime.gpu import compiled, controlled
-from optgen.runtime.layout import plans
-kernels = compiled.kernels(plans.load(AdamW, "int8_split24"))
-fn = kernels.adamw_bfloat16
-names = fn.arg_names
-scalars = names[2 : names.index("step_key")]
-constants = {"GRAD": tl.bfloat16, "TILES": 4, "RAGGED": False, "ALIGNED": True}
-constants |= {"TILE": kernels.TILE["adamw_bfloat16"], **kernels.CONSTANTS["adamw_bfloat16"]}
-ordered = compiled._ordered(fn, constants)
-inner = {(controlled.controlled.arg_names.index("CONSTANTS"), k): x.value for k, x in enumerate(ordered)}
-tables = {"table": "*i64", "work": "*i32"}
-limits = kernels.OPTIONS["adamw_bfloat16"]
-plain = ks.compile_for(
-    fn, {**tables, **{s: "fp32" for s in scalars}, "step_key": "i32"},
-    constants, ks.TARGETS["sm_90"], aligned=tables, **limits,
-)
-around = ks.compile_for(
-    controlled.controlled,
-    {**tables, "values": "*fp32", "words": "*i64", "CONSTANTS": ("constexpr",) * len(ordered)},
-    {"kernel": fn, "WHICH": tuple(range(len(scalars))), "KEYED": True, **inner},
-    ks.TARGETS["sm_90"], aligned=tables, **limits,
-)
-print(json.dumps([[x.stack, x.registers, ks.analyse(x, elements=256).per_element] for x in (plain, around)]))
-"""
-
-
-@pytest.mark.slow
-def test_scalars_in_memory_cost_few_instructions_and_spill_nothing(compiling: dict[str, str]) -> None:
-    """AdamW under int8_split24 on sm_90, the kernel alone and within the one that reads its scalars: registers in place
-    of constant memory cost 1.5 instructions per element of 125, when this was written."""
-    done = subprocess.run([sys.executable, "-c", COST], cwd=ROOT, env=compiling, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    (stack, registers, plain), (stack_around, registers_around, around) = json.loads(done.stdout)
-    assert stack == stack_around == 0
-    assert registers_around <= registers
-    assert plain < around <= plain + 4
-
-
 LAUNCHED = """
 import json
 import torch, triton
@@ -614,6 +494,7 @@ from generated import SGD
 from optgen.runtime.gpu import compiled
 from optgen.runtime.layout import plans
 from optgen.runtime.work import counting
+from tests.training import params_of
 
 class Device:
     def get_current_target(self): return GPUTarget("cuda", 90, 32)
@@ -693,7 +574,10 @@ def test_with_torch_s_scaler(backend: str, fused: bool) -> None:
     opt = AdamW(params, plan="fp32", backend=backend, fused=fused)
     assert opt._step_supports_amp_scaling == fused
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=100)
-    want = trained_fp32(backend)
+    plain = AdamW(parameters(torch.float32), plan="fp32", backend=backend)
+    for step in (0, 1, 3):
+        give(params_of(plain), step)
+        plain.step()
     for step in range(4):
         opt.zero_grad()
         give(params, step)
@@ -708,16 +592,7 @@ def test_with_torch_s_scaler(backend: str, fused: bool) -> None:
         scaler.update()
         assert not hasattr(opt, "found_inf")
     assert scaler.get_scale() == 128.0
-    assert everything(opt) == everything(want)
-
-
-def trained_fp32(backend: str) -> Optimizer:
-    params = parameters(torch.float32)
-    opt = AdamW(params, plan="fp32", backend=backend)
-    for step in (0, 1, 3):
-        give(params, step)
-        opt.step()
-    return opt
+    assert everything(opt) == everything(plain)
 
 
 def test_unscaled_by_hand_and_clipped_under_fused() -> None:
@@ -759,7 +634,7 @@ def test_fused_without_a_scaler_counts_where_it_has_counted() -> None:
     assert kept.item() == 4
 
 
-def test_a_graph_of_what_ranks_agree_on_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_of_what_ranks_agree_on_is_refused() -> None:
     from torch.distributed.tensor import DTensor, Shard, init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -769,8 +644,7 @@ def test_a_graph_of_what_ranks_agree_on_is_refused(monkeypatch: pytest.MonkeyPat
         p = nn.Parameter(DTensor.from_local(torch.ones(2, 64), mesh, [Shard(0)]))
         p.grad = torch.ones_like(p)
         opt = generated.LAMB([p], plan="fp32", backend="triton", capturable=True)
-        monkeypatch.setattr(counting, "capturing", lambda: True)
-        with pytest.raises(RuntimeError, match="ranks agree on who has gradients"):
+        with capture(), pytest.raises(RuntimeError, match="ranks agree on who has gradients"):
             opt.step()
         assert not opt.state
     finally:
