@@ -3,7 +3,6 @@ asked of these, as far as it is claimed here, and not asked in a test of its own
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,10 +12,8 @@ from torch import Tensor, nn
 
 import optgen
 import optgen.optim as optim
-from optgen.optim import SGD, AdamW
+from optgen.optim import AdamW
 from optgen.runtime import Optimizer
-from tests.harness import same_bits
-from tests.test_offload import moved
 
 
 def gradients(shape: tuple[int, ...], steps: int, scale: float = 1.0) -> list[Tensor]:
@@ -62,40 +59,6 @@ def test_states_are_quantized_from_4096_elements_on_and_take_the_bytes_that_are_
         blocks = rows * -(-columns // 64)
         assert sum(found.states.values()) == 3 * p.numel() + 4 * blocks
     assert torch.isfinite(p).all()
-
-
-def test_without_momentum_nothing_is_kept() -> None:
-    """FlashOptim's SGD, bitsandbytes' as well: a buffer only where it is asked for."""
-    p = nn.Parameter(torch.ones(64, 80))
-    opt = SGD([p], lr=0.5, momentum=0.0, plan="int8")
-    stepped(opt, p, gradients((64, 80), 1))
-    assert tensors(opt.state[p]) == {}
-    assert torch.equal(p, 1 - 0.5 * gradients((64, 80), 1)[0])
-
-
-@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("plan", ["fp32", "int8_split24"])
-def test_the_default_dtype_of_torch_changes_no_bit(default: torch.dtype, plan: str) -> None:
-    """torchao once kept scales in the default dtype."""
-
-    grads = gradients((64, 80), 3)
-
-    def trained() -> tuple[nn.Parameter, dict[str, Any]]:
-        p = nn.Parameter(torch.full((64, 80), 0.5, dtype=torch.bfloat16))
-        opt = AdamW([("p", p)], plan=plan)
-        stepped(opt, p, grads[:1])
-        opt.load_state_dict(opt.state_dict())
-        stepped(opt, p, grads[1:])
-        return p, opt.state[p]
-
-    p, state = trained()
-    torch.set_default_dtype(default)
-    try:
-        q, other = trained()
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert same_bits(p.detach(), q.detach())
-    assert all(same_bits(value, tensors(other)[key]) for key, value in tensors(state).items())
 
 
 # -- what a step does --------------------------------------------------------------------------------------------
@@ -144,46 +107,6 @@ def test_decoupled_decay_does_not_shrink_with_the_rate(plan: str) -> None:
         shown.append((p.detach() / before).double())
     for ratio, rate in zip(shown, (0.1, 0.05, 0.01), strict=True):
         torch.testing.assert_close(ratio, torch.full_like(ratio, 1 - 1e-2 * rate / 0.1), rtol=2.0**-23, atol=0)
-
-
-# -- saved, and gone on with -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["Lion", "SGD"])
-def test_saved_every_few_steps_it_goes_on_bit_for_bit(name: str) -> None:
-    """bitsandbytes' and optimi's loops of saving and loading, over rows that end within a block."""
-    cls, options = getattr(optim, name), {"momentum": 0.9} if name == "SGD" else {}
-    shape = (65, 129)
-    grads = gradients(shape, 8, 0.01)
-    p, q = (nn.Parameter(torch.ones(shape)) for _ in range(2))
-    opt, other = (cls([x], lr=1e-2, plan="int8", **options) for x in (p, q))
-    for k, g in enumerate(grads):
-        stepped(opt, p, [g])
-        stepped(other, q, [g])
-        if k % 3 == 1:
-            file = io.BytesIO()
-            torch.save(other.state_dict(), file)
-            file.seek(0)
-            other = cls([q], lr=1e-2, plan="int8", **options)
-            other.load_state_dict(torch.load(file, weights_only=True))
-    assert same_bits(p.detach(), q.detach()) and torch.isfinite(p).all()
-    assert all(same_bits(value, other.state[q][key]) for key, value in tensors(opt.state[p]).items())
-
-
-def test_offloaded_states_go_on_without_offloading_and_back() -> None:
-    """torchao's CPUOffloadOptimizer loads only what it saved itself."""
-    grads = gradients((64, 80), 6)
-    p, q = (nn.Parameter(torch.ones(64, 80, dtype=torch.bfloat16)) for _ in range(2))
-    opt, other = AdamW([p], backend="cpp"), moved(AdamW([q], backend="cpp"))
-    for k in range(3):
-        stepped(opt, p, grads[2 * k : 2 * k + 2])
-        stepped(other, q, grads[2 * k : 2 * k + 2])
-        saved = other.state_dict()
-        other = AdamW([q], backend="cpp")
-        other = moved(other) if k == 1 else other
-        other.load_state_dict(saved)
-    assert same_bits(p.detach(), q.detach())
-    assert all(same_bits(value, other.state[q][key]) for key, value in tensors(opt.state[p]).items())
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------

@@ -124,17 +124,6 @@ def test_foreach_is_accepted_and_changes_nothing() -> None:
     assert torch.equal(sides[0], sides[2])
 
 
-def test_an_expanded_view_that_is_thawed_changes_nothing() -> None:
-    params = [nn.Parameter(torch.ones(4, 64)), nn.Parameter(torch.ones(1).expand(64), requires_grad=False)]
-    opt = AdamW(params)
-    params[1].requires_grad_()
-    for p in params:
-        p.grad = torch.ones(p.shape)
-    with pytest.raises(RuntimeError, match=r"parameter 1 \(float32 \[64\]\) is an expanded view"):
-        opt.step()
-    assert all(bool((p == 1).all()) for p in params)
-
-
 @pytest.mark.parametrize("backend", ["reference", "cpp"])
 @pytest.mark.parametrize("which", ["parameter 1", "exp_avg of parameter 0"])
 def test_what_torch_does_not_write_outside_of_inference_mode_changes_nothing(which: str, backend: str) -> None:
@@ -187,12 +176,9 @@ def test_weights_are_not_loaded_beside_what_torch_would_not_write(which: str) ->
     opt = AdamW([("weight", model.weight)], plan="int8_split24", backend="reference")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     other = {name: torch.ones_like(value, dtype=torch.float32) for name, value in before.items()}
-    kind = "buffer" if which == "scale" else "parameter"
-    text = rf"^{kind} '{which}' \(float32 \[4\]\) was made under torch.inference_mode"
-    with pytest.raises(RuntimeError, match=text):
+    with pytest.raises(RuntimeError, match=rf"'{which}' \(float32 \[4\]\) was made under torch.inference_mode"):
         opt.load_master_state_dict(model, other)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert not opt.state
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items()) and not opt.state
     with torch.inference_mode():
         opt.load_master_state_dict(model, other)
     assert all(bool((value == 1).all()) for value in model.state_dict().values())
@@ -204,7 +190,6 @@ def test_what_torch_would_not_write_is_loaded_or_evaluated_not_even_in_part() ->
     first.grad = torch.ones_like(first)
     saving.step()
     with torch.inference_mode():
-        torch.manual_seed(0)
         model = optgen.cast_model(nn.Linear(64, 64, bias=False), torch.bfloat16)
         averaged = nn.Parameter(torch.ones(3))
         averaged.grad = torch.ones(3)
@@ -246,13 +231,6 @@ def test_a_parameter_that_outgrew_its_gradient(backend: str, shape: tuple[int, .
     assert all(torch.equal(kept[0][key], states[0][key]) for key in ("exp_avg", "exp_avg_sq") if steps)
 
 
-def test_a_parameter_that_left_the_device_of_its_gradient() -> None:
-    """Asked of a gradient that p.grad would not take: p.data, which would, moves only between accelerators and CPU."""
-    p = nn.Parameter(torch.ones(4, 4))
-    with pytest.raises(RuntimeError, match=r"parameter 'w' .* is on cpu, and its gradient is of shape .* on meta"):
-        admit.check_pair(AdamW, {}, p, torch.ones(4, 4, device="meta"), "w")
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("start", [0, 8])
 @pytest.mark.parametrize("which", ["parameter 1", "the gradient of parameter 1"])
@@ -275,8 +253,13 @@ def test_memory_that_was_freed_is_not_read(backend: str, start: int, which: str,
     assert {k: s["step"] for k, s in opt.state_dict()["state"].items()} == {k: s["step"] for k, s in kept.items()}
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("plan", "dtype"), [("fp32", torch.float32), ("int8_split24", torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("backend", "plan", "dtype"),
+    [
+        *((backend, "fp32", torch.float32) for backend in BACKENDS),
+        *((backend, "int8_split24", torch.bfloat16) for backend in ("reference", "cpp")),
+    ],
+)
 def test_gradients_of_zeros_that_lie_nowhere(backend: str, plan: str, dtype: torch.dtype) -> None:
     """The backward of torch.sgn leaves zeros without memory; of a part of them, at an address that is not 0."""
     found = []
@@ -295,16 +278,8 @@ def test_gradients_of_zeros_that_lie_nowhere(backend: str, plan: str, dtype: tor
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_parameter_of_zeros_that_lie_nowhere_is_refused(backend: str) -> None:
-    p = nn.Parameter(torch._efficientzerotensor((16, 8))[8:])
-    p.grad = torch.ones(8, 8)
-    with pytest.raises(RuntimeError, match=r"AdamW: parameter 0 \(float32 \[8, 8\]\) has no memory"):
-        AdamW([p], backend=backend, plan="fp32").step()
-
-
 def test_empty_fake_and_meta_tensors_need_no_memory() -> None:
-    """Eager torch steps them, as ever: a model's memory is measured so."""
+    """Eager torch steps them, as ever: a model's memory is measured so.  Kernels have nothing to work on."""
     for around in (nullcontext(), torch.device("meta"), FakeTensorMode()):
         with around:
             params = [nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(0, 4))]
@@ -313,6 +288,13 @@ def test_empty_fake_and_meta_tensors_need_no_memory() -> None:
             opt = AdamW(params, backend="reference", plan="fp32")
             opt.step()
             assert opt.state[params[0]]["step"] == opt.state[params[1]]["step"] == 1
+    with pytest.raises(RuntimeError, match="has no memory"):
+        AdamW(params, backend="cpp", plan="fp32").step()
+    nowhere = nn.Parameter(torch._efficientzerotensor((16, 8))[8:])
+    nowhere.grad = torch.ones(8, 8)
+    for backend in BACKENDS:
+        with pytest.raises(RuntimeError, match=r"AdamW: parameter 0 \(float32 \[8, 8\]\) has no memory"):
+            AdamW([nowhere], backend=backend, plan="fp32").step()
 
 
 @pytest.mark.parametrize("released", [False, True])
@@ -329,14 +311,6 @@ def test_fake_tensors_of_any_size_have_fake_states(released: bool) -> None:
         state_of = opt.state[model.weight]
         assert state_of["step"] == 2 and state_of["exp_avg"].shape == (64, 512)
         assert all(isinstance(t, FakeTensor) for t in (state_of["exp_avg"], state_of["exp_avg_sq"]))
-
-
-def test_fake_tensors_are_no_memory_for_kernels() -> None:
-    with FakeTensorMode():
-        p = nn.Parameter(torch.ones(8))
-        p.grad = torch.ones(8)
-        with pytest.raises(RuntimeError, match="has no memory"):
-            AdamW([p], backend="cpp", plan="fp32").step()
 
 
 def test_parameters_without_a_shape_are_refused_until_a_forward_pass() -> None:
@@ -384,14 +358,10 @@ def test_gradients_are_waited_for(backend: str) -> None:
     assert torch.equal(*found)
 
 
-def slid() -> Tensor:
-    return torch.randn(10).as_strided((4, 4), (2, 1))
-
-
 @pytest.mark.parametrize(
     ("view", "overlapping"),
     [
-        (slid, True),
+        (lambda: torch.randn(10).as_strided((4, 4), (2, 1)), True),
         (lambda: torch.randn(4, 1).expand(4, 3), True),
         (lambda: torch.randn(20).as_strided((3, 2), (2, 4)), True),  # 4 twice
         (lambda: torch.randn(6, 8, 3)[::2, :, 1:].permute(2, 0, 1), False),
@@ -400,11 +370,20 @@ def slid() -> Tensor:
     ],
 )
 def test_views_whose_elements_overlap_are_refused(view: Callable[[], Tensor], overlapping: bool) -> None:
+    """When the optimizer is made; those that were frozen then, at the first step, before anything changes."""
     p = nn.Parameter(view())
     counted = torch.arange(p.untyped_storage().nbytes() // 4).as_strided(p.shape, p.stride(), p.storage_offset())
     assert (counted.unique().numel() < p.numel()) == overlapping
     with pytest.raises(ValueError, match="elements overlap") if overlapping else nullcontext():
         AdamW([p], plan="fp32")
+    params = [nn.Parameter(torch.ones(4)), p.requires_grad_(False)]
+    opt = AdamW(params)
+    p.requires_grad_()
+    for q in params:
+        q.grad = torch.ones(q.shape)
+    with pytest.raises(RuntimeError, match=r"parameter 1 .* is an expanded view") if overlapping else nullcontext():
+        opt.step()
+    assert bool((params[0] == 1).all()) is overlapping
 
 
 def pairs() -> Iterator[tuple[str, Tensor, Tensor, bool]]:
@@ -425,37 +404,33 @@ def pairs() -> Iterator[tuple[str, Tensor, Tensor, bool]]:
 @pytest.mark.parametrize("turned", [False, True])
 def test_parameters_that_share_memory_are_refused(a: Tensor, b: Tensor, meet: bool, turned: bool) -> None:
     """Kernels step all tensors at once: two of them may not write one place.  torch takes turns, here they race."""
+    plan = {"float32": "fp32", "bfloat16": "fp32_master"}
     params = [(name, nn.Parameter(t)) for name, t in (("a", a), ("b", b))]
     assert all(p.data_ptr() == t.data_ptr() for (_, p), t in zip(params, (a, b), strict=True))
     if turned:
         params.reverse()
-    with pytest.raises(ValueError, match="share memory") if meet else nullcontext():
-        AdamW(params, plan={"float32": "fp32", "bfloat16": "fp32_master"})
-    opt = AdamW(params[:1], plan={"float32": "fp32", "bfloat16": "fp32_master"})
+    for default in ("cpu", "meta"):
+        with torch.device(default), pytest.raises(ValueError, match="share memory") if meet else nullcontext():
+            AdamW(params, plan=plan)
+    opt = AdamW(params[:1], plan=plan)
     with pytest.raises(ValueError, match="share memory") if meet else nullcontext():
         opt.add_param_group({"params": params[1:]})
     assert len(opt.param_groups) == (1 if meet else 2)
     params[0][1].requires_grad_(False)
-    AdamW(params, plan={"float32": "fp32", "bfloat16": "fp32_master"})  # one of them is not written
+    AdamW(params, plan=plan)  # one of them is not written
 
 
-@pytest.mark.parametrize(("other", "meet"), [(slice(4, 9), True), (slice(5, 9), False)])
-def test_memory_is_looked_at_whatever_the_default_device(other: slice, meet: bool) -> None:
-    base = torch.randn(8, 12)
-    params = [nn.Parameter(base[:, :5]), nn.Parameter(base[:, other])]
-    with torch.device("meta"), pytest.raises(ValueError, match="share memory") if meet else nullcontext():
-        AdamW(params, plan="fp32")
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("cls", [AdamW, CAME, LAMB, Muon])
+@pytest.mark.parametrize(
+    ("cls", "backend"),
+    [(cls, x) for cls in (AdamW, CAME, LAMB, Muon) for x in BACKENDS if (cls, x) != (CAME, "triton")],
+)
 def test_steps_and_checkpoints_whatever_the_default_device(tmp_path: Path, cls: type[Optimizer], backend: str) -> None:
     """It is one for the user's tensors: tables, rooms and sums have devices of their own."""
     plan, dtype = ("fp32", torch.float32) if backend == "triton" else ("int8_split24", torch.bfloat16)
     found = []
     for default in (None, "meta"):
-        large = (9, 7) if backend == "triton" else (70, 65)  # interpreted
-        params = [p.to(dtype).detach().requires_grad_() for p in parameters((8, 4, 3, 3), large)]
+        shapes = ((4, 3), (9, 7)) if backend == "triton" else ((8, 4, 3, 3), (70, 65))  # interpreted
+        params = [p.to(dtype).detach().requires_grad_() for p in parameters(*shapes)]
         for p in params:
             p.grad = torch.full_like(p, 0.5)
         opt = cls(params, lr=0.1, plan=plan, backend=backend)
@@ -475,10 +450,7 @@ def test_steps_and_checkpoints_whatever_the_default_device(tmp_path: Path, cls: 
 
 @pytest.mark.parametrize("name", generated.__all__)
 def test_eager_steps_of_every_rule_whatever_the_default_dtype(name: str) -> None:
-    """torch.where of two numbers, and a tensor of a number, take the default dtype where none is said.
-
-    test_peers_behaviour asks it of plans.
-    """
+    """torch.where of two numbers, and a tensor of a number, take the default dtype where none is said."""
     found = []
     for default in (torch.float32, torch.float64, torch.bfloat16):
         params = [p.to(torch.bfloat16).detach().requires_grad_() for p in parameters((64, 72), (5, 6))]
@@ -489,6 +461,7 @@ def test_eager_steps_of_every_rule_whatever_the_default_dtype(name: str) -> None
         try:
             for _ in range(2):
                 opt.step()
+                opt.load_state_dict(opt.state_dict())
         finally:
             torch.set_default_dtype(torch.float32)
         states = [opt.state[p] for p in params]
