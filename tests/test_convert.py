@@ -52,14 +52,14 @@ class Net(nn.Module):
         ("int8_split24", "int4_split24", torch.bfloat16),
     ],
 )
-@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
-def test_from_plan_to_plan(tmp_path: Path, first: str, second: str, dtype: torch.dtype, suffix: str) -> None:
+def test_from_plan_to_plan(tmp_path: Path, first: str, second: str, dtype: torch.dtype) -> None:
     """The same states as by way of torch's form in memory, the same full weights, the same options."""
     model = cast_model(Net(), dtype)
     opt = AdamW(model.named_parameters(), lr=0.03, betas=(0.8, 0.9), plan=first, seed=11)
     train(opt, range(3))
-    save_checkpoint(tmp_path / f"a{suffix}", opt, model, {"step": 3})
-    convert(str(tmp_path / f"a{suffix}"), str(tmp_path / f"b{suffix}"), to=second)
+    a, b = str(tmp_path / "a.pt"), str(tmp_path / "b.safetensors")
+    save_checkpoint(a, opt, model, {"step": 3})
+    convert(a, b, to=second)
 
     want_model = cast_model(Net(1), dtype)
     want = AdamW(want_model.named_parameters(), plan=second)
@@ -68,13 +68,13 @@ def test_from_plan_to_plan(tmp_path: Path, first: str, second: str, dtype: torch
 
     got_model = cast_model(Net(2), dtype)
     got = AdamW(got_model.named_parameters(), plan=first)
-    assert load_checkpoint(tmp_path / f"b{suffix}", got, got_model) == {"step": 3}
+    assert load_checkpoint(b, got, got_model) == {"step": 3}
     group = got.param_groups[0]
     assert (group["plan"], group["lr"], group["betas"], group["seed"]) == (second, 0.03, (0.8, 0.9), 11)
     assert states(got) == states(want)
     assert bits(got_model.state_dict()) == bits(want_model.state_dict())
     train(got, range(3, 4))
-    assert verify(str(tmp_path / f"b{suffix}")).findings == []
+    assert verify(b).findings == []
 
 
 def test_to_another_dtype_and_back_costs_no_bit(tmp_path: Path) -> None:
@@ -143,8 +143,7 @@ def test_groups_and_a_file_without_a_model(tmp_path: Path) -> None:
     assert bits(torch.load(b, weights_only=True)["state"]) == bits(opt.dense_state_dict()["state"])
 
 
-@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
-def test_frozen_parameters_of_other_dtypes(tmp_path: Path, suffix: str) -> None:
+def test_frozen_parameters_of_other_dtypes(tmp_path: Path) -> None:
     """Quantized or complex weights that an optimizer was given with the others come back, and are what they were."""
     models = [Net(seed) for seed in range(2)]
     for seed, model in enumerate(models):
@@ -155,7 +154,7 @@ def test_frozen_parameters_of_other_dtypes(tmp_path: Path, suffix: str) -> None:
     first, second = (AdamW(model.named_parameters(), plan="int8_split24") for model in models)
     models[0].w.grad, models[0].b.grad = (torch.ones(shape) for shape in SHAPES.values())
     first.step()
-    path, other = tmp_path / f"run{suffix}", tmp_path / f"other{suffix}"
+    path, other = tmp_path / "run.pt", tmp_path / "other.pt"
     save_checkpoint(path, first, models[0])
     assert not verify(str(path)).findings
     load_checkpoint(path, second, models[1])
@@ -517,7 +516,6 @@ SPOILT: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         lambda c: entry_of(c).update(exp_avg_codes=entry_of(c)["exp_avg_codes"][:-1]),
         "exp_avg_codes: expected uint8 [70, 64], got uint8 [69, 64]",
     ),
-    "no scales": (lambda c: entry_of(c).pop("exp_avg_scale"), "exp_avg_scale: expected int16 [70, 1], it is missing"),
     "scales that are no numbers": (
         lambda c: entry_of(c)["exp_avg_scale"].fill_(-1),
         "exp_avg: expected numbers, 4480 of 4480 are NaN",
@@ -579,9 +577,3 @@ def test_convert_by_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert run(capsys, "convert", t, o, "--plan", "fp32", "--param", "int8")[1]["error"]["code"] == "E411"
     assert run(capsys, "convert", t, str(tmp_path / "no/o.pt"), *arguments[3:])[1]["error"]["code"] == "E413"
     assert run(capsys, "convert", w, o, "--plan", "fp32", "--spec", "adamw")[1]["error"]["code"] == "E418"
-    whole = Path(o).read_bytes()
-    for length in range(len(whole) - 240, len(whole), 3):  # torch loads some of these
-        Path(o).write_bytes(whole[:length])
-        with pytest.raises(UserError, match="cannot be converted"):
-            convert(o, t, to="torch")
-        assert verify(o).findings, length

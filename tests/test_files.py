@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
@@ -57,8 +58,7 @@ def ready(seed: int = 0, steps: int = 2, plan: str = "int8_split24", cls: Any = 
     return model, opt
 
 
-@pytest.mark.parametrize("name", ["run.pt", "run.safetensors", "run"])
-@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize(("name", "steps"), [("run.pt", 0), ("run.safetensors", 2), ("run", 2)])
 def test_a_run_goes_on_bit_for_bit(tmp_path: Path, name: str, steps: int) -> None:
     """Also one that was saved before its first step: the low bits of its cast are in the file."""
     extra = {"step": 7, "rng": torch.get_rng_state(), "list": [1.5, None, True, ("a", float("inf"))], 3: {}}
@@ -89,10 +89,9 @@ def test_five_bytes_per_parameter(tmp_path: Path) -> None:
 
 
 def test_the_file_is_one_that_safetensors_reads(tmp_path: Path) -> None:
-    package = pytest.importorskip("safetensors")
     model, opt = ready()
     save_checkpoint(tmp_path / "run.pt", opt, model)
-    with package.safe_open(tmp_path / "run.pt", framework="pt") as file:
+    with safetensors.safe_open(tmp_path / "run.pt", framework="pt") as file:
         found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
     assert torch.equal(found["model.embed.weight"], model.embed.weight)
     assert torch.equal(found["optimizer.state.0.exp_avg_codes"], opt.state[model.embed.weight]["exp_avg_codes"])
@@ -161,23 +160,6 @@ def test_every_flipped_bit_is_found(tmp_path: Path, count: int) -> None:
     assert everything(opt, model) == before
 
 
-def test_every_shortened_file_is_refused(tmp_path: Path) -> None:
-    model, opt = ready()
-    path = tmp_path / "run.pt"
-    save_checkpoint(path, opt, model)
-    whole = path.read_bytes()
-    before = everything(opt, model)
-    for length in [*range(0, len(whole), 1999), *range(len(whole) - 120, len(whole), 5)]:
-        path.write_bytes(whole[:length])
-        with pytest.raises(CheckpointError):
-            load_checkpoint(path, opt, model)
-    for more in (b"\0", b"PK", whole):
-        path.write_bytes(whole + more)
-        with pytest.raises(CheckpointError):
-            load_checkpoint(path, opt, model)
-    assert everything(opt, model) == before
-
-
 class Sub(torch.Tensor):
     pass
 
@@ -211,6 +193,7 @@ FOREIGN: dict[str, tuple[Callable[[Path], object], str]] = {
     "text": (lambda p: p.write_text("PK? no"), "does not begin like a file of torch.save"),
     "pickle": (lambda p: p.write_bytes(pickle.dumps({"a": 1})), "does not begin like a file of torch.save"),
     "torch.save": (saved_elsewhere({"state": {}}), "opt.load_state_dict(torch.load('x.pt')[\"optimizer\"])"),
+    "safetensors": (lambda p: safetensors.torch.save_file({"a": torch.ones(3)}, p), "is no optgen checkpoint"),
     "half a zip": (lambda p: p.write_bytes(b"PK\x03\x04" + bytes(500)), "was cut short"),
     "code": (signed({"optgen_checkpoint": 1, "x": Evil()}), "cannot be loaded"),
     "a list": (signed([1]), "holds a list, not a dict"),
@@ -236,23 +219,14 @@ def test_foreign_files_are_refused(tmp_path: Path, case: str, monkeypatch: pytes
     assert not Path("evil").exists()
 
 
-def test_safetensors_of_others_are_refused(tmp_path: Path) -> None:
-    import safetensors.torch
-
-    safetensors.torch.save_file({"a": torch.ones(3)}, tmp_path / "x.safetensors")
-    model, opt = ready()
-    with pytest.raises(CheckpointError, match="is no optgen checkpoint"):
-        load_checkpoint(tmp_path / "x.safetensors", opt, model)
-
-
-def safetensors(header: str, data: bytes = b"") -> bytes:
+def bare_file(header: str, data: bytes = b"") -> bytes:
     return struct.pack("<Q", len(header)) + header.encode() + data
 
 
 @pytest.mark.parametrize("text", ['{"tensor": "x"}', "[]", '{"a": 1, "b": 2}', '{"dict": 1}', "no json", "[" * 10**5])
 def test_safetensors_of_a_true_checksum_without_content(tmp_path: Path, text: str) -> None:
     metadata = {"format": "pt", "optgen": text, "sha256": container._sum_of_content(text, {})}
-    (tmp_path / "run.safetensors").write_bytes(safetensors(json.dumps({"__metadata__": metadata})))
+    (tmp_path / "run.safetensors").write_bytes(bare_file(json.dumps({"__metadata__": metadata})))
     with pytest.raises(CheckpointError, match=r"lists no content|holds a"):
         files.read(tmp_path / "run.safetensors")
 
@@ -275,9 +249,9 @@ TENSOR = '{"dtype":"F32","shape":[2],"data_offsets":[0,8]}'
 def test_safetensors_of_a_header_that_is_none(tmp_path: Path, header: str) -> None:
     """No tensor is made of memory that is not its own."""
     path = tmp_path / "x.safetensors"
-    path.write_bytes(safetensors(f'{{"x":{TENSOR}}}', bytes(8)))
+    path.write_bytes(bare_file(f'{{"x":{TENSOR}}}', bytes(8)))
     assert container.tensors_of(path)["x"].tolist() == [0, 0]
-    path.write_bytes(safetensors(header, bytes(8)))
+    path.write_bytes(bare_file(header, bytes(8)))
     with pytest.raises(CheckpointError, match=r"cannot be loaded|does not begin"):
         container.tensors_of(path)
 
@@ -386,11 +360,10 @@ def test_a_tied_weight_is_one_under_all_of_its_keys(tmp_path: Path) -> None:
     assert len(again.state) == 1
 
 
-@pytest.mark.parametrize("steps", [0, 2])
-def test_a_model_that_fails_to_load_leaves_the_optimizer_too(tmp_path: Path, steps: int) -> None:
+def test_a_model_that_fails_to_load_leaves_the_optimizer_too(tmp_path: Path) -> None:
     model, opt = ready()
     save_checkpoint(tmp_path / "run.pt", opt, model)
-    other, again = ready(seed=1, steps=steps)
+    other, again = ready(seed=1)
 
     def refuse(*_: object) -> None:
         raise RuntimeError("no")
@@ -589,7 +562,7 @@ print(seen, len(broken))
 """
 
 
-@pytest.mark.parametrize("runs", [8, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("runs", [4, pytest.param(200, marks=pytest.mark.slow)])
 def test_killed_while_saving(tmp_path: Path, runs: int) -> None:
     """SIGKILL at any time leaves a file that loads: the old one, or a whole new one."""
     command = [sys.executable, "-c", KILLED, str(tmp_path / "run.pt"), str(runs)]
@@ -600,39 +573,18 @@ def test_killed_while_saving(tmp_path: Path, runs: int) -> None:
     assert interrupted >= runs // 2  # others not
 
 
-def test_keys_come_back_as_they_were(tmp_path: Path) -> None:
-    """Also where places of tensors read alike."""
+def test_keys_and_mappings_come_back_as_they_were(tmp_path: Path) -> None:
+    """Also where places of tensors read alike.  MultiStepLR counts its milestones in a Counter."""
     model, opt = ready()
     extra = {
         "a": {"b": torch.tensor(1), 1: torch.tensor(2), "1": torch.tensor(3)}, "a.b": torch.tensor(4),
         "a.b#2": torch.tensor(5), (1, "x"): (1, 2), None: True, 2.5: [float("inf")],
+        "order": OrderedDict([("z", torch.tensor(1)), ("a", [Counter([2, 2])])]),
     }  # fmt: skip
     save_checkpoint(tmp_path / "run.pt", opt, model, extra)
-    assert load_checkpoint(tmp_path / "run.pt", opt, model) == extra
-
-
-def test_mappings_come_back_as_what_they_were(tmp_path: Path) -> None:
-    """MultiStepLR counts its milestones in a Counter, and asks it for steps that are none."""
-    model, opt = ready()
-    order = OrderedDict([("z", torch.ones(2)), ("a", [Counter()])])
-    save_checkpoint(tmp_path / "run.pt", opt, model, {"order": order, "plain": {"x": 1}})
     found = load_checkpoint(tmp_path / "run.pt", opt, model)
-    assert [type(found["order"]), type(found["order"]["a"][0]), type(found["plain"])] == [OrderedDict, Counter, dict]
-    assert list(found["order"]) == ["z", "a"] and torch.equal(found["order"]["z"], torch.ones(2))
-    rates = []
-    for cut in (None, 3):
-        model, opt = ready()
-        schedule = torch.optim.lr_scheduler.MultiStepLR(opt, [2, 2, 5])
-        for k in range(8):
-            if k == cut:
-                save_checkpoint(tmp_path / "run.pt", opt, model, schedule.state_dict())
-                model, opt = ready()
-                schedule = torch.optim.lr_scheduler.MultiStepLR(opt, [1])
-                schedule.load_state_dict(load_checkpoint(tmp_path / "run.pt", opt, model))
-            train(opt, range(k, k + 1))
-            schedule.step()
-            rates.append((cut, opt.param_groups[0]["lr"]))
-    assert [rate for cut, rate in rates if cut is None] == [rate for cut, rate in rates if cut is not None]
+    assert found == extra
+    assert [type(found["order"]), type(found["order"]["a"][0]), type(found["a"])] == [OrderedDict, Counter, dict]
 
 
 def test_low_bits_go_to_the_parameter_of_their_name(tmp_path: Path) -> None:
