@@ -236,9 +236,9 @@ def _table(p: Printer, n: Node) -> Text:
     return f"{n.op}({n.attr}, {p.text(n.args[0])})", ATOM
 
 
-def tables(program: Program) -> list[str]:
-    """Return the definitions of the tables that the program looks things up in."""
-    found = {str(n.attr): n.attr for n in postorder(program.roots()) if n.op in ("lookup", "search")}
+def tables(roots: Iterable[Node]) -> list[str]:
+    """Return the definitions of the tables that programs of these roots look things up in."""
+    found = {str(n.attr): n.attr for n in postorder(roots) if n.op in ("lookup", "search")}
     lines = []
     for name, table in sorted(found.items()):
         numbers = [literal(x) for x in table.values]
@@ -756,7 +756,7 @@ def head_of_tile(extent: str, known: str) -> list[str]:
 
 def loops(plan: Phases, extent: str, source: str) -> list[str]:
     """Return the arrays on the stack and the loops; `extent`: "blocks" or "count", what the tile is counted in."""
-    body = [*tables(plan.program), *unpacked(plan.program)]
+    body = [*tables(plan.program.roots()), *unpacked(plan.program)]
     for n in plan.kept:
         body.append(f"alignas(64) {KEPT[_value_type(n)]} {plan.name[n.uid]}_kept[TILE];")
     for n in plan.across:

@@ -67,7 +67,7 @@ class _RulePrinter(CppPrinter):
 
 def rule_struct(schedule: Schedule, kernel: str, nonneg: Collection[str], source: str) -> list[str]:
     """The struct of a sweep; `nonneg`: states of which no value is negative."""
-    schedule = _plain(schedule)
+    schedule = plain(schedule)
     sweep, program = schedule.sweep, schedule.program
     elements = frozenset(b.name for b in program.buffers if b.role == "state" and b.space == spaces.elem)
     pieces = multiplied(schedule, nonneg, elements)
@@ -134,7 +134,7 @@ def rule_struct(schedule: Schedule, kernel: str, nonneg: Collection[str], source
     return [*out, "};"]
 
 
-def _plain(schedule: Schedule) -> Schedule:
+def plain(schedule: Schedule) -> Schedule:
     """Return the schedule with new values in the place of what is kept of them, as formats with blocks have it."""
     through = Rewriter(lambda n: n.args[0] if n.op == "kept" else n)
     lets: dict[int, Let] = {}
@@ -231,12 +231,8 @@ def codec_structs(codec: Codec, name: str, doc: str) -> list[list[str]]:
 
 def table_lines(codecs: Iterable[Codec]) -> list[str]:
     """The tables that codecs look numbers up in, each once."""
-    found: dict[str, None] = {}
-    for codec in codecs:
-        for step in (codec.decode, codec.root, codec.encode, codec.nearest):
-            if step is not None:
-                found["\n".join(tables(step.stages[0].schedule.program))] = None
-    return list(dict.fromkeys(line for text in found for line in text.split("\n") if line))
+    steps = [x for codec in codecs for x in (codec.decode, codec.root, codec.encode, codec.nearest) if x is not None]
+    return tables(root for step in steps for root in step.stages[0].schedule.program.roots())
 
 
 def _fields(codec: Codec, struct: str) -> list[str]:

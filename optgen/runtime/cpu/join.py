@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from optgen.runtime.records import EIGHT, Field, Rule, Variant
+from collections.abc import Iterator, Mapping, Sequence
+
+from optgen.runtime.records import EIGHT, Field, Rule, Stage, Temp, Variant
 
 KERNEL = "kernel"
 """The name of the kernel in its text."""
@@ -81,3 +83,239 @@ def _column(field: Field, written: bool) -> str:
         return f"{{{field.width}, EIGHTH, {str(written).lower()}}}"
     kind = "BLOCK_OF" if field.per > 1 else "ELEMENT"
     return f"{{{field.torch_dtype.itemsize}, {kind}, {str(written).lower()}}}"
+
+
+# -- steps of several stages (optgen/runtime/cpu/cpp/steps.h)
+
+_KINDS = {
+    "elem": "ELEMENT", "row": "ROW", "col": "COLUMN", "mat": "MATRIX", "tensor": "WHOLE", "model": "WHOLE",
+    "axis": "AXIS",
+}  # fmt: skip
+_REDUCTIONS = {"": "NONE", "sum": "TOTAL", "max": "LARGEST"}
+_EXTENTS = ("rows", "columns", "elements")
+_STORED = {
+    "uint8": "uint8_t", "int8": "int8_t", "int16": "int16_t", "int32": "int32_t", "bfloat16": "uint16_t",
+    "float16": "uint16_t",
+}  # fmt: skip
+
+
+def steps_source(variant: Variant, rule: Rule, text: str, codecs: str) -> str:
+    """Return the text of a step of several stages, from the texts of its rule and of its plan's codecs.
+
+    variant  with its stages
+    text     of the rule, or of what the plan divides otherwise
+    """
+    names = ["p", "g", *variant.names, *(t.name for t in variant.temps)]
+    reduced = [t for t in variant.temps if t.source == "elem"]
+    columns = [_column_of(variant, name) for name in names]
+    columns += [f"{{4, {_KINDS[t.space]} + 8}}" for t in reduced]
+    kernels = [(own, stage) for own, stage in zip(variant.stages, rule.stages, strict=True) if stage.space != "call"]
+    noise = ", ".join(_wants(variant))
+    lines = ['#include "steps.h"', "namespace {", codecs, text]
+    for k, (own, stage) in enumerate(kernels):
+        lines += _Stage(variant, own, stage, names, reduced, noise).lines(k)
+    return "\n".join(
+        [
+            *lines,
+            f"template <class Grad> struct {KERNEL} {{",
+            "    typedef void staged;",
+            f"    static constexpr int SCALARS = {len(rule.scalars)}, BLOCK = {variant.block};",
+            "    static constexpr StageColumn COLUMNS[] = {",
+            *(f"        {column}," for column in columns),
+            "    };",
+            "    static constexpr Stage STAGES[] = {",
+            *(f"        stage<stage_{k}<Grad>>()," for k in range(len(kernels))),
+            "    };",
+            "};",
+            "}  // namespace",
+            "OPTGEN_EXPORT",
+            "",
+        ]
+    )
+
+
+def _wants(variant: Variant) -> Iterator[str]:
+    """Yield the random bits of each value that draws some, last of the weight."""
+    eager = variant.eager
+    assert eager is not None
+    for owner in (*(x for x in eager.noise if x != "p"), "p"):
+        rare = owner in eager.noise and eager.words[eager.noise[owner][0]][2]
+        bits = f"{_codec(eager.codecs, owner)}::NOISE" if owner in eager.noise else "0"
+        yield f"{{{bits}, {str(rare).lower()}}}"
+
+
+def _column_of(variant: Variant, name: str) -> str:
+    """Return the bytes of an entry of a table's column, and of what it is one."""
+    if name == "p":
+        return f"{{{4 if variant.param == 'float32' else 2}, ELEMENT}}"
+    if name == "g":
+        return "{sizeof(typename Grad::stored), ELEMENT}"
+    for f in variant.fields:
+        if f.name == name:
+            return f"{{{_bytes(f)}, {_kind(f)}}}"
+    temp = next(t for t in variant.temps if t.name == name)
+    return f"{{{2 if temp.space == 'elem' else 4}, {_KINDS[temp.space]}}}"
+
+
+def _bytes(field: Field) -> int:
+    return field.width if field.width > 1 or field.per == EIGHT else field.torch_dtype.itemsize
+
+
+def _kind(field: Field) -> str:
+    if field.width > 1 or field.per == EIGHT:
+        return "EIGHTH"
+    return "BLOCK_OF" if field.per > 1 else _KINDS[field.space]
+
+
+class _Stage:
+    """The text of one stage of a variant; `own` is its record in the blocks of the plan, `stage` that of the rule."""
+
+    def __init__(
+        self, variant: Variant, own: Stage, stage: Stage, names: Sequence[str], reduced: Sequence[Temp], noise: str
+    ) -> None:
+        self.variant, self.own, self.stage, self.names, self.noise = variant, own, stage, names, noise
+        assert variant.eager is not None
+        self.eager = variant.eager
+        self.fields = {f.name: f for f in variant.fields}
+        self.temps = {t.name: t for t in variant.temps}
+        self.partial = {t.name: len(names) + k for k, t in enumerate(reduced)}
+        self.stores = {x for x in stage.stores if x not in self.eager.still}
+        self.sums = [names[0] for _, names in stage.sums]
+        taken = dict.fromkeys((*stage.reads, *stage.stores, *self.sums))
+        self.given = [x for x in taken if x not in ("p", "g")]
+        self.bases = [x for x in variant.owners_in(stage) if x not in taken]
+        self.places: list[str] = []
+
+    def lines(self, number: int) -> list[str]:
+        """The layout, the rule's part and the alias `stage_<number>`."""
+        stage = self.stage
+        weight = self.owned("p") if "p" in stage.reads or "p" in self.stores else []
+        for name in weight[:1]:
+            self.place("p", name)
+        gradient = len(self.places) if "g" in stage.reads else -1
+        if gradient >= 0:
+            self.places.append("{1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0}")
+        more = len(self.places)
+        for name in weight[1:]:
+            self.place("p", name)
+        values = [self.weight(more), *(self.value(k, x) for k, x in enumerate((*self.given, *self.bases)))]
+        order = [*stage.scalars, *(-1 - _EXTENTS.index(x) for x in stage.extents)]
+        places = ", ".join(map(str, (*order, 0)))
+        block = self.own.block if stage.space == "elem" else 1
+        return [
+            f"template <class Grad> struct layout_{number} {{",
+            "    typedef void staged;",
+            f"    static constexpr int BLOCK = {block}, G = {gradient}, ORDER[] = {{{places}}};",
+            f"    static constexpr auto NOISE = dealt({{{self.noise}}});",
+            f"    static constexpr Kind SPACE = {_KINDS[stage.space]};",
+            f"    static constexpr bool MATRICES = {str(stage.matrices).lower()};",
+            f"    static constexpr Columns<Place, {len(self.places)}> PLACES = {{{{",
+            *(f"        {place}," for place in self.places),
+            "    }};",
+            "    static constexpr auto COLUMNS = columns_of(PLACES);",
+            "};",
+            *self.rule(number, len(order)),
+            f"template <class Grad> using stage_{number} = Staged<",
+            f"    layout_{number}<Grad>, rule_{number}, {'Grad' if gradient >= 0 else 'no_gradient'},",
+            ",\n".join(f"    {value}" for value in values) + ">;",
+        ]
+
+    def rule(self, number: int, count: int) -> list[str]:
+        """The struct that keeps a stage's scalars and calls the rule's function."""
+        scalars, values = [f"s{k}" for k in range(count)], [f"a{k}" for k in range(len(self.given))]
+        kinds = [f"A{k}" for k in range(len(self.given) + len(self.bases))]
+        given = [*(x for x in ("p", "g") if x in self.stage.reads), *scalars, *values]
+        call = f"{self.stage.kernel}({', '.join(given)});"
+        taken = ["F p", "F g", *(f"{kind} &{name}" for kind, name in zip(kinds, values, strict=False))]
+        taken += [f"{kind} &" for kind in kinds[len(values) :]]
+        return [
+            f"struct rule_{number} : StageRule {{",
+            f"    static constexpr int SCALARS = {count};",
+            *([f"    const F {', '.join(scalars)};"] if scalars else []),
+            f"    explicit rule_{number}(const float *scalars)"
+            + (" : " if scalars else "")
+            + ", ".join(f"{x}(scalars[{k}])" for k, x in enumerate(scalars))
+            + " {}",
+            *([f"    template <{', '.join(f'class {x}' for x in kinds)}>"] if kinds else []),
+            f"    F step({', '.join(taken)}) const {{",
+            *([f"        return {call}"] if "p" in self.stage.stores else [f"        {call}", "        return p;"]),
+            "    }",
+            "};",
+        ]
+
+    def owned(self, owner: str) -> list[str]:
+        """The columns that keep a value: itself, or its fields."""
+        if owner == "p":
+            return ["p", *(f.name for f in self.variant.fields if f.owner == "p")]
+        if owner in self.temps:
+            return [owner]
+        return [f.name for f in self.variant.fields if self.variant.touched(f) == owner]
+
+    def place(self, owner: str, name: str, source: int = -1) -> None:
+        """Add the place of a column; `source`: that whose array a sum shares."""
+        read = owner in self.stage.reads or owner in self.bases
+        written, reduction, partial = owner in self.stores, "NONE", -1
+        if any(name in names for _, names in self.stage.sums):
+            temp = self.temps[name]
+            read, written = False, True
+            reduction = _REDUCTIONS[temp.reduction.partition("_")[2]]
+            partial = self.partial.get(name, -1) if self.stage.space == "elem" else -1
+        size = _column_of(self.variant, name)[1:-1]
+        source = len(self.places) if source < 0 else source
+        flags = f"{str(read).lower()}, {str(written).lower()}"
+        self.places.append(f"{{{self.names.index(name)}, {partial}, {size}, {flags}, {reduction}, {source}}}")
+
+    def weight(self, more: int) -> str:
+        number = len(self.given) + len(self.bases)
+        if "p" not in self.stage.reads and "p" not in self.stores:
+            return f"Value<untouched, {number}, 0, P, -1, false>"
+        codec = self.eager.codecs.get("p", "full") + ("_stochastic" if "p" in self.eager.noise else "_nearest")
+        return f"Value<{codec}, {number}, 0, P, -1, {str('p' in self.stores).lower()}, false, {more}>"
+
+    def value(self, number: int, x: str) -> str:
+        """The value of a state, of one of its fields, or of a temp; its places."""
+        eager, at = self.eager, len(self.places)
+        owner = self.fields[x].owner if x in self.fields else x
+        written = x in self.stores or x in self.sums
+        read = x in self.stage.reads or x in self.bases
+        dealt = [name for name in eager.noise if name != "p"]
+        drawn = str(dealt.index(owner)) if owner in dealt else "P"
+        if not read and not written:
+            return f"Value<untouched, {number}, 0, P, -1, false>"
+        for name in self.owned(x):
+            self.place(x, name)
+        for _, names in self.stage.sums:
+            for name in names[1:] if names[0] == x else ():
+                self.place(name, name, at)
+        codec, base, plus = self.codec(x, owner), "-1", False
+        if x in eager.codecs and owner not in self.variant.whole:
+            codec += "_stochastic" if x in eager.noise else "_nearest"
+            plus = x in self.variant.nonneg and x not in self.stage.plus
+        if x in self.variant.bases:
+            base = str([*self.given, *self.bases].index(self.variant.bases[x]))
+        flags = f"{str(written).lower()}, {str(plus).lower()}"
+        return f"Value<{codec}, {number}, {at}, {drawn}, {base}, {flags}>"
+
+    def codec(self, x: str, owner: str) -> str:
+        """The codec of a value, that of the plan without its ending."""
+        if x in self.eager.codecs and owner not in self.variant.whole:
+            return self.eager.codecs[x]
+        space = self.temps[x].space if x in self.temps else self.spaces()[x]
+        if x in self.sums or _KINDS[space] == _KINDS[self.stage.space] and space != "elem":
+            return "full_nearest"
+        if space in ("row", "mat"):
+            return "of_rows"
+        if space in ("tensor", "model"):
+            return "of_tensor"
+        if x in self.temps and space == "elem":
+            return "upper_half"
+        field = self.fields.get(x)
+        if field is None or field.dtype == "float32" or space != "elem":
+            return "full_nearest"
+        drawn = str(owner in self.eager.noise).lower()
+        if field.width > 1 or field.per == EIGHT:
+            return f"packed_numbers<{field.width}, {self.own.block}, {drawn}>"
+        return f"numbers<{_STORED[field.dtype]}, {drawn}>"
+
+    def spaces(self) -> Mapping[str, str]:
+        return {self.variant.touched(f): f.space for f in self.variant.fields}

@@ -27,6 +27,7 @@ struct Codec {
     struct In {};                   // what is read of a block
     struct Head {};                 // what a loop reads and finds of a block
     In in(int) const { return {}; }
+    void within(int) {}  // a tile of one row or of several: see Tile in stages.h
     void decode_blocks(int) const {}
     void unpack_codes(int) const {}
     void pack_codes(int, const int *) const {}
@@ -50,12 +51,14 @@ struct full_nearest : Codec {
 };
 
 // A value of a rule: its place among them, its first column, the number by which random bits are dealt to it, the value
-// that it is relative to (-1: none); whether the step writes it, and makes zeros +0.
-template <class C, int PLACE_, int AT, int VALUE_, int BASE_ = -1, bool WRITTEN_ = true, bool PLUS_ = false>
+// that it is relative to (-1: none); whether the step writes it, and makes zeros +0; the column of its second field.
+template <class C, int PLACE_, int AT, int VALUE_, int BASE_ = -1, bool WRITTEN_ = true, bool PLUS_ = false,
+          int MORE_ = AT ? AT + 1 : 2>
 struct Value : C {
     static constexpr int PLACE = PLACE_, VALUE = VALUE_, BASE = BASE_;
+    static constexpr int MORE = MORE_;
     static constexpr bool WRITTEN = WRITTEN_, PLUS = PLUS_;
-    explicit Value(char *const *at) : C(at[AT], at + (AT ? AT + 1 : 2)) {}
+    explicit Value(char *const *at) : C(at[AT], at + MORE) {}
 };
 
 // Something that each value has of its own.
@@ -63,6 +66,14 @@ template <class V, class T> struct Of {
     T at;
 };
 template <class... T> struct All : T... {};
+
+// Elements of a tile; a stage of several (`Layout::staged`) has as many blocks as a register values of them.
+template <class Layout, class = void> struct TileOf {
+    static constexpr int size(int arrays) { return Layout::BLOCK == 1 ? 1024 : elements_of_tile(Layout::BLOCK, arrays); }
+};
+template <class Layout> struct TileOf<Layout, typename Layout::staged> {
+    static constexpr int size(int) { return Layout::BLOCK == 1 ? 1024 : VECTOR * Layout::BLOCK; }
+};
 
 // Layout says the columns, their blocks and how noise is dealt; the weight P stands first, then the states V.
 template <class Layout, class Rule, class Grad, class P, class... V> struct Sweep : Layout {
@@ -103,19 +114,22 @@ template <class Layout, class Rule, class Grad, class P, class... V> struct Swee
     template <class T> static constexpr int drawn(int from) {
         return T::WRITTEN && T::DRAWS && (T::DRAWS << offset<T>()) >> from ? word_of<T>() : 0;
     }
-    static constexpr int DRAWN = ((P::DRAWS ? word_of<P>() : 0) | ... | drawn<V>(0));
-    static constexpr int KEPT = ((P::DRAWS && APART ? word_of<P>() : 0) | ... | drawn<V>(1));
+    static constexpr int DRAWN = ((P::WRITTEN && P::DRAWS ? word_of<P>() : 0) | ... | drawn<V>(0));
+    static constexpr int KEPT = ((P::WRITTEN && P::DRAWS && APART ? word_of<P>() : 0) | ... | drawn<V>(1));
     static constexpr int ARRAYS = (count(KEPT) + ... + (V::KEPT + input<V>() + next<V>() + root<V>()));
-    static constexpr int TILE = BLOCK == 1 ? 1024 : elements_of_tile(BLOCK, ARRAYS);
+    static constexpr int TILE = TileOf<Layout>::size(ARRAYS);
+    static constexpr int ROOM = LOOPS > 1 ? TILE : W;
 
     struct Arrays {
-        alignas(64) float input[COUNT + 1][TILE], next[COUNT + 1][TILE], root[COUNT + 1][TILE];
+        alignas(64) float input[COUNT + 1][ROOM], next[COUNT + 1][ROOM], root[COUNT + 1][ROOM];
     };
 
     // A value in the first loop, as the rule reads and sets it.
     template <class T> struct Element {
+        static constexpr int VALUE = T::VALUE;
         const T &kept;
         typename T::In in;
+        const Noise<Sweep> &noise;
         int i;
         F base, x;
 
@@ -134,6 +148,7 @@ template <class Layout, class Rule, class Grad, class P, class... V> struct Swee
             return fma(found.a, found.b, y);
         }
         F read() const { return times(F(1.0f)); }
+        auto raw() const { return kept.raw(i); }
         void set(F y) { x = y; }
         F next() const { return x; }
         F root() const { return sqrt(x); }
@@ -203,7 +218,7 @@ template <class Layout, class Rule, class Grad, class P, class... V> struct Swee
     }
 
     // What the tile's first loop reads of the next tile, dealt out to the loops: see Layout::COLUMNS.
-    static constexpr bool of_weight(int c) { return c == 0 || (c > 1 && c <= P::FIELDS); }
+    static constexpr bool of_weight(int c) { return c == 0 || (c >= P::MORE && c < P::MORE + P::FIELDS - 1); }
     static constexpr bool ahead(int c) { return Layout::COLUMNS[c].kind != BLOCK_OF && !(APART && of_weight(c)); }
     static constexpr int before(int c) { return c == 0 ? 0 : before(c - 1) + ahead(c - 1); }
     template <int C> static constexpr int bytes() {
@@ -221,7 +236,7 @@ template <class Layout, class Rule, class Grad, class P, class... V> struct Swee
     template <int C = 0> static void fetch_weight(char *const *at, int b) {
         if constexpr (of_weight(C))
             fetch<bytes<C>()>(at[C], b);
-        if constexpr (C < P::FIELDS)
+        if constexpr (C < P::MORE + P::FIELDS - 2)
             fetch_weight<C + 1>(at, b);
     }
 
@@ -241,7 +256,8 @@ template <class Layout, class Rule, class Grad, class P, class... V> struct Swee
         OPTGEN_INLINE void start(const All<Of<V, typename V::In>...> &ins, All<Head<0, V>...> &heads, int i, int end) const {
             const auto noise = words.at(i);
             const F g = Grad::load(g_at + i);
-            All<Element<V>...> states{Element<V>{all, static_cast<const Of<V, typename V::In> &>(ins).at, i, F(0.0f), F(0.0f)}...};
+            All<Element<V>...> states{
+                Element<V>{all, static_cast<const Of<V, typename V::In> &>(ins).at, noise, i, F(0.0f), F(0.0f)}...};
             (base<V>(states, ins, i), ...);
             if constexpr (Rule::APART) {
                 rule.states(get(i), g, static_cast<Element<V> &>(states)...);
@@ -272,7 +288,8 @@ template <class Layout, class Rule, class Grad, class P, class... V> struct Swee
         }
         template <class N> OPTGEN_INLINE void put(int i, F x, const N &noise) const {
             typename P::Head head;
-            p.template encode<RAGGED, P::VALUE>(Loop<0>(), head, i, 0, x, noise);
+            if constexpr (P::WRITTEN)
+                p.template encode<RAGGED, P::VALUE>(Loop<0>(), head, i, 0, x, noise);
         }
 
         template <int L> OPTGEN_INLINE void stage() const {
@@ -328,15 +345,21 @@ template <class Layout, class Rule, class Grad, class P, class... V> struct Swee
     template <bool RAGGED>
     OPTGEN_ONCE static void tile(char *const *at, int extent, const int *live, int32_t first, const float *scalars,
                                  int32_t step_key, int32_t stream_key) {
-        P p(at);
-        All<V...> all{V(at)...};
         float given[Rule::SCALARS + 1];
         for (int k = 0; k < Rule::SCALARS; k++)
             given[k] = scalars[Layout::ORDER[k]];
-        const Rule rule(given);
+        work<RAGGED>(at, at[1], extent, live, first, 0, given, step_key, stream_key);
+    }
+    template <bool RAGGED>
+    OPTGEN_INLINE static void work(char *const *at, const char *g, int extent, const int *live, int32_t first,
+                                   int row_mask, const float *scalars, int32_t step_key, int32_t stream_key) {
+        P p(at);
+        All<V...> all{V(at)...};
+        (static_cast<V &>(all).within(row_mask), ...);
+        const Rule rule(scalars);
         Arrays arrays;
         Words<Sweep> words(BLOCK * extent, first, stream_key, step_key);
-        const Tile<RAGGED> now{p, all, rule, arrays, words, (const typename Grad::stored *)at[1], at, live, extent};
+        const Tile<RAGGED> now{p, all, rule, arrays, words, (const typename Grad::stored *)g, at, live, extent};
         if constexpr (BLOCK == 1) {
             for (int i = 0; i < extent; i += W) {
                 All<Head<0, V>...> heads{};

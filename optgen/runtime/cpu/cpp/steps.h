@@ -1,0 +1,137 @@
+// A step of several stages: a rule's functions (generated/<rule>/kernels.h) on values that a plan's codecs
+// (optgen/plans/<plan>/codecs.h) keep, and on the few values that stages leave for one another.
+#pragma once
+#include "stages.h"
+#include "sweep.h"
+
+namespace {
+
+// -- codecs of what stages hand on
+
+// Fields of a value of which loops over elements know nothing more.
+struct Single : Codec {
+    static constexpr int NOISE = 0, FIELDS = 1, LOOPS = 1, ROOT_LOOP = 0, READS = 1, DRAWS = 0;
+    static constexpr bool ROOTED = false, HAS_ROOT = false;
+};
+
+// What a stage leaves alone.
+struct untouched : Single {
+    static constexpr int FIELDS = 0;
+
+    untouched(char *, char *const *) {}
+    Product times(F c, const In &, int) const { return {c, F(0.0f)}; }
+    template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Head &, int, int, F x, const N &) const { return x; }
+};
+
+// A value for each row or matrix, read where there are more of others.
+struct of_rows : Single {
+    const float *__restrict at;
+    int mask = -1;
+
+    of_rows(char *first, char *const *) : at((const float *)first) {}
+    void within(int row_mask) { mask = row_mask; }
+    Product times(F c, const In &, int i) const { return {c, load(at + (i & mask))}; }
+    template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Head &, int, int, F x, const N &) const { return x; }
+};
+
+// The value of a tensor.
+struct of_tensor : Single {
+    const F value;
+
+    of_tensor(char *first, char *const *) : value(*(const float *)first) {}
+    Product times(F c, const In &, int) const { return {c, value}; }
+    template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Head &, int, int, F x, const N &) const { return x; }
+};
+
+// bf16 between two sweeps, which comes as the upper half of a word.
+struct upper_half : Single {
+    uint16_t *__restrict at;
+
+    upper_half(char *first, char *const *) : at((uint16_t *)first) {}
+    Product times(F c, const In &, int i) const { return {c, widened(::raw(at + i))}; }
+    template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Head &, int i, int, F x, const N &) const {
+        store_half<2>(at + i, bits(x));
+        return x;
+    }
+};
+
+// Numbers of a state that is kept as a whole: the rule itself reads and makes them.
+template <class T, bool DRAWN> struct numbers : Single {
+    static constexpr int DRAWS = DRAWN;
+    T *__restrict at;
+
+    numbers(char *first, char *const *) : at((T *)first) {}
+    auto raw(int i) const {
+        if constexpr (sizeof(T) == 4 || T(-1) < T(0) && sizeof(T) == 1)
+            return load(at + i);
+        else
+            return ::raw(at + i);
+    }
+    Product times(F c, const In &, int) const { return {c, F(0.0f)}; }
+    template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Head &, int i, int, F x, const N &) const {
+        store(at + i, bits(x));
+        return x;
+    }
+};
+template <int BITS, int BLOCK, bool DRAWN> struct packed_numbers : Single {
+    static constexpr int DRAWS = DRAWN;
+    uint8_t *__restrict packed;
+    alignas(64) uint8_t at[most_of(BLOCK)];
+
+    packed_numbers(char *first, char *const *) : packed((uint8_t *)first) {}
+    void unpack_codes(int count) { unpack<BITS>(at, packed, count); }
+    auto raw(int i) const { return ::raw(at + i); }
+    Product times(F c, const In &, int) const { return {c, F(0.0f)}; }
+    template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Head &, int i, int, F x, const N &) {
+        store(at + i, bits(x));
+        return x;
+    }
+    void pack_codes(int blocks, const int *live) {
+        no_codes<BLOCK>(at, blocks, live);
+        pack<BITS>(packed, at, BLOCK * blocks);
+    }
+};
+
+// -- stages
+
+struct no_gradient {
+    typedef float stored;
+    static F load(const float *) { return F(0.0f); }
+};
+
+// What a rule's stage says in the place of what a rule of one sweep does.
+struct StageRule {
+    static constexpr int APART = 0;
+    static constexpr bool NEXT[MOST] = {}, ROOT[MOST] = {};
+};
+
+// What a sweep asks for ahead: the elements that it reads.
+template <int N> constexpr auto columns_of(const Columns<Place, N> &places) {
+    Columns<Column, N> out{};
+    for (int k = 0; k < N; k++) {
+        const Place &p = places[k];
+        const bool ahead = p.read && p.reduction == NONE && (p.kind == ELEMENT || p.kind == EIGHTH);
+        out.at[k] = {p.bytes, ahead ? p.kind : BLOCK_OF, p.written};
+    }
+    return out;
+}
+
+// Layout is that of a sweep, and a stage's places; `G`: that of the gradient, -1 where it is not read; ORDER: of each
+// scalar the position, of a size of the tensor -1 and less.
+template <class Layout, class Rule, class Grad, class P, class... V>
+struct Staged : Sweep<Layout, Rule, Grad, P, V...> {
+    using Base = Sweep<Layout, Rule, Grad, P, V...>;
+    static constexpr bool INDEXED = Base::DRAWN != 0;
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile(char *const *at, int extent, const int *live, int32_t first, int row_mask,
+                                 const Known &known) {
+        float given[Rule::SCALARS + 1];
+        for (int k = 0; k < Rule::SCALARS; k++)
+            given[k] = Layout::ORDER[k] < 0 ? known.extent[-1 - Layout::ORDER[k]] : known.scalars[Layout::ORDER[k]];
+        Base::template work<RAGGED>(at, Layout::G < 0 ? nullptr : at[Layout::G < 0 ? 0 : Layout::G], extent, live, first,
+                                    row_mask, given, known.step_key, known.stream_key);
+    }
+};
+
+}  // namespace
