@@ -122,8 +122,8 @@ def adafactor(
 
 
 def adafactor_no_factored(
-    stored, grad_scale, one_minus_t_pow_beta2_decay, one_minus_beta2, eps1_times_eps1, eps2, d,
-    lr_min_t_pow_m0p5, one_minus_lr_times_weight_decay,
+    stored, grad_scale, one_minus_t_pow_beta2_decay, one_minus_beta2, eps1_times_eps1, eps2, d, lr_min_t_pow_m0p5,
+    one_minus_lr_times_weight_decay,
 ):
     """One step in place, in strict maths; the codecs of a plan load and store."""
 

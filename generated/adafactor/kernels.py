@@ -35,8 +35,8 @@ def scalars_2(step, grad_scale, *, lr, beta2_decay, eps, d, weight_decay):
     grad_scale_times_grad_scale = grad_scale * grad_scale
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
     return (
-        scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, eps2, d, lr_min_t_pow_m0p5,
-        grad_scale_times_grad_scale, grad_scale, one_minus_lr_times_weight_decay,
+        scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, eps2, d, lr_min_t_pow_m0p5, grad_scale_times_grad_scale,
+        grad_scale, one_minus_lr_times_weight_decay,
     )
 
 
@@ -46,8 +46,8 @@ RULES = (
             {'factored': True},
         ),
         scalars=(
-            "grad_scale_times_grad_scale", "one_minus_t_pow_beta2_decay", "one_minus_beta2", "eps2",
-            "lr_min_t_pow_m0p5", "eps1", "eps1_times_eps1", "d", "grad_scale", "one_minus_lr_times_weight_decay",
+            "grad_scale_times_grad_scale", "one_minus_t_pow_beta2_decay", "one_minus_beta2", "eps2", "lr_min_t_pow_m0p5",
+            "eps1", "eps1_times_eps1", "d", "grad_scale", "one_minus_lr_times_weight_decay",
         ),
         host=scalars,
         temps=(

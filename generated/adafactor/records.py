@@ -17,8 +17,8 @@ def host_scalars(step, grad_scale, *, lr, beta2_decay, eps, d, weight_decay):
     eps1_times_eps1 = eps1 * eps1
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
     return (
-        grad_scale, one_minus_t_pow_beta2_decay, one_minus_beta2, eps2, lr_min_t_pow_m0p5, eps1, eps1_times_eps1,
-        d, one_minus_lr_times_weight_decay,
+        grad_scale, one_minus_t_pow_beta2_decay, one_minus_beta2, eps2, lr_min_t_pow_m0p5, eps1, eps1_times_eps1, d,
+        one_minus_lr_times_weight_decay,
     )
 
 

@@ -137,8 +137,8 @@ def adafactor_9_values(alpha, tensor_sum_of_g, extent_elements, d, grad_scale_ti
 
 @triton.jit
 def adafactor_8_between(
-    table, work, d: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
-    LEVEL: tl.constexpr, ROUND: tl.constexpr = -1,
+    table, work, d: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr, LEVEL: tl.constexpr,
+    ROUND: tl.constexpr = -1,
 ):
     """adafactor: matrices of one tensor."""
     rounds(table, work, adafactor_8_values, LEVEL, 0, (), LANES, ROUND)
@@ -163,14 +163,14 @@ def adafactor_10_tile(
 
 @triton.jit(do_not_specialize=["step_key"])
 def adafactor_10_sweep(
-    table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    eps1_times_eps1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
+    table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32, eps1_times_eps1: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr, SWEEP: tl.constexpr,
 ):
     """adafactor: the tiles of one work item."""
     walk_matrices(
-        table, work, adafactor_10_tile, SWEEP, (grad_scale, one_minus_lr_times_weight_decay, eps1_times_eps1),
-        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        table, work, adafactor_10_tile, SWEEP, (grad_scale, one_minus_lr_times_weight_decay, eps1_times_eps1), step_key,
+        GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
@@ -196,15 +196,14 @@ def adafactor_no_factored_1_sweep(
 ):
     """adafactor: the tiles of one work item."""
     walk(
-        table, work, adafactor_no_factored_1_tile, SWEEP, (scalar_0, one_minus_t_pow_beta2_decay,
-        eps1_times_eps1), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        table, work, adafactor_no_factored_1_tile, SWEEP, (scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
 @triton.jit
 def adafactor_no_factored_2_values(
-    tensor_sum_for_alpha, tensor_sum_of_g, extent_elements, eps2, d, lr_min_t_pow_m0p5,
-    grad_scale_times_grad_scale,
+    tensor_sum_for_alpha, tensor_sum_of_g, extent_elements, eps2, d, lr_min_t_pow_m0p5, grad_scale_times_grad_scale,
 ):
     """The new tensor_div."""
     # 42  alpha = maximum(rms(p), eps2) * minimum(lr, t**-0.5)
@@ -222,8 +221,7 @@ def adafactor_no_factored_2_values(
 @triton.jit
 def adafactor_no_factored_2_between(
     table, work, eps2: tl.float32, d: tl.float32, lr_min_t_pow_m0p5: tl.float32,
-    grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr, LEVEL: tl.constexpr,
-    ROUND: tl.constexpr = -1,
+    grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr, LEVEL: tl.constexpr, ROUND: tl.constexpr = -1,
 ):
     """adafactor: matrices of one tensor."""
     rounds(
@@ -254,9 +252,8 @@ def adafactor_no_factored_3_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def adafactor_no_factored_3_sweep(
     table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32, scalar_0: tl.float32,
-    one_minus_t_pow_beta2_decay: tl.float32, eps1_times_eps1: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
-    SWEEP: tl.constexpr,
+    one_minus_t_pow_beta2_decay: tl.float32, eps1_times_eps1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
 ):
     """adafactor: the tiles of one work item."""
     walk(

@@ -34,8 +34,7 @@ def scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
     scalar_3 = choose(common_3, 1, divide(1, common_2))
     scalar_4 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_3, 0, common_2))
     return (
-        beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-        scalar_4,
+        beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
     )
 
 
@@ -45,8 +44,7 @@ RULES = (
             {'amsgrad': False, 'decoupled_weight_decay': False},
         ),
         scalars=(
-            "beta1", "beta2", "weight_decay", "grad_scale", "one_minus_beta1", "one_minus_beta2", "scalar_2",
-            "scalar_3",
+            "beta1", "beta2", "weight_decay", "grad_scale", "one_minus_beta1", "one_minus_beta2", "scalar_2", "scalar_3",
         ),
         host=scalars,
         stages=(
@@ -61,8 +59,8 @@ RULES = (
             {'amsgrad': False, 'decoupled_weight_decay': True},
         ),
         scalars=(
-            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
-            "scalar_3", "scalar_4",
+            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3",
+            "scalar_4",
         ),
         host=scalars_2,
         stages=(
@@ -77,8 +75,7 @@ RULES = (
             {'amsgrad': True, 'decoupled_weight_decay': False},
         ),
         scalars=(
-            "beta1", "beta2", "weight_decay", "grad_scale", "one_minus_beta1", "one_minus_beta2", "scalar_2",
-            "scalar_3",
+            "beta1", "beta2", "weight_decay", "grad_scale", "one_minus_beta1", "one_minus_beta2", "scalar_2", "scalar_3",
         ),
         host=scalars,
         stages=(
@@ -94,8 +91,8 @@ RULES = (
             {'amsgrad': True, 'decoupled_weight_decay': True},
         ),
         scalars=(
-            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
-            "scalar_3", "scalar_4",
+            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3",
+            "scalar_4",
         ),
         host=scalars_2,
         stages=(

@@ -64,15 +64,14 @@ def adam_decoupled_weight_decay_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def adam_decoupled_weight_decay_sweep(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
-    scalar_4: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
+    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr, SWEEP: tl.constexpr,
 ):
     """adam: the tiles of one work item."""
     walk(
         table, work, adam_decoupled_weight_decay_tile, SWEEP, (beta1, beta2, one_minus_lr_times_weight_decay,
-        one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4), step_key, GRAD, TILES, RAGGED, ALIGNED,
-        TILE,
+        one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
@@ -115,9 +114,8 @@ def adam_amsgrad_sweep(
 
 @triton.jit
 def adam_amsgrad_decoupled_weight_decay_tile(
-    PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq, max_exp_avg_sq, beta1, beta2,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, live,
-    MASKED: tl.constexpr,
+    PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq, max_exp_avg_sq, beta1, beta2, one_minus_lr_times_weight_decay,
+    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, live, MASKED: tl.constexpr,
 ):
     """The new p, exp_avg, exp_avg_sq, max_exp_avg_sq."""
     max_exp_avg_sq = read(max_exp_avg_sq, PLAN.max_exp_avg_sq)
@@ -139,13 +137,12 @@ def adam_amsgrad_decoupled_weight_decay_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def adam_amsgrad_decoupled_weight_decay_sweep(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
-    scalar_4: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
+    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr, SWEEP: tl.constexpr,
 ):
     """adam: the tiles of one work item."""
     walk(
-        table, work, adam_amsgrad_decoupled_weight_decay_tile, SWEEP, (beta1, beta2,
-        one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4),
-        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        table, work, adam_amsgrad_decoupled_weight_decay_tile, SWEEP, (beta1, beta2, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )

@@ -15,9 +15,7 @@ from optgen.runtime.gpu.walk import walk
 
 
 @triton.jit
-def adam_mini_1_tile(
-    PLAN: tl.constexpr, g, m, beta1, one_minus_beta1_times_grad_scale, live, MASKED: tl.constexpr,
-):
+def adam_mini_1_tile(PLAN: tl.constexpr, g, m, beta1, one_minus_beta1_times_grad_scale, live, MASKED: tl.constexpr):
     """The new m; what is reduced to row_sum_for_vmean_row."""
     # 27  m = beta1 * m + (1 - beta1) * g
     m = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, m, PLAN.m))
@@ -32,15 +30,15 @@ def adam_mini_1_sweep(
 ):
     """adam_mini: the tiles of one work item."""
     walk_matrices(
-        table, work, adam_mini_1_tile, SWEEP, (beta1, one_minus_beta1_times_grad_scale), step_key, GRAD, TILES,
-        RAGGED, ALIGNED, TILE,
+        table, work, adam_mini_1_tile, SWEEP, (beta1, one_minus_beta1_times_grad_scale), step_key, GRAD, TILES, RAGGED,
+        ALIGNED, TILE,
     )
 
 
 @triton.jit
 def adam_mini_2_values(
-    vmean_row, row_sum_for_vmean_row, extent_columns, beta2, eps, grad_scale_times_grad_scale,
-    one_minus_beta2, sqrt_one_minus_beta2_pow_t,
+    vmean_row, row_sum_for_vmean_row, extent_columns, beta2, eps, grad_scale_times_grad_scale, one_minus_beta2,
+    sqrt_one_minus_beta2_pow_t,
 ):
     """The new vmean_row, one_over_denom."""
     # 29  vmean_row = beta2 * vmean_row + (1 - beta2) * row_mean(g * g)
@@ -54,8 +52,8 @@ def adam_mini_2_values(
 @triton.jit
 def adam_mini_2_between(
     table, work, beta2: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
-    one_minus_beta2: tl.float32, sqrt_one_minus_beta2_pow_t: tl.float32, LANES: tl.constexpr,
-    LEVEL: tl.constexpr, ROUND: tl.constexpr = -1,
+    one_minus_beta2: tl.float32, sqrt_one_minus_beta2_pow_t: tl.float32, LANES: tl.constexpr, LEVEL: tl.constexpr,
+    ROUND: tl.constexpr = -1,
 ):
     """adam_mini: matrices of one tensor."""
     rounds(
@@ -66,8 +64,8 @@ def adam_mini_2_between(
 
 @triton.jit
 def adam_mini_3_tile(
-    PLAN: tl.constexpr, p, m, one_over_denom, one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t,
-    live, MASKED: tl.constexpr,
+    PLAN: tl.constexpr, p, m, one_over_denom, one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, live,
+    MASKED: tl.constexpr,
 ):
     """The new p."""
     m = read(m, PLAN.m)
@@ -108,8 +106,8 @@ def adam_mini_no_by_rows_1_sweep(
 ):
     """adam_mini: the tiles of one work item."""
     walk(
-        table, work, adam_mini_no_by_rows_1_tile, SWEEP, (beta1, one_minus_beta1_times_grad_scale), step_key,
-        GRAD, TILES, RAGGED, ALIGNED, TILE,
+        table, work, adam_mini_no_by_rows_1_tile, SWEEP, (beta1, one_minus_beta1_times_grad_scale), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
     )
 
 
@@ -128,20 +126,20 @@ def adam_mini_no_by_rows_2_values(
 @triton.jit
 def adam_mini_no_by_rows_2_between(
     table, work, beta2: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
-    one_minus_beta2: tl.float32, sqrt_one_minus_beta2_pow_t: tl.float32, LANES: tl.constexpr,
-    LEVEL: tl.constexpr, ROUND: tl.constexpr = -1,
+    one_minus_beta2: tl.float32, sqrt_one_minus_beta2_pow_t: tl.float32, LANES: tl.constexpr, LEVEL: tl.constexpr,
+    ROUND: tl.constexpr = -1,
 ):
     """adam_mini: matrices of one tensor."""
     rounds(
-        table, work, adam_mini_no_by_rows_2_values, LEVEL, 0, (beta2, eps, grad_scale_times_grad_scale,
-        one_minus_beta2, sqrt_one_minus_beta2_pow_t), LANES, ROUND,
+        table, work, adam_mini_no_by_rows_2_values, LEVEL, 0, (beta2, eps, grad_scale_times_grad_scale, one_minus_beta2,
+        sqrt_one_minus_beta2_pow_t), LANES, ROUND,
     )
 
 
 @triton.jit
 def adam_mini_no_by_rows_3_tile(
-    PLAN: tl.constexpr, p, m, one_over_denom, one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t,
-    live, MASKED: tl.constexpr,
+    PLAN: tl.constexpr, p, m, one_over_denom, one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, live,
+    MASKED: tl.constexpr,
 ):
     """The new p."""
     m = read(m, PLAN.m)

@@ -10,8 +10,8 @@ from optgen.runtime.reference.eager import choose, few_max, few_sum, sqrt
 
 
 def adamp(
-    stored, beta1, beta2, eps, grad_scale, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
-    delta, lr, weight_decay, one_minus_wd_ratio, lr_over_one_minus_beta1_pow_t,
+    stored, beta1, beta2, eps, grad_scale, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t, delta, lr,
+    weight_decay, one_minus_wd_ratio, lr_over_one_minus_beta1_pow_t,
 ):
     """One step in place, in strict maths; the codecs of a plan load and store."""
 
@@ -158,8 +158,8 @@ def adamp_no_projected(
 
 
 def adamp_nesterov(
-    stored, beta1, beta2, eps, grad_scale, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
-    delta, lr, weight_decay, one_minus_wd_ratio, lr_over_one_minus_beta1_pow_t,
+    stored, beta1, beta2, eps, grad_scale, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t, delta, lr,
+    weight_decay, one_minus_wd_ratio, lr_over_one_minus_beta1_pow_t,
 ):
     """One step in place, in strict maths; the codecs of a plan load and store."""
 

@@ -35,8 +35,7 @@ def adamp_1_tile(
 def adamp_1_sweep(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
-    SWEEP: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
 ):
     """adamp: the tiles of one work item."""
     walk_matrices(
@@ -70,8 +69,8 @@ def adamp_3_values(extent_columns, extent_elements, delta):
 
 @triton.jit
 def adamp_4_values(
-    tensor_sum_for_invariant, tensor_sum_for_invariant_2, tensor_sum_for_invariant_3,
-    delta_over_sqrt_elements, tensor_sum_of_p, eps, grad_scale, grad_scale_times_grad_scale,
+    tensor_sum_for_invariant, tensor_sum_for_invariant_2, tensor_sum_for_invariant_3, delta_over_sqrt_elements,
+    tensor_sum_of_p, eps, grad_scale, grad_scale_times_grad_scale,
 ):
     """The new lt_tensor_div_delta_over_sqrt_elements, tensor_sum_of_p_over_tensor_mul_3_2."""
     tensor_sum_for_invariant_2_add = tl.sqrt(tensor_sum_for_invariant_2) + eps
@@ -114,17 +113,14 @@ def adamp_2_between(
     rounds(table, work, adamp_2_values, LEVEL, 0, (eps, grad_scale, grad_scale_times_grad_scale), LANES, ROUND)
     rounds(table, work, adamp_3_values, LEVEL, 1, (delta,), LANES, ROUND)
     rounds(table, work, adamp_4_values, LEVEL, 2, (eps, grad_scale, grad_scale_times_grad_scale), LANES, ROUND)
-    rounds(
-        table, work, adamp_5_values, LEVEL, 3, (weight_decay, minus_one_minus_wd_ratio, minus_lr), LANES, ROUND,
-    )
+    rounds(table, work, adamp_5_values, LEVEL, 3, (weight_decay, minus_one_minus_wd_ratio, minus_lr), LANES, ROUND)
     rounds(table, work, adamp_6_values, LEVEL, 4, (), LANES, ROUND)
 
 
 @triton.jit
 def adamp_7_tile(
-    PLAN: tl.constexpr, p, exp_avg, exp_avg_sq, one_minus_lr_times_weight_decay_2,
-    row_sum_of_p_over_row_mul_3_2, scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t, live,
-    MASKED: tl.constexpr,
+    PLAN: tl.constexpr, p, exp_avg, exp_avg_sq, one_minus_lr_times_weight_decay_2, row_sum_of_p_over_row_mul_3_2,
+    scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t, live, MASKED: tl.constexpr,
 ):
     """The new p."""
     exp_avg = read(exp_avg, PLAN.exp_avg)
@@ -147,8 +143,8 @@ def adamp_7_sweep(
 ):
     """adamp: the tiles of one work item."""
     walk_matrices(
-        table, work, adamp_7_tile, SWEEP, (scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t), step_key,
-        GRAD, TILES, RAGGED, ALIGNED, TILE,
+        table, work, adamp_7_tile, SWEEP, (scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
     )
 
 
@@ -174,16 +170,15 @@ def adamp_no_projected_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def adamp_no_projected_sweep(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, minus_lr_over_one_minus_beta1_pow_t: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr, SWEEP: tl.constexpr,
+    scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    minus_lr_over_one_minus_beta1_pow_t: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
 ):
     """adamp: the tiles of one work item."""
     walk(
         table, work, adamp_no_projected_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
-        scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t), step_key,
-        GRAD, TILES, RAGGED, ALIGNED, TILE,
+        scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
     )
 
 
@@ -215,16 +210,16 @@ def adamp_nesterov_1_sweep(
     """adamp: the tiles of one work item."""
     walk_matrices(
         table, work, adamp_nesterov_1_tile, SWEEP, (beta2, scalar_0, beta1_times_beta1,
-        beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5),
-        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5), step_key,
+        GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
 @triton.jit
 def adamp_nesterov_7_tile(
-    PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq, one_minus_lr_times_weight_decay_2,
-    row_sum_of_p_over_row_mul_3_2, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_0, scalar_4,
-    scalar_5, minus_lr_over_one_minus_beta1_pow_t, live, MASKED: tl.constexpr,
+    PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq, one_minus_lr_times_weight_decay_2, row_sum_of_p_over_row_mul_3_2,
+    beta1, beta2, one_minus_beta1_times_grad_scale, scalar_0, scalar_4, scalar_5,
+    minus_lr_over_one_minus_beta1_pow_t, live, MASKED: tl.constexpr,
 ):
     """The new p, exp_avg, exp_avg_sq."""
     g_mul = one_minus_beta1_times_grad_scale * g
@@ -245,14 +240,13 @@ def adamp_nesterov_7_tile(
 def adamp_nesterov_7_sweep(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_0: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
-    minus_lr_over_one_minus_beta1_pow_t: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
-    SWEEP: tl.constexpr,
+    minus_lr_over_one_minus_beta1_pow_t: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
 ):
     """adamp: the tiles of one work item."""
     walk_matrices(
-        table, work, adamp_nesterov_7_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale, scalar_0,
-        scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        table, work, adamp_nesterov_7_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale, scalar_0, scalar_4,
+        scalar_5, minus_lr_over_one_minus_beta1_pow_t), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
@@ -278,14 +272,13 @@ def adamp_nesterov_no_projected_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def adamp_nesterov_no_projected_sweep(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, minus_lr_over_one_minus_beta1_pow_t: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr, SWEEP: tl.constexpr,
+    scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    minus_lr_over_one_minus_beta1_pow_t: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
 ):
     """adamp: the tiles of one work item."""
     walk(
-        table, work, adamp_nesterov_no_projected_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale,
-        scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t),
-        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        table, work, adamp_nesterov_no_projected_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
+        scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
     )

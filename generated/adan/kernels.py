@@ -24,9 +24,8 @@ def scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     scalar_7 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_2, 0, common_1))
     one_over_one_plus_lr_times_weight_decay = divide(1, 1 + lr * weight_decay)
     return (
-        beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale,
-        one_minus_beta2, one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7,
-        one_over_one_plus_lr_times_weight_decay,
+        beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2,
+        one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7, one_over_one_plus_lr_times_weight_decay,
     )
 
 

@@ -15,8 +15,8 @@ from optgen.runtime.gpu.walk import walk
 @triton.jit
 def adan_tile(
     PLAN: tl.constexpr, p, g, exp_avg, exp_avg_diff, exp_avg_sq, prev_grad, beta1, beta2, beta3, grad_scale,
-    where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, avg_lr,
-    diff_lr, scalar_6, scalar_7, one_over_one_plus_lr_times_weight_decay, live, MASKED: tl.constexpr,
+    where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, avg_lr, diff_lr,
+    scalar_6, scalar_7, one_over_one_plus_lr_times_weight_decay, live, MASKED: tl.constexpr,
 ):
     """The new p, exp_avg, exp_avg_diff, exp_avg_sq, prev_grad."""
     prev_grad = read(prev_grad, PLAN.prev_grad)
@@ -43,11 +43,11 @@ def adan_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def adan_sweep(
     table, work, beta1: tl.float32, beta2: tl.float32, beta3: tl.float32, grad_scale: tl.float32,
-    where_lt_one_t_one_zero: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    one_minus_beta2: tl.float32, one_minus_beta3: tl.float32, avg_lr: tl.float32, diff_lr: tl.float32,
-    scalar_6: tl.float32, scalar_7: tl.float32, one_over_one_plus_lr_times_weight_decay: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr, SWEEP: tl.constexpr,
+    where_lt_one_t_one_zero: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, one_minus_beta2: tl.float32,
+    one_minus_beta3: tl.float32, avg_lr: tl.float32, diff_lr: tl.float32, scalar_6: tl.float32,
+    scalar_7: tl.float32, one_over_one_plus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
+    SWEEP: tl.constexpr,
 ):
     """adan: the tiles of one work item."""
     walk(

@@ -14,9 +14,9 @@ from optgen.runtime.gpu.walk import walk
 
 @triton.jit
 def ademamix_tile(
-    PLAN: tl.constexpr, p, g, exp_avg, exp_avg_slow, exp_avg_sq, beta1, beta2,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4,
-    lr_times_one_over_one_minus_beta1_pow_t, scalar_6, scalar_7, scalar_8, live, MASKED: tl.constexpr,
+    PLAN: tl.constexpr, p, g, exp_avg, exp_avg_slow, exp_avg_sq, beta1, beta2, one_minus_lr_times_weight_decay,
+    one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4, lr_times_one_over_one_minus_beta1_pow_t,
+    scalar_6, scalar_7, scalar_8, live, MASKED: tl.constexpr,
 ):
     """The new p, exp_avg, exp_avg_slow, exp_avg_sq."""
     # 34  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
@@ -38,10 +38,10 @@ def ademamix_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def ademamix_sweep(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, beta3_now: tl.float32, scalar_3: tl.float32,
-    scalar_4: tl.float32, lr_times_one_over_one_minus_beta1_pow_t: tl.float32, scalar_6: tl.float32,
-    scalar_7: tl.float32, scalar_8: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
+    one_minus_beta1_times_grad_scale: tl.float32, beta3_now: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32,
+    lr_times_one_over_one_minus_beta1_pow_t: tl.float32, scalar_6: tl.float32, scalar_7: tl.float32,
+    scalar_8: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
 ):
     """ademamix: the tiles of one work item."""
     walk(

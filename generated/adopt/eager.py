@@ -10,8 +10,8 @@ from optgen.runtime.reference.eager import larger, smaller, sqrt
 
 
 def adopt(
-    stored, lr, beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1,
-    decay, one_minus_where_lt_one_t_beta2_zero,
+    stored, lr, beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, decay,
+    one_minus_where_lt_one_t_beta2_zero,
 ):
     """One step in place, in strict maths; the codecs of a plan load and store."""
     b = stored.over("p", "g", "exp_avg", "exp_avg_sq")

@@ -16,8 +16,8 @@ def host_scalars(step, grad_scale, *, lr, eps, clip_threshold, betas, weight_dec
     one_minus_beta3 = 1 - beta3
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
     return (
-        eps1, grad_scale, beta2, one_minus_beta2, clip_threshold, eps2, beta1, one_minus_beta1, beta3,
-        one_minus_beta3, lr, one_minus_lr_times_weight_decay,
+        eps1, grad_scale, beta2, one_minus_beta2, clip_threshold, eps2, beta1, one_minus_beta1, beta3, one_minus_beta3,
+        lr, one_minus_lr_times_weight_decay,
     )
 
 

@@ -76,12 +76,10 @@ def came_2_between(
 ):
     """came: matrices of one tensor."""
     rounds(
-        table, work, came_2_values, LEVEL, 0, (eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2), LANES,
-        ROUND,
+        table, work, came_2_values, LEVEL, 0, (eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2), LANES, ROUND,
     )
     rounds(
-        table, work, came_3_values, LEVEL, 1, (eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2), LANES,
-        ROUND,
+        table, work, came_3_values, LEVEL, 1, (eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2), LANES, ROUND,
     )
     rounds(table, work, came_4_values, LEVEL, 2, (), LANES, ROUND)
     rounds(table, work, came_5_values, LEVEL, 3, (), LANES, ROUND)
@@ -160,15 +158,13 @@ def came_10_sweep(
 ):
     """came: the tiles of one work item."""
     walk_matrices(
-        table, work, came_10_tile, SWEEP, (beta1, grad_scale, one_minus_beta1_times_grad_scale), step_key, GRAD,
-        TILES, RAGGED, ALIGNED, TILE,
+        table, work, came_10_tile, SWEEP, (beta1, grad_scale, one_minus_beta1_times_grad_scale), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
     )
 
 
 @triton.jit
-def came_11_values(
-    exp_avg_res_row, row_sum_for_exp_avg_res_row, extent_columns, eps2, beta3, one_minus_beta3,
-):
+def came_11_values(exp_avg_res_row, row_sum_for_exp_avg_res_row, extent_columns, eps2, beta3, one_minus_beta3):
     """The new exp_avg_res_row; what is reduced to mat_sum_of_exp_avg_res_row."""
     # 40  exp_avg_res_row = beta3 * exp_avg_res_row + (1 - beta3) * row_mean(residual)
     exp_avg_res_row = tl.fma(
@@ -230,8 +226,8 @@ def came_15_sweep(
 ):
     """came: the tiles of one work item."""
     walk_matrices(
-        table, work, came_15_tile, SWEEP, (lr, one_minus_lr_times_weight_decay), step_key, GRAD, TILES, RAGGED,
-        ALIGNED, TILE,
+        table, work, came_15_tile, SWEEP, (lr, one_minus_lr_times_weight_decay), step_key, GRAD, TILES, RAGGED, ALIGNED,
+        TILE,
     )
 
 
@@ -252,8 +248,8 @@ def came_no_factored_1_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def came_no_factored_1_sweep(
     table, work, eps1: tl.float32, beta2: tl.float32, grad_scale_times_grad_scale: tl.float32,
-    one_minus_beta2: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
+    one_minus_beta2: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
 ):
     """came: the tiles of one work item."""
     walk(
@@ -280,16 +276,15 @@ def came_no_factored_2_between(
 ):
     """came: matrices of one tensor."""
     rounds(
-        table, work, came_no_factored_2_values, LEVEL, 0, (clip_threshold, grad_scale_times_grad_scale), LANES,
-        ROUND,
+        table, work, came_no_factored_2_values, LEVEL, 0, (clip_threshold, grad_scale_times_grad_scale), LANES, ROUND,
     )
 
 
 @triton.jit
 def came_no_factored_3_tile(
     PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq, one_over_one_max_tensor_div, eps1, beta1, beta2,
-    grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
-    one_minus_lr_times_weight_decay, minus_lr, live, MASKED: tl.constexpr,
+    grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale, one_minus_lr_times_weight_decay,
+    minus_lr, live, MASKED: tl.constexpr,
 ):
     """The new p, exp_avg, exp_avg_sq."""
     square = tl.fma(grad_scale_times_grad_scale * g, g, eps1)          # 28  square = g * g + eps1
@@ -308,15 +303,14 @@ def came_no_factored_3_tile(
 
 @triton.jit(do_not_specialize=["step_key"])
 def came_no_factored_3_sweep(
-    table, work, eps1: tl.float32, beta1: tl.float32, beta2: tl.float32,
-    grad_scale_times_grad_scale: tl.float32, one_minus_beta2: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
+    table, work, eps1: tl.float32, beta1: tl.float32, beta2: tl.float32, grad_scale_times_grad_scale: tl.float32,
+    one_minus_beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
+    one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
 ):
     """came: the tiles of one work item."""
     walk(
-        table, work, came_no_factored_3_tile, SWEEP, (eps1, beta1, beta2, grad_scale_times_grad_scale,
-        one_minus_beta2, one_minus_beta1_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr), step_key,
-        GRAD, TILES, RAGGED, ALIGNED, TILE,
+        table, work, came_no_factored_3_tile, SWEEP, (eps1, beta1, beta2, grad_scale_times_grad_scale, one_minus_beta2,
+        one_minus_beta1_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr), step_key, GRAD, TILES, RAGGED,
+        ALIGNED, TILE,
     )

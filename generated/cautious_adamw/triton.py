@@ -15,8 +15,7 @@ from optgen.runtime.gpu.walk import walk
 
 @triton.jit
 def cautious_adamw_1_tile(
-    PLAN: tl.constexpr, g, exp_avg, beta1, grad_scale, one_minus_beta1_times_grad_scale, live,
-    MASKED: tl.constexpr,
+    PLAN: tl.constexpr, g, exp_avg, beta1, grad_scale, one_minus_beta1_times_grad_scale, live, MASKED: tl.constexpr,
 ):
     """What is reduced to tensor_sum_of_agrees."""
     g_2 = grad_scale * g
@@ -35,8 +34,8 @@ def cautious_adamw_1_sweep(
 ):
     """cautious_adamw: the tiles of one work item."""
     walk(
-        table, work, cautious_adamw_1_tile, SWEEP, (beta1, grad_scale, one_minus_beta1_times_grad_scale),
-        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        table, work, cautious_adamw_1_tile, SWEEP, (beta1, grad_scale, one_minus_beta1_times_grad_scale), step_key,
+        GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
@@ -78,14 +77,12 @@ def cautious_adamw_3_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def cautious_adamw_3_sweep(
     table, work, beta1: tl.float32, beta2: tl.float32, grad_scale: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    scalar_2: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
-    SWEEP: tl.constexpr,
+    one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32,
+    scalar_3: tl.float32, scalar_4: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
 ):
     """cautious_adamw: the tiles of one work item."""
     walk(
         table, work, cautious_adamw_3_tile, SWEEP, (beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
-        one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4), step_key, GRAD, TILES, RAGGED, ALIGNED,
-        TILE,
+        one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )

@@ -15,8 +15,7 @@ from optgen.runtime.gpu.walk import walk
 
 @triton.jit
 def cautious_lion_1_tile(
-    PLAN: tl.constexpr, g, exp_avg, beta1, grad_scale, one_minus_beta1_times_grad_scale, live,
-    MASKED: tl.constexpr,
+    PLAN: tl.constexpr, g, exp_avg, beta1, grad_scale, one_minus_beta1_times_grad_scale, live, MASKED: tl.constexpr,
 ):
     """What is reduced to tensor_sum_of_agrees."""
     g_2 = grad_scale * g
@@ -34,8 +33,8 @@ def cautious_lion_1_sweep(
 ):
     """cautious_lion: the tiles of one work item."""
     walk(
-        table, work, cautious_lion_1_tile, SWEEP, (beta1, grad_scale, one_minus_beta1_times_grad_scale),
-        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        table, work, cautious_lion_1_tile, SWEEP, (beta1, grad_scale, one_minus_beta1_times_grad_scale), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
     )
 
 
@@ -75,13 +74,12 @@ def cautious_lion_3_tile(
 def cautious_lion_3_sweep(
     table, work, beta1: tl.float32, beta2: tl.float32, grad_scale: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    one_minus_beta2_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
-    SWEEP: tl.constexpr,
+    one_minus_beta2_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
 ):
     """cautious_lion: the tiles of one work item."""
     walk(
         table, work, cautious_lion_3_tile, SWEEP, (beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
-        one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale), step_key, GRAD, TILES, RAGGED,
-        ALIGNED, TILE,
+        one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale), step_key, GRAD, TILES, RAGGED, ALIGNED,
+        TILE,
     )

@@ -42,8 +42,8 @@ def scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, max_norm, peak_
     scalar_3 = choose(common_3, 1, divide(1, common_2))
     scalar_4 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_3, 0, common_2))
     return (
-        grad_scale_times_grad_scale, max_norm, beta1, beta2, scalar_0, one_minus_beta1_times_grad_scale,
-        scalar_2, scalar_3, scalar_4, peak_lr_2,
+        grad_scale_times_grad_scale, max_norm, beta1, beta2, scalar_0, one_minus_beta1_times_grad_scale, scalar_2,
+        scalar_3, scalar_4, peak_lr_2,
     )
 
 
@@ -86,8 +86,8 @@ RULES = (
             {'amsgrad': False, 'decouple_lr': True},
         ),
         scalars=(
-            "grad_scale_times_grad_scale", "max_norm", "beta1", "beta2", "scalar_0",
-            "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4",
+            "grad_scale_times_grad_scale", "max_norm", "beta1", "beta2", "scalar_0", "one_minus_beta1_times_grad_scale",
+            "scalar_2", "scalar_3", "scalar_4",
         ),
         host=scalars_2,
         temps=(
@@ -153,8 +153,8 @@ RULES = (
             {'amsgrad': True, 'decouple_lr': True},
         ),
         scalars=(
-            "grad_scale_times_grad_scale", "max_norm", "beta1", "beta2", "scalar_0",
-            "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4",
+            "grad_scale_times_grad_scale", "max_norm", "beta1", "beta2", "scalar_0", "one_minus_beta1_times_grad_scale",
+            "scalar_2", "scalar_3", "scalar_4",
         ),
         host=scalars_2,
         temps=(

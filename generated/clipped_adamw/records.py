@@ -17,8 +17,8 @@ def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, max_norm):
     sqrt_one_minus_beta2_pow_t = root(1 - beta2**step)
     lr_over_one_minus_beta1_pow_t = divide(lr, 1 - beta1**step)
     return (
-        grad_scale, max_norm, beta1, beta2, eps, one_minus_lr_times_weight_decay, one_minus_beta1,
-        one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
+        grad_scale, max_norm, beta1, beta2, eps, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
+        sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
 
 
@@ -33,8 +33,8 @@ def host_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, max_norm, 
     sqrt_one_minus_beta2_pow_t = root(1 - beta2**step)
     lr_over_one_minus_beta1_pow_t = divide(lr, 1 - beta1**step)
     return (
-        grad_scale, max_norm, beta1, beta2, eps, scalar_0, one_minus_beta1, one_minus_beta2,
-        sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, peak_lr_2,
+        grad_scale, max_norm, beta1, beta2, eps, scalar_0, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
+        lr_over_one_minus_beta1_pow_t, peak_lr_2,
     )
 
 

@@ -22,8 +22,7 @@ def clipped_adamw_1_tile(PLAN: tl.constexpr, g, grad_scale_times_grad_scale, liv
 @triton.jit(do_not_specialize=["step_key"])
 def clipped_adamw_1_sweep(
     table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
-    SWEEP: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
 ):
     """clipped_adamw: the tiles of one work item."""
     walk(
@@ -78,15 +77,14 @@ def clipped_adamw_4_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def clipped_adamw_4_sweep(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
-    scalar_4: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
+    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr, SWEEP: tl.constexpr,
 ):
     """clipped_adamw: the tiles of one work item."""
     walk(
         table, work, clipped_adamw_4_tile, SWEEP, (beta1, beta2, one_minus_lr_times_weight_decay,
-        one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4), step_key, GRAD, TILES, RAGGED, ALIGNED,
-        TILE,
+        one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
@@ -116,13 +114,12 @@ def clipped_adamw_amsgrad_4_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def clipped_adamw_amsgrad_4_sweep(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
-    scalar_4: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
+    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr, SWEEP: tl.constexpr,
 ):
     """clipped_adamw: the tiles of one work item."""
     walk(
         table, work, clipped_adamw_amsgrad_4_tile, SWEEP, (beta1, beta2, one_minus_lr_times_weight_decay,
-        one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4), step_key, GRAD, TILES, RAGGED, ALIGNED,
-        TILE,
+        one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )

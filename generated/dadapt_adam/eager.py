@@ -10,8 +10,8 @@ from optgen.runtime.reference.eager import larger, put, smaller, sqrt
 
 
 def dadapt_adam(
-    stored, lr, weight_decay, gain1, gain3, eps, grad_scale, moves, keep1, keep2, gain2, keep3, growth_rate,
-    beta3, one_minus_sqrt_beta2,
+    stored, lr, weight_decay, gain1, gain3, eps, grad_scale, moves, keep1, keep2, gain2, keep3, growth_rate, beta3,
+    one_minus_sqrt_beta2,
 ):
     """One step in place, in strict maths; the codecs of a plan load and store."""
 
@@ -88,8 +88,8 @@ def dadapt_adam(
 
 
 def dadapt_adam_use_bias_correction(
-    stored, weight_decay, own, gain1, gain3, eps, grad_scale, moves, keep1, keep2, gain2, keep3, growth_rate,
-    beta3, one_minus_sqrt_beta2,
+    stored, weight_decay, own, gain1, gain3, eps, grad_scale, moves, keep1, keep2, gain2, keep3, growth_rate, beta3,
+    one_minus_sqrt_beta2,
 ):
     """One step in place, in strict maths; the codecs of a plan load and store."""
 

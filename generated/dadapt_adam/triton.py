@@ -33,8 +33,8 @@ def dadapt_adam_1_between(
 @triton.jit
 def dadapt_adam_2_tile(
     PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq, s, one_times_one_minus_sqrt_beta2_times_rate,
-    one_minus_rate_times_weight_decay, one_times_one_minus_beta1_times_rate, lr, eps, grad_scale, moves,
-    keep1, gain2, keep2, keep3, scalar_5, scalar_6, live, MASKED: tl.constexpr,
+    one_minus_rate_times_weight_decay, one_times_one_minus_beta1_times_rate, lr, eps, grad_scale, moves, keep1,
+    gain2, keep2, keep3, scalar_5, scalar_6, live, MASKED: tl.constexpr,
 ):
     """The new p, exp_avg, exp_avg_sq, s; what is reduced to tensor_sum_for_total, tensor_sum_for_numerator."""
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
@@ -56,15 +56,15 @@ def dadapt_adam_2_tile(
 
 @triton.jit(do_not_specialize=["step_key"])
 def dadapt_adam_2_sweep(
-    table, work, lr: tl.float32, eps: tl.float32, grad_scale: tl.float32, moves: tl.float32,
-    keep1: tl.float32, gain2: tl.float32, keep2: tl.float32, keep3: tl.float32, scalar_5: tl.float32,
-    scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
+    table, work, lr: tl.float32, eps: tl.float32, grad_scale: tl.float32, moves: tl.float32, keep1: tl.float32,
+    gain2: tl.float32, keep2: tl.float32, keep3: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr, SWEEP: tl.constexpr,
 ):
     """dadapt_adam: the tiles of one work item."""
     walk(
-        table, work, dadapt_adam_2_tile, SWEEP, (lr, eps, grad_scale, moves, keep1, gain2, keep2, keep3,
-        scalar_5, scalar_6), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        table, work, dadapt_adam_2_tile, SWEEP, (lr, eps, grad_scale, moves, keep1, gain2, keep2, keep3, scalar_5,
+        scalar_6), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
@@ -104,8 +104,8 @@ def dadapt_adam_4_values(
 
 @triton.jit
 def dadapt_adam_4_between(
-    table, work, growth_rate: tl.float32, beta3: tl.float32, one_minus_sqrt_beta2: tl.float32,
-    LANES: tl.constexpr, LEVEL: tl.constexpr, ROUND: tl.constexpr = -1,
+    table, work, growth_rate: tl.float32, beta3: tl.float32, one_minus_sqrt_beta2: tl.float32, LANES: tl.constexpr,
+    LEVEL: tl.constexpr, ROUND: tl.constexpr = -1,
 ):
     """dadapt_adam: matrices of one tensor."""
     rounds(table, work, dadapt_adam_4_values, LEVEL, 0, (growth_rate, beta3, one_minus_sqrt_beta2), LANES, ROUND)
@@ -126,16 +126,16 @@ def dadapt_adam_use_bias_correction_1_between(
 ):
     """dadapt_adam: matrices of one tensor."""
     rounds(
-        table, work, dadapt_adam_use_bias_correction_1_values, LEVEL, 0, (weight_decay, own, gain1, gain3),
-        LANES, ROUND,
+        table, work, dadapt_adam_use_bias_correction_1_values, LEVEL, 0, (weight_decay, own, gain1, gain3), LANES,
+        ROUND,
     )
 
 
 @triton.jit
 def dadapt_adam_use_bias_correction_2_tile(
     PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq, s, one_times_one_minus_sqrt_beta2_times_rate,
-    one_minus_rate_times_weight_decay, one_times_one_minus_beta1_times_rate, eps, grad_scale, moves, keep1,
-    gain2, keep2, keep3, scalar_5, scalar_6, own, live, MASKED: tl.constexpr,
+    one_minus_rate_times_weight_decay, one_times_one_minus_beta1_times_rate, eps, grad_scale, moves, keep1, gain2,
+    keep2, keep3, scalar_5, scalar_6, own, live, MASKED: tl.constexpr,
 ):
     """The new p, exp_avg, exp_avg_sq, s; what is reduced to tensor_sum_for_total, tensor_sum_for_numerator."""
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
@@ -157,13 +157,13 @@ def dadapt_adam_use_bias_correction_2_tile(
 
 @triton.jit(do_not_specialize=["step_key"])
 def dadapt_adam_use_bias_correction_2_sweep(
-    table, work, eps: tl.float32, grad_scale: tl.float32, moves: tl.float32, keep1: tl.float32,
-    gain2: tl.float32, keep2: tl.float32, keep3: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
-    own: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
+    table, work, eps: tl.float32, grad_scale: tl.float32, moves: tl.float32, keep1: tl.float32, gain2: tl.float32,
+    keep2: tl.float32, keep3: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32, own: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr, SWEEP: tl.constexpr,
 ):
     """dadapt_adam: the tiles of one work item."""
     walk(
-        table, work, dadapt_adam_use_bias_correction_2_tile, SWEEP, (eps, grad_scale, moves, keep1, gain2, keep2,
-        keep3, scalar_5, scalar_6, own), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        table, work, dadapt_adam_use_bias_correction_2_tile, SWEEP, (eps, grad_scale, moves, keep1, gain2, keep2, keep3,
+        scalar_5, scalar_6, own), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )

@@ -51,8 +51,8 @@ def fromage_2_between(
 ):
     """fromage: matrices of one tensor."""
     rounds(
-        table, work, fromage_2_values, LEVEL, 0, (lr, grad_scale_times_grad_scale,
-        one_over_sqrt_one_plus_lr_times_lr), LANES, ROUND,
+        table, work, fromage_2_values, LEVEL, 0, (lr, grad_scale_times_grad_scale, one_over_sqrt_one_plus_lr_times_lr),
+        LANES, ROUND,
     )
 
 

@@ -15,8 +15,8 @@ from optgen.runtime.gpu.walk import walk
 @triton.jit
 def grams_tile(
     PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
-    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, minus_lr_over_one_minus_beta1_pow_t,
-    live, MASKED: tl.constexpr,
+    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, minus_lr_over_one_minus_beta1_pow_t, live,
+    MASKED: tl.constexpr,
 ):
     """The new p, exp_avg, exp_avg_sq."""
     g_2 = grad_scale * g
@@ -37,15 +37,14 @@ def grams_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def grams_sweep(
     table, work, beta1: tl.float32, beta2: tl.float32, grad_scale: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    scalar_2: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32,
-    minus_lr_over_one_minus_beta1_pow_t: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
+    one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32,
+    scalar_3: tl.float32, scalar_4: tl.float32, minus_lr_over_one_minus_beta1_pow_t: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
     SWEEP: tl.constexpr,
 ):
     """grams: the tiles of one work item."""
     walk(
         table, work, grams_tile, SWEEP, (beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
-        one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, minus_lr_over_one_minus_beta1_pow_t),
-        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, minus_lr_over_one_minus_beta1_pow_t), step_key,
+        GRAD, TILES, RAGGED, ALIGNED, TILE,
     )

@@ -16,8 +16,8 @@ def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, min_norm, ma
     sqrt_one_minus_beta2_pow_t = root(1 - beta2**step)
     one_minus_beta1_pow_t = 1 - beta1**step
     return (
-        beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
-        sqrt_one_minus_beta2_pow_t, one_minus_beta1_pow_t, lr, min_norm, max_norm,
+        beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
+        one_minus_beta1_pow_t, lr, min_norm, max_norm,
     )
 
 

@@ -15,8 +15,8 @@ from optgen.runtime.gpu.walk import walk
 
 @triton.jit
 def lamb_1_tile(
-    PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq, beta1, beta2, weight_decay,
-    one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, live, MASKED: tl.constexpr,
+    PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq, beta1, beta2, weight_decay, one_minus_beta1_times_grad_scale,
+    scalar_1, scalar_2, scalar_3, live, MASKED: tl.constexpr,
 ):
     """The new exp_avg, exp_avg_sq; what is reduced to tensor_sum_for_weight_norm, tensor_sum_for_update_norm."""
     # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -32,9 +32,9 @@ def lamb_1_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def lamb_1_sweep(
     table, work, beta1: tl.float32, beta2: tl.float32, weight_decay: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32,
-    scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
+    one_minus_beta1_times_grad_scale: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr, SWEEP: tl.constexpr,
 ):
     """lamb: the tiles of one work item."""
     walk(
@@ -89,6 +89,6 @@ def lamb_3_sweep(
 ):
     """lamb: the tiles of one work item."""
     walk(
-        table, work, lamb_3_tile, SWEEP, (weight_decay, scalar_2, scalar_3), step_key, GRAD, TILES, RAGGED,
-        ALIGNED, TILE,
+        table, work, lamb_3_tile, SWEEP, (weight_decay, scalar_2, scalar_3), step_key, GRAD, TILES, RAGGED, ALIGNED,
+        TILE,
     )

@@ -19,8 +19,8 @@ def scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     minus_lr_over_one_minus_beta1_pow_t = -divide(lr, 1 - beta1**step)
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
     return (
-        beta1, beta2, scalar_0, eps_times_sqrt_one_minus_beta2_pow_t, scalar_2,
-        minus_lr_over_one_minus_beta1_pow_t, one_minus_lr_times_weight_decay,
+        beta1, beta2, scalar_0, eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, minus_lr_over_one_minus_beta1_pow_t,
+        one_minus_lr_times_weight_decay,
     )
 
 

@@ -14,9 +14,8 @@ from optgen.runtime.gpu.walk import walk
 
 @triton.jit
 def laprop_tile(
-    PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq, beta1, beta2, scalar_0,
-    eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, minus_lr_over_one_minus_beta1_pow_t,
-    one_minus_lr_times_weight_decay, live, MASKED: tl.constexpr,
+    PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq, beta1, beta2, scalar_0, eps_times_sqrt_one_minus_beta2_pow_t,
+    scalar_2, minus_lr_over_one_minus_beta1_pow_t, one_minus_lr_times_weight_decay, live, MASKED: tl.constexpr,
 ):
     """The new p, exp_avg, exp_avg_sq."""
     # 23  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
@@ -43,6 +42,6 @@ def laprop_sweep(
     """laprop: the tiles of one work item."""
     walk(
         table, work, laprop_tile, SWEEP, (beta1, beta2, scalar_0, eps_times_sqrt_one_minus_beta2_pow_t, scalar_2,
-        minus_lr_over_one_minus_beta1_pow_t, one_minus_lr_times_weight_decay), step_key, GRAD, TILES, RAGGED,
-        ALIGNED, TILE,
+        minus_lr_over_one_minus_beta1_pow_t, one_minus_lr_times_weight_decay), step_key, GRAD, TILES, RAGGED, ALIGNED,
+        TILE,
     )

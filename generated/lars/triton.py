@@ -46,13 +46,12 @@ def lars_2_values(
 @triton.jit
 def lars_2_between(
     table, work, lr: tl.float32, weight_decay: tl.float32, trust_coefficient: tl.float32,
-    grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr, LEVEL: tl.constexpr,
-    ROUND: tl.constexpr = -1,
+    grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr, LEVEL: tl.constexpr, ROUND: tl.constexpr = -1,
 ):
     """lars: matrices of one tensor."""
     rounds(
-        table, work, lars_2_values, LEVEL, 0, (lr, weight_decay, trust_coefficient, grad_scale_times_grad_scale),
-        LANES, ROUND,
+        table, work, lars_2_values, LEVEL, 0, (lr, weight_decay, trust_coefficient, grad_scale_times_grad_scale), LANES,
+        ROUND,
     )
 
 
@@ -79,6 +78,6 @@ def lars_3_sweep(
 ):
     """lars: the tiles of one work item."""
     walk(
-        table, work, lars_3_tile, SWEEP, (momentum, weight_decay, grad_scale), step_key, GRAD, TILES, RAGGED,
-        ALIGNED, TILE,
+        table, work, lars_3_tile, SWEEP, (momentum, weight_decay, grad_scale), step_key, GRAD, TILES, RAGGED, ALIGNED,
+        TILE,
     )

@@ -36,7 +36,6 @@ def lion_sweep(
 ):
     """lion: the tiles of one work item."""
     walk(
-        table, work, lion_tile, SWEEP, (beta1, beta2, one_minus_lr_times_weight_decay,
-        one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, minus_lr), step_key, GRAD, TILES,
-        RAGGED, ALIGNED, TILE,
+        table, work, lion_tile, SWEEP, (beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+        one_minus_beta2_times_grad_scale, minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )

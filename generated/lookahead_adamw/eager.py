@@ -38,8 +38,8 @@ def lookahead_adamw(
 
 
 def lookahead_adamw_sync(
-    stored, beta1, beta2, eps, alpha, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1,
-    one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
+    stored, beta1, beta2, eps, alpha, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
+    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
 ):
     """One step in place, in strict maths; the codecs of a plan load and store."""
     b = stored.over("p", "g", "exp_avg", "exp_avg_sq", "slow")
@@ -103,8 +103,8 @@ def lookahead_adamw_amsgrad(
 
 
 def lookahead_adamw_amsgrad_sync(
-    stored, beta1, beta2, eps, alpha, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1,
-    one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
+    stored, beta1, beta2, eps, alpha, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
+    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
 ):
     """One step in place, in strict maths; the codecs of a plan load and store."""
     b = stored.over("p", "g", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "slow")

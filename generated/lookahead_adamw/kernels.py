@@ -21,8 +21,7 @@ def scalars(step, grad_scale, *, lr, betas, eps, weight_decay, lookahead_k, alph
     scalar_3 = choose(common_3, 1, divide(1, common_2))
     scalar_4 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_3, 0, common_2))
     return (
-        beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-        scalar_4,
+        beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
     )
 
 
@@ -38,8 +37,8 @@ def scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, lookahead_k, al
     scalar_3 = choose(common_3, 1, divide(1, common_2))
     scalar_4 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_3, 0, common_2))
     return (
-        beta1, beta2, alpha, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-        scalar_3, scalar_4,
+        beta1, beta2, alpha, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+        scalar_4,
     )
 
 
@@ -81,8 +80,8 @@ RULES = (
             {'amsgrad': False, 'decouple_lr': False, 'sync': False},
         ),
         scalars=(
-            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
-            "scalar_3", "scalar_4",
+            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3",
+            "scalar_4",
         ),
         host=scalars,
         stages=(
@@ -97,8 +96,8 @@ RULES = (
             {'amsgrad': False, 'decouple_lr': False, 'sync': True},
         ),
         scalars=(
-            "beta1", "beta2", "alpha", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale",
-            "scalar_2", "scalar_3", "scalar_4",
+            "beta1", "beta2", "alpha", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
+            "scalar_3", "scalar_4",
         ),
         host=scalars_2,
         stages=(
@@ -128,8 +127,7 @@ RULES = (
             {'amsgrad': False, 'decouple_lr': True, 'sync': True},
         ),
         scalars=(
-            "beta1", "beta2", "alpha", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3",
-            "scalar_4",
+            "beta1", "beta2", "alpha", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4",
         ),
         host=scalars_4,
         stages=(
@@ -144,8 +142,8 @@ RULES = (
             {'amsgrad': True, 'decouple_lr': False, 'sync': False},
         ),
         scalars=(
-            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
-            "scalar_3", "scalar_4",
+            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3",
+            "scalar_4",
         ),
         host=scalars,
         stages=(
@@ -161,8 +159,8 @@ RULES = (
             {'amsgrad': True, 'decouple_lr': False, 'sync': True},
         ),
         scalars=(
-            "beta1", "beta2", "alpha", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale",
-            "scalar_2", "scalar_3", "scalar_4",
+            "beta1", "beta2", "alpha", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
+            "scalar_3", "scalar_4",
         ),
         host=scalars_2,
         stages=(
@@ -194,8 +192,7 @@ RULES = (
             {'amsgrad': True, 'decouple_lr': True, 'sync': True},
         ),
         scalars=(
-            "beta1", "beta2", "alpha", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3",
-            "scalar_4",
+            "beta1", "beta2", "alpha", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4",
         ),
         host=scalars_4,
         stages=(

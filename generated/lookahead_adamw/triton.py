@@ -32,23 +32,21 @@ def lookahead_adamw_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def lookahead_adamw_sweep(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
-    scalar_4: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
+    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr, SWEEP: tl.constexpr,
 ):
     """lookahead_adamw: the tiles of one work item."""
     walk(
         table, work, lookahead_adamw_tile, SWEEP, (beta1, beta2, one_minus_lr_times_weight_decay,
-        one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4), step_key, GRAD, TILES, RAGGED, ALIGNED,
-        TILE,
+        one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
 @triton.jit
 def lookahead_adamw_sync_tile(
-    PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq, slow, beta1, beta2, alpha,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, live,
-    MASKED: tl.constexpr,
+    PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq, slow, beta1, beta2, alpha, one_minus_lr_times_weight_decay,
+    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, live, MASKED: tl.constexpr,
 ):
     """The new p, exp_avg, exp_avg_sq, slow."""
     slow = read(slow, PLAN.slow)
@@ -67,24 +65,21 @@ def lookahead_adamw_sync_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def lookahead_adamw_sync_sweep(
     table, work, beta1: tl.float32, beta2: tl.float32, alpha: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    scalar_2: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
-    SWEEP: tl.constexpr,
+    one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32,
+    scalar_3: tl.float32, scalar_4: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
 ):
     """lookahead_adamw: the tiles of one work item."""
     walk(
         table, work, lookahead_adamw_sync_tile, SWEEP, (beta1, beta2, alpha, one_minus_lr_times_weight_decay,
-        one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4), step_key, GRAD, TILES, RAGGED, ALIGNED,
-        TILE,
+        one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
 @triton.jit
 def lookahead_adamw_amsgrad_tile(
-    PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq, max_exp_avg_sq, beta1, beta2,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, live,
-    MASKED: tl.constexpr,
+    PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq, max_exp_avg_sq, beta1, beta2, one_minus_lr_times_weight_decay,
+    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, live, MASKED: tl.constexpr,
 ):
     """The new p, exp_avg, exp_avg_sq, max_exp_avg_sq."""
     max_exp_avg_sq = read(max_exp_avg_sq, PLAN.max_exp_avg_sq)
@@ -106,15 +101,14 @@ def lookahead_adamw_amsgrad_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def lookahead_adamw_amsgrad_sweep(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
-    scalar_4: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
+    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr, SWEEP: tl.constexpr,
 ):
     """lookahead_adamw: the tiles of one work item."""
     walk(
         table, work, lookahead_adamw_amsgrad_tile, SWEEP, (beta1, beta2, one_minus_lr_times_weight_decay,
-        one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4), step_key, GRAD, TILES, RAGGED, ALIGNED,
-        TILE,
+        one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
@@ -146,14 +140,12 @@ def lookahead_adamw_amsgrad_sync_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def lookahead_adamw_amsgrad_sync_sweep(
     table, work, beta1: tl.float32, beta2: tl.float32, alpha: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    scalar_2: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
-    SWEEP: tl.constexpr,
+    one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32,
+    scalar_3: tl.float32, scalar_4: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
 ):
     """lookahead_adamw: the tiles of one work item."""
     walk(
-        table, work, lookahead_adamw_amsgrad_sync_tile, SWEEP, (beta1, beta2, alpha,
-        one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4),
-        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        table, work, lookahead_adamw_amsgrad_sync_tile, SWEEP, (beta1, beta2, alpha, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )

@@ -14,8 +14,7 @@ from optgen.runtime.gpu.walk import walk
 
 @triton.jit
 def madgrad_tile(
-    PLAN: tl.constexpr, p, g, grad_sum_sq, s, weight_decay, eps, grad_scale, weight, live,
-    MASKED: tl.constexpr,
+    PLAN: tl.constexpr, p, g, grad_sum_sq, s, weight_decay, eps, grad_scale, weight, live, MASKED: tl.constexpr,
 ):
     """The new p, grad_sum_sq, s."""
     grad_sum_sq = read(grad_sum_sq, PLAN.grad_sum_sq)
@@ -98,8 +97,8 @@ def madgrad_sweep(
 
 @triton.jit
 def madgrad_has_momentum_tile(
-    PLAN: tl.constexpr, p, g, grad_sum_sq, s, x0, weight_decay, eps, grad_scale, weight, one_minus_momentum,
-    live, MASKED: tl.constexpr,
+    PLAN: tl.constexpr, p, g, grad_sum_sq, s, x0, weight_decay, eps, grad_scale, weight, one_minus_momentum, live,
+    MASKED: tl.constexpr,
 ):
     """The new p, grad_sum_sq, s."""
     grad_sum_sq = read(grad_sum_sq, PLAN.grad_sum_sq)
@@ -155,6 +154,6 @@ def madgrad_has_momentum_sweep(
 ):
     """madgrad: the tiles of one work item."""
     walk(
-        table, work, madgrad_has_momentum_tile, SWEEP, (weight_decay, eps, grad_scale, weight,
-        one_minus_momentum), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        table, work, madgrad_has_momentum_tile, SWEEP, (weight_decay, eps, grad_scale, weight, one_minus_momentum),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )

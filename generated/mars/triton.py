@@ -15,8 +15,8 @@ from optgen.runtime.gpu.walk import walk
 
 @triton.jit
 def mars_1_tile(
-    PLAN: tl.constexpr, g, last_grad, grad_scale, where_lt_one_t_one_zero,
-    gamma_times_beta1_over_one_minus_beta1, live, MASKED: tl.constexpr,
+    PLAN: tl.constexpr, g, last_grad, grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1,
+    live, MASKED: tl.constexpr,
 ):
     """What is reduced to tensor_sum_of_c."""
     last_grad = read(last_grad, PLAN.last_grad)
@@ -31,14 +31,13 @@ def mars_1_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def mars_1_sweep(
     table, work, grad_scale: tl.float32, where_lt_one_t_one_zero: tl.float32,
-    gamma_times_beta1_over_one_minus_beta1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
-    SWEEP: tl.constexpr,
+    gamma_times_beta1_over_one_minus_beta1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
 ):
     """mars: the tiles of one work item."""
     walk(
-        table, work, mars_1_tile, SWEEP, (grad_scale, where_lt_one_t_one_zero,
-        gamma_times_beta1_over_one_minus_beta1), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        table, work, mars_1_tile, SWEEP, (grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
@@ -56,10 +55,9 @@ def mars_2_between(table, work, LANES: tl.constexpr, LEVEL: tl.constexpr, ROUND:
 
 @triton.jit
 def mars_3_tile(
-    PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq, last_grad, one_over_sqrt_tensor_sum_of_c_max_one, beta1,
-    beta2, grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1,
-    one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, live,
-    MASKED: tl.constexpr,
+    PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq, last_grad, one_over_sqrt_tensor_sum_of_c_max_one, beta1, beta2,
+    grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
+    one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, live, MASKED: tl.constexpr,
 ):
     """The new p, exp_avg, exp_avg_sq, last_grad."""
     last_grad = read(last_grad, PLAN.last_grad)
@@ -84,15 +82,15 @@ def mars_3_tile(
 
 @triton.jit(do_not_specialize=["step_key"])
 def mars_3_sweep(
-    table, work, beta1: tl.float32, beta2: tl.float32, grad_scale: tl.float32,
-    where_lt_one_t_one_zero: tl.float32, gamma_times_beta1_over_one_minus_beta1: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1: tl.float32, one_minus_beta2: tl.float32,
-    scalar_5: tl.float32, scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
+    table, work, beta1: tl.float32, beta2: tl.float32, grad_scale: tl.float32, where_lt_one_t_one_zero: tl.float32,
+    gamma_times_beta1_over_one_minus_beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    one_minus_beta1: tl.float32, one_minus_beta2: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr, SWEEP: tl.constexpr,
 ):
     """mars: the tiles of one work item."""
     walk(
         table, work, mars_3_tile, SWEEP, (beta1, beta2, grad_scale, where_lt_one_t_one_zero,
-        gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
-        one_minus_beta2, scalar_5, scalar_6), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
+        scalar_5, scalar_6), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )

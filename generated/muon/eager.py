@@ -10,8 +10,8 @@ from optgen.runtime.reference.eager import larger, newton_schulz, sqrt
 
 
 def muon(
-    stored, lr, momentum, grad_scale, one_minus_momentum, ns_coefficients_0, ns_coefficients_1,
-    ns_coefficients_2, eps, ns_steps, one_minus_lr_times_weight_decay,
+    stored, lr, momentum, grad_scale, one_minus_momentum, ns_coefficients_0, ns_coefficients_1, ns_coefficients_2,
+    eps, ns_steps, one_minus_lr_times_weight_decay,
 ):
     """One step in place, in strict maths; the codecs of a plan load and store."""
 
@@ -108,8 +108,8 @@ def muon_no_matrix(
 
 
 def muon_match_rms_adamw(
-    stored, lr, momentum, grad_scale, one_minus_momentum, ns_coefficients_0, ns_coefficients_1,
-    ns_coefficients_2, eps, ns_steps, one_minus_lr_times_weight_decay,
+    stored, lr, momentum, grad_scale, one_minus_momentum, ns_coefficients_0, ns_coefficients_1, ns_coefficients_2,
+    eps, ns_steps, one_minus_lr_times_weight_decay,
 ):
     """One step in place, in strict maths; the codecs of a plan load and store."""
 
@@ -173,8 +173,8 @@ def muon_match_rms_adamw(
 
 
 def muon_no_nesterov(
-    stored, lr, momentum, grad_scale, one_minus_momentum, ns_coefficients_0, ns_coefficients_1,
-    ns_coefficients_2, eps, ns_steps, one_minus_lr_times_weight_decay,
+    stored, lr, momentum, grad_scale, one_minus_momentum, ns_coefficients_0, ns_coefficients_1, ns_coefficients_2,
+    eps, ns_steps, one_minus_lr_times_weight_decay,
 ):
     """One step in place, in strict maths; the codecs of a plan load and store."""
 
@@ -238,8 +238,8 @@ def muon_no_nesterov(
 
 
 def muon_no_nesterov_match_rms_adamw(
-    stored, lr, momentum, grad_scale, one_minus_momentum, ns_coefficients_0, ns_coefficients_1,
-    ns_coefficients_2, eps, ns_steps, one_minus_lr_times_weight_decay,
+    stored, lr, momentum, grad_scale, one_minus_momentum, ns_coefficients_0, ns_coefficients_1, ns_coefficients_2,
+    eps, ns_steps, one_minus_lr_times_weight_decay,
 ):
     """One step in place, in strict maths; the codecs of a plan load and store."""
 

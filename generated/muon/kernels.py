@@ -18,8 +18,8 @@ def scalars(
     one_minus_momentum_times_grad_scale = (1 - momentum) * grad_scale
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
     return (
-        lr, momentum, one_minus_momentum_times_grad_scale, ns_coefficients_0, ns_coefficients_1,
-        ns_coefficients_2, eps, ns_steps, one_minus_lr_times_weight_decay,
+        lr, momentum, one_minus_momentum_times_grad_scale, ns_coefficients_0, ns_coefficients_1, ns_coefficients_2, eps,
+        ns_steps, one_minus_lr_times_weight_decay,
     )
 
 

@@ -17,8 +17,8 @@ def host_scalars(
     one_minus_momentum = 1 - momentum
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
     return (
-        lr, momentum, grad_scale, one_minus_momentum, ns_coefficients_0, ns_coefficients_1, ns_coefficients_2,
-        eps, ns_steps, one_minus_lr_times_weight_decay,
+        lr, momentum, grad_scale, one_minus_momentum, ns_coefficients_0, ns_coefficients_1, ns_coefficients_2, eps,
+        ns_steps, one_minus_lr_times_weight_decay,
     )
 
 

@@ -22,9 +22,7 @@ def muon_1_values(extent_rows, extent_columns, lr):
 
 
 @triton.jit
-def muon_1_between(
-    table, work, lr: tl.float32, LANES: tl.constexpr, LEVEL: tl.constexpr, ROUND: tl.constexpr = -1,
-):
+def muon_1_between(table, work, lr: tl.float32, LANES: tl.constexpr, LEVEL: tl.constexpr, ROUND: tl.constexpr = -1):
     """muon: matrices of one tensor."""
     rounds(table, work, muon_1_values, LEVEL, 0, (lr,), LANES, ROUND)
 
@@ -54,8 +52,8 @@ def muon_2_sweep(
 ):
     """muon: the tiles of one work item."""
     walk(
-        table, work, muon_2_tile, SWEEP, (momentum, one_minus_momentum_times_grad_scale), step_key, GRAD, TILES,
-        RAGGED, ALIGNED, TILE,
+        table, work, muon_2_tile, SWEEP, (momentum, one_minus_momentum_times_grad_scale), step_key, GRAD, TILES, RAGGED,
+        ALIGNED, TILE,
     )
 
 
@@ -75,21 +73,20 @@ def muon_4_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def muon_4_sweep(
     table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
-    SWEEP: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
 ):
     """muon: the tiles of one work item."""
     walk(
-        table, work, muon_4_tile, SWEEP, (one_minus_lr_times_weight_decay,), step_key, GRAD, TILES, RAGGED,
-        ALIGNED, TILE,
+        table, work, muon_4_tile, SWEEP, (one_minus_lr_times_weight_decay,), step_key, GRAD, TILES, RAGGED, ALIGNED,
+        TILE,
     )
 
 
 @triton.jit
 def muon_no_matrix_tile(
     PLAN: tl.constexpr, p, g, momentum_buffer, exp_avg_sq, adamw_betas_0, adamw_betas_1,
-    one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
-    one_minus_adamw_lr_times_weight_decay, live, MASKED: tl.constexpr,
+    one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3, one_minus_adamw_lr_times_weight_decay,
+    live, MASKED: tl.constexpr,
 ):
     """The new p, momentum_buffer, exp_avg_sq."""
     # 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
@@ -114,15 +111,14 @@ def muon_no_matrix_tile(
 def muon_no_matrix_sweep(
     table, work, adamw_betas_0: tl.float32, adamw_betas_1: tl.float32,
     one_minus_adamw_betas_0_times_grad_scale: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32,
-    scalar_3: tl.float32, one_minus_adamw_lr_times_weight_decay: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
-    SWEEP: tl.constexpr,
+    scalar_3: tl.float32, one_minus_adamw_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
 ):
     """muon: the tiles of one work item."""
     walk(
         table, work, muon_no_matrix_tile, SWEEP, (adamw_betas_0, adamw_betas_1,
-        one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
-        one_minus_adamw_lr_times_weight_decay), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3, one_minus_adamw_lr_times_weight_decay),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
@@ -170,6 +166,6 @@ def muon_no_nesterov_2_sweep(
 ):
     """muon: the tiles of one work item."""
     walk(
-        table, work, muon_no_nesterov_2_tile, SWEEP, (momentum, one_minus_momentum_times_grad_scale), step_key,
-        GRAD, TILES, RAGGED, ALIGNED, TILE,
+        table, work, muon_no_nesterov_2_tile, SWEEP, (momentum, one_minus_momentum_times_grad_scale), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
     )

@@ -10,8 +10,8 @@ from optgen.runtime.reference.eager import sqrt
 
 
 def nadam(
-    stored, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
-    one_minus_beta2_pow_t, grad_lr, avg_lr,
+    stored, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, one_minus_beta2_pow_t,
+    grad_lr, avg_lr,
 ):
     """One step in place, in strict maths; the codecs of a plan load and store."""
     b = stored.over("p", "g", "exp_avg", "exp_avg_sq")

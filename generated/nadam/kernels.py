@@ -28,8 +28,8 @@ def scalars(step, grad_scale, *, lr, betas, eps, weight_decay, momentum_decay, m
     scalar_4 = choose(common_3, 1, 1 / common_2)
     scalar_5 = divide(larger(divide(eps, common_1), 1.1754943508222875e-38), choose(common_3, 0, common_2))
     return (
-        beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, grad_lr, avg_lr, scalar_4,
-        scalar_5, mu_product_2,
+        beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, grad_lr, avg_lr, scalar_4, scalar_5,
+        mu_product_2,
     )
 
 
@@ -54,8 +54,8 @@ def scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, momentum_decay,
     scalar_5 = choose(common_3, 1, 1 / common_2)
     scalar_6 = divide(larger(divide(eps, common_1), 1.1754943508222875e-38), choose(common_3, 0, common_2))
     return (
-        beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-        avg_lr, scalar_5, scalar_6, mu_product_2,
+        beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, avg_lr,
+        scalar_5, scalar_6, mu_product_2,
     )
 
 
@@ -65,8 +65,8 @@ RULES = (
             {'decoupled_weight_decay': False},
         ),
         scalars=(
-            "beta1", "beta2", "weight_decay", "grad_scale", "one_minus_beta1", "one_minus_beta2", "grad_lr",
-            "avg_lr", "scalar_4", "scalar_5",
+            "beta1", "beta2", "weight_decay", "grad_scale", "one_minus_beta1", "one_minus_beta2", "grad_lr", "avg_lr",
+            "scalar_4", "scalar_5",
         ),
         host=scalars,
         stages=(
@@ -81,8 +81,8 @@ RULES = (
             {'decoupled_weight_decay': True},
         ),
         scalars=(
-            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
-            "scalar_3", "avg_lr", "scalar_5", "scalar_6",
+            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3",
+            "avg_lr", "scalar_5", "scalar_6",
         ),
         host=scalars_2,
         stages=(

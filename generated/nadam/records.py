@@ -23,8 +23,8 @@ def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, momentum_dec
     # 34  avg_lr = lr * mu_next / (1 - mu_product * mu_next)
     avg_lr = divide(lr * mu_next, 1 - mu_product_2 * mu_next)
     return (
-        beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, one_minus_beta2_pow_t,
-        grad_lr, avg_lr, mu_product_2,
+        beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, one_minus_beta2_pow_t, grad_lr,
+        avg_lr, mu_product_2,
     )
 
 

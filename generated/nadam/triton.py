@@ -41,16 +41,15 @@ def nadam_sweep(
 ):
     """nadam: the tiles of one work item."""
     walk(
-        table, work, nadam_tile, SWEEP, (beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
-        one_minus_beta2, grad_lr, avg_lr, scalar_4, scalar_5), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        table, work, nadam_tile, SWEEP, (beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
+        grad_lr, avg_lr, scalar_4, scalar_5), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
 @triton.jit
 def nadam_decoupled_weight_decay_tile(
     PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq, beta1, beta2, one_minus_lr_times_weight_decay,
-    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, avg_lr, scalar_5, scalar_6, live,
-    MASKED: tl.constexpr,
+    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, avg_lr, scalar_5, scalar_6, live, MASKED: tl.constexpr,
 ):
     """The new p, exp_avg, exp_avg_sq."""
     # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -70,10 +69,9 @@ def nadam_decoupled_weight_decay_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def nadam_decoupled_weight_decay_sweep(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
-    avg_lr: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
-    SWEEP: tl.constexpr,
+    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, avg_lr: tl.float32,
+    scalar_5: tl.float32, scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
 ):
     """nadam: the tiles of one work item."""
     walk(

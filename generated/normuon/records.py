@@ -15,8 +15,7 @@ def host_scalars(step, grad_scale, *, lr, weight_decay, betas, eps, ns_steps, ad
     one_minus_beta2 = 1 - beta2
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
     return (
-        beta1, grad_scale, one_minus_beta1, ns_steps, beta2, eps, one_minus_beta2, lr,
-        one_minus_lr_times_weight_decay,
+        beta1, grad_scale, one_minus_beta1, ns_steps, beta2, eps, one_minus_beta2, lr, one_minus_lr_times_weight_decay,
     )
 
 
@@ -29,9 +28,8 @@ def host_scalars_2(step, grad_scale, *, lr, weight_decay, betas, eps, ns_steps, 
     one_minus_adamw_betas_1 = 1 - adamw_betas_1
     sqrt_one_minus_adamw_betas_1_pow_t = root(1 - adamw_betas_1**step)
     return (
-        eps, adamw_betas_0, adamw_betas_1, grad_scale, one_minus_adamw_lr_times_weight_decay,
-        one_minus_adamw_betas_0, adamw_lr_over_one_minus_adamw_betas_0_pow_t, one_minus_adamw_betas_1,
-        sqrt_one_minus_adamw_betas_1_pow_t,
+        eps, adamw_betas_0, adamw_betas_1, grad_scale, one_minus_adamw_lr_times_weight_decay, one_minus_adamw_betas_0,
+        adamw_lr_over_one_minus_adamw_betas_0_pow_t, one_minus_adamw_betas_1, sqrt_one_minus_adamw_betas_1_pow_t,
     )
 
 

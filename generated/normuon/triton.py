@@ -16,8 +16,7 @@ from optgen.runtime.gpu.walk import walk
 
 @triton.jit
 def normuon_1_tile(
-    PLAN: tl.constexpr, g, momentum_buffer, beta1, one_minus_beta1_times_grad_scale, live,
-    MASKED: tl.constexpr,
+    PLAN: tl.constexpr, g, momentum_buffer, beta1, one_minus_beta1_times_grad_scale, live, MASKED: tl.constexpr,
 ):
     """The new momentum_buffer, direction."""
     # 37  momentum_buffer = beta1 * momentum_buffer + (1 - beta1) * g
@@ -40,8 +39,8 @@ def normuon_1_sweep(
 ):
     """normuon: the tiles of one work item."""
     walk(
-        table, work, normuon_1_tile, SWEEP, (beta1, one_minus_beta1_times_grad_scale), step_key, GRAD, TILES,
-        RAGGED, ALIGNED, TILE,
+        table, work, normuon_1_tile, SWEEP, (beta1, one_minus_beta1_times_grad_scale), step_key, GRAD, TILES, RAGGED,
+        ALIGNED, TILE,
     )
 
 
@@ -139,8 +138,7 @@ def normuon_6_between(
 
 @triton.jit
 def normuon_10_tile(
-    PLAN: tl.constexpr, p, direction_stored, row_mul_2, one_minus_lr_times_weight_decay, live,
-    MASKED: tl.constexpr,
+    PLAN: tl.constexpr, p, direction_stored, row_mul_2, one_minus_lr_times_weight_decay, live, MASKED: tl.constexpr,
 ):
     """The new p."""
     direction = widened(direction_stored)       # 38  direction = newton_schulz(momentum_buffer, ns_steps)
@@ -152,21 +150,20 @@ def normuon_10_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def normuon_10_sweep(
     table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
-    SWEEP: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
 ):
     """normuon: the tiles of one work item."""
     walk_matrices(
-        table, work, normuon_10_tile, SWEEP, (one_minus_lr_times_weight_decay,), step_key, GRAD, TILES, RAGGED,
-        ALIGNED, TILE,
+        table, work, normuon_10_tile, SWEEP, (one_minus_lr_times_weight_decay,), step_key, GRAD, TILES, RAGGED, ALIGNED,
+        TILE,
     )
 
 
 @triton.jit
 def normuon_no_matrix_tile(
     PLAN: tl.constexpr, p, g, momentum_buffer, exp_avg_sq, adamw_betas_0, adamw_betas_1,
-    one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
-    one_minus_adamw_lr_times_weight_decay, live, MASKED: tl.constexpr,
+    one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3, one_minus_adamw_lr_times_weight_decay,
+    live, MASKED: tl.constexpr,
 ):
     """The new p, momentum_buffer, exp_avg_sq."""
     # 32  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
@@ -191,13 +188,12 @@ def normuon_no_matrix_tile(
 def normuon_no_matrix_sweep(
     table, work, adamw_betas_0: tl.float32, adamw_betas_1: tl.float32,
     one_minus_adamw_betas_0_times_grad_scale: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32,
-    scalar_3: tl.float32, one_minus_adamw_lr_times_weight_decay: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
-    SWEEP: tl.constexpr,
+    scalar_3: tl.float32, one_minus_adamw_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
 ):
     """normuon: the tiles of one work item."""
     walk(
         table, work, normuon_no_matrix_tile, SWEEP, (adamw_betas_0, adamw_betas_1,
-        one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
-        one_minus_adamw_lr_times_weight_decay), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3, one_minus_adamw_lr_times_weight_decay),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )

@@ -50,8 +50,7 @@ def novograd(stored, grad_scale, eps, decay, one_minus_where_lt_one_t_beta2_zero
 
 
 def novograd_grad_averaging(
-    stored, grad_scale, eps, decay, one_minus_where_lt_one_t_beta2_zero, lr, beta1, weight_decay,
-    one_minus_beta1,
+    stored, grad_scale, eps, decay, one_minus_where_lt_one_t_beta2_zero, lr, beta1, weight_decay, one_minus_beta1,
 ):
     """One step in place, in strict maths; the codecs of a plan load and store."""
 

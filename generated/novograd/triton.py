@@ -74,16 +74,15 @@ def novograd_3_sweep(
 ):
     """novograd: the tiles of one work item."""
     walk(
-        table, work, novograd_3_tile, SWEEP, (beta1, weight_decay, grad_scale, minus_lr), step_key, GRAD, TILES,
-        RAGGED, ALIGNED, TILE,
+        table, work, novograd_3_tile, SWEEP, (beta1, weight_decay, grad_scale, minus_lr), step_key, GRAD, TILES, RAGGED,
+        ALIGNED, TILE,
     )
 
 
 @triton.jit
 def novograd_grad_averaging_3_tile(
-    PLAN: tl.constexpr, p, g, exp_avg, one_over_sqrt_exp_avg_sq_2_plus_eps, beta1,
-    one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, live,
-    MASKED: tl.constexpr,
+    PLAN: tl.constexpr, p, g, exp_avg, one_over_sqrt_exp_avg_sq_2_plus_eps, beta1, one_minus_beta1_times_grad_scale,
+    one_minus_beta1_times_weight_decay, minus_lr, live, MASKED: tl.constexpr,
 ):
     """The new p, exp_avg."""
     # 24  update = (1 - beta1) * update
@@ -99,9 +98,8 @@ def novograd_grad_averaging_3_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def novograd_grad_averaging_3_sweep(
     table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    one_minus_beta1_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
-    SWEEP: tl.constexpr,
+    one_minus_beta1_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
 ):
     """novograd: the tiles of one work item."""
     walk(

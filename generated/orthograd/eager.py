@@ -78,8 +78,7 @@ def orthograd(stored, grad_scale, lr, weight_decay):
 
 
 def orthograd_has_momentum(
-    stored, grad_scale, lr, weight_decay, where_lt_one_t_momentum_zero,
-    where_lt_one_t_one_minus_dampening_one,
+    stored, grad_scale, lr, weight_decay, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
 ):
     """One step in place, in strict maths; the codecs of a plan load and store."""
 

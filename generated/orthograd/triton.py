@@ -30,8 +30,7 @@ def orthograd_1_sweep(
 
 @triton.jit
 def orthograd_2_values(
-    tensor_sum_for_radial, tensor_sum_for_radial_2, tensor_sum_for_g_norm, grad_scale,
-    grad_scale_times_grad_scale,
+    tensor_sum_for_radial, tensor_sum_for_radial_2, tensor_sum_for_g_norm, grad_scale, grad_scale_times_grad_scale,
 ):
     """The new radial, g_norm, by_1em05_times_g_norm."""
     # 23  radial = dot(p, g) / (dot(p, p) + 1e-30)
@@ -84,8 +83,7 @@ def orthograd_4_between(table, work, LANES: tl.constexpr, LEVEL: tl.constexpr, R
 
 @triton.jit
 def orthograd_5_tile(
-    PLAN: tl.constexpr, p, g, stretch, radial, weight_decay, grad_scale, minus_lr, live,
-    MASKED: tl.constexpr,
+    PLAN: tl.constexpr, p, g, stretch, radial, weight_decay, grad_scale, minus_lr, live, MASKED: tl.constexpr,
 ):
     """The new p."""
     g = grad_scale * g
@@ -103,16 +101,15 @@ def orthograd_5_sweep(
 ):
     """orthograd: the tiles of one work item."""
     walk(
-        table, work, orthograd_5_tile, SWEEP, (weight_decay, grad_scale, minus_lr), step_key, GRAD, TILES,
-        RAGGED, ALIGNED, TILE,
+        table, work, orthograd_5_tile, SWEEP, (weight_decay, grad_scale, minus_lr), step_key, GRAD, TILES, RAGGED,
+        ALIGNED, TILE,
     )
 
 
 @triton.jit
 def orthograd_has_momentum_5_tile(
     PLAN: tl.constexpr, p, g, momentum_buffer, stretch, radial, weight_decay, grad_scale,
-    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, live,
-    MASKED: tl.constexpr,
+    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, live, MASKED: tl.constexpr,
 ):
     """The new p, momentum_buffer."""
     g = grad_scale * g
@@ -136,17 +133,15 @@ def orthograd_has_momentum_5_sweep(
 ):
     """orthograd: the tiles of one work item."""
     walk(
-        table, work, orthograd_has_momentum_5_tile, SWEEP, (weight_decay, grad_scale,
-        where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr), step_key, GRAD, TILES,
-        RAGGED, ALIGNED, TILE,
+        table, work, orthograd_has_momentum_5_tile, SWEEP, (weight_decay, grad_scale, where_lt_one_t_momentum_zero,
+        where_lt_one_t_one_minus_dampening_one, minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
 @triton.jit
 def orthograd_nesterov_has_momentum_5_tile(
     PLAN: tl.constexpr, p, g, momentum_buffer, stretch, radial, momentum, weight_decay, grad_scale,
-    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, live,
-    MASKED: tl.constexpr,
+    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, live, MASKED: tl.constexpr,
 ):
     """The new p, momentum_buffer."""
     g = grad_scale * g
@@ -173,6 +168,6 @@ def orthograd_nesterov_has_momentum_5_sweep(
     """orthograd: the tiles of one work item."""
     walk(
         table, work, orthograd_nesterov_has_momentum_5_tile, SWEEP, (momentum, weight_decay, grad_scale,
-        where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr), step_key, GRAD, TILES,
-        RAGGED, ALIGNED, TILE,
+        where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr), step_key, GRAD, TILES, RAGGED,
+        ALIGNED, TILE,
     )

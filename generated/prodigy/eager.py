@@ -10,8 +10,8 @@ from optgen.runtime.reference.eager import larger, put, smaller, sqrt
 
 
 def prodigy(
-    stored, lr, weight_decay, d0, gain1, grad_scale, moves, keep3, eps, d_coef, growth_rate, beta3, keep1,
-    keep2, gain2,
+    stored, lr, weight_decay, d0, gain1, grad_scale, moves, keep3, eps, d_coef, growth_rate, beta3, keep1, keep2,
+    gain2,
 ):
     """One step in place, in strict maths; the codecs of a plan load and store."""
 
@@ -118,8 +118,8 @@ def prodigy(
 
 
 def prodigy_safeguard_warmup(
-    stored, lr, weight_decay, d0, gain1, moves, grad_scale, keep3, eps, d_coef, growth_rate, beta3, keep1,
-    keep2, gain2,
+    stored, lr, weight_decay, d0, gain1, moves, grad_scale, keep3, eps, d_coef, growth_rate, beta3, keep1, keep2,
+    gain2,
 ):
     """One step in place, in strict maths; the codecs of a plan load and store."""
 
@@ -226,8 +226,8 @@ def prodigy_safeguard_warmup(
 
 
 def prodigy_use_bias_correction(
-    stored, weight_decay, d0, own, gain1, grad_scale, moves, keep3, eps, d_coef, growth_rate, beta3, keep1,
-    keep2, gain2,
+    stored, weight_decay, d0, own, gain1, grad_scale, moves, keep3, eps, d_coef, growth_rate, beta3, keep1, keep2,
+    gain2,
 ):
     """One step in place, in strict maths; the codecs of a plan load and store."""
 
@@ -334,8 +334,8 @@ def prodigy_use_bias_correction(
 
 
 def prodigy_use_bias_correction_safeguard_warmup(
-    stored, weight_decay, d0, own, gain1, moves, grad_scale, keep3, eps, d_coef, growth_rate, beta3, keep1,
-    keep2, gain2,
+    stored, weight_decay, d0, own, gain1, moves, grad_scale, keep3, eps, d_coef, growth_rate, beta3, keep1, keep2,
+    gain2,
 ):
     """One step in place, in strict maths; the codecs of a plan load and store."""
 

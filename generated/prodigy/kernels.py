@@ -23,10 +23,7 @@ def scalars(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_coef, growt
     gain2 = moves * (1 - beta2)                   # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
     # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
     keep2 = choose(common_1, beta2, 1)
-    return (
-        lr, weight_decay, d0, gain1, grad_scale, moves, keep3, eps, d_coef, growth_rate, beta3, keep1, gain2,
-        keep2,
-    )
+    return (lr, weight_decay, d0, gain1, grad_scale, moves, keep3, eps, d_coef, growth_rate, beta3, keep1, gain2, keep2)
 
 
 def scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_coef, growth_rate):
@@ -43,10 +40,7 @@ def scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_coef, gro
     gain2 = moves * (1 - beta2)                   # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
     # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
     keep2 = choose(common_1, beta2, 1)
-    return (
-        lr, weight_decay, d0, gain1, moves, grad_scale, keep3, eps, d_coef, growth_rate, beta3, keep1, gain2,
-        keep2,
-    )
+    return (lr, weight_decay, d0, gain1, moves, grad_scale, keep3, eps, d_coef, growth_rate, beta3, keep1, gain2, keep2)
 
 
 def scalars_3(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_coef, growth_rate):
@@ -68,8 +62,7 @@ def scalars_3(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_coef, gro
     # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
     keep2 = choose(common_1, beta2, 1)
     return (
-        weight_decay, d0, own, gain1, grad_scale, moves, keep3, eps, d_coef, growth_rate, beta3, keep1, gain2,
-        keep2,
+        weight_decay, d0, own, gain1, grad_scale, moves, keep3, eps, d_coef, growth_rate, beta3, keep1, gain2, keep2,
     )
 
 
@@ -92,8 +85,7 @@ def scalars_4(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_coef, gro
     # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
     keep2 = choose(common_1, beta2, 1)
     return (
-        weight_decay, d0, own, gain1, moves, grad_scale, keep3, eps, d_coef, growth_rate, beta3, keep1, gain2,
-        keep2,
+        weight_decay, d0, own, gain1, moves, grad_scale, keep3, eps, d_coef, growth_rate, beta3, keep1, gain2, keep2,
     )
 
 
@@ -103,8 +95,8 @@ RULES = (
             {'use_bias_correction': False, 'safeguard_warmup': False},
         ),
         scalars=(
-            "lr", "weight_decay", "d0", "gain1", "grad_scale", "moves", "keep3", "eps", "d_coef", "growth_rate",
-            "beta3", "keep1", "gain2", "keep2",
+            "lr", "weight_decay", "d0", "gain1", "grad_scale", "moves", "keep3", "eps", "d_coef", "growth_rate", "beta3",
+            "keep1", "gain2", "keep2",
         ),
         host=scalars,
         temps=(
@@ -156,8 +148,8 @@ RULES = (
             {'use_bias_correction': False, 'safeguard_warmup': True},
         ),
         scalars=(
-            "lr", "weight_decay", "d0", "gain1", "moves", "grad_scale", "keep3", "eps", "d_coef", "growth_rate",
-            "beta3", "keep1", "gain2", "keep2",
+            "lr", "weight_decay", "d0", "gain1", "moves", "grad_scale", "keep3", "eps", "d_coef", "growth_rate", "beta3",
+            "keep1", "gain2", "keep2",
         ),
         host=scalars_2,
         temps=(
@@ -210,8 +202,8 @@ RULES = (
             {'use_bias_correction': True, 'safeguard_warmup': False},
         ),
         scalars=(
-            "weight_decay", "d0", "own", "gain1", "grad_scale", "moves", "keep3", "eps", "d_coef", "growth_rate",
-            "beta3", "keep1", "gain2", "keep2",
+            "weight_decay", "d0", "own", "gain1", "grad_scale", "moves", "keep3", "eps", "d_coef", "growth_rate", "beta3",
+            "keep1", "gain2", "keep2",
         ),
         host=scalars_3,
         temps=(
@@ -264,8 +256,8 @@ RULES = (
             {'use_bias_correction': True, 'safeguard_warmup': True},
         ),
         scalars=(
-            "weight_decay", "d0", "own", "gain1", "moves", "grad_scale", "keep3", "eps", "d_coef", "growth_rate",
-            "beta3", "keep1", "gain2", "keep2",
+            "weight_decay", "d0", "own", "gain1", "moves", "grad_scale", "keep3", "eps", "d_coef", "growth_rate", "beta3",
+            "keep1", "gain2", "keep2",
         ),
         host=scalars_4,
         temps=(

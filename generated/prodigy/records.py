@@ -22,10 +22,7 @@ def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_coef, 
     # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
     keep2 = choose(common_1, beta2, 1)
     gain2 = moves * (1 - beta2)                   # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
-    return (
-        lr, weight_decay, d0, gain1, grad_scale, moves, keep3, eps, d_coef, growth_rate, beta3, keep1, keep2,
-        gain2,
-    )
+    return (lr, weight_decay, d0, gain1, grad_scale, moves, keep3, eps, d_coef, growth_rate, beta3, keep1, keep2, gain2)
 
 
 def host_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_coef, growth_rate):
@@ -42,10 +39,7 @@ def host_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_coef
     # 38  keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
     keep2 = choose(common_1, beta2, 1)
     gain2 = moves * (1 - beta2)                   # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
-    return (
-        lr, weight_decay, d0, gain1, moves, grad_scale, keep3, eps, d_coef, growth_rate, beta3, keep1, keep2,
-        gain2,
-    )
+    return (lr, weight_decay, d0, gain1, moves, grad_scale, keep3, eps, d_coef, growth_rate, beta3, keep1, keep2, gain2)
 
 
 def host_scalars_3(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_coef, growth_rate):
@@ -67,8 +61,7 @@ def host_scalars_3(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_coef
     # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
     gain2 = moves * (1 - beta2)
     return (
-        weight_decay, d0, own, gain1, grad_scale, moves, keep3, eps, d_coef, growth_rate, beta3, keep1, keep2,
-        gain2,
+        weight_decay, d0, own, gain1, grad_scale, moves, keep3, eps, d_coef, growth_rate, beta3, keep1, keep2, gain2,
     )
 
 
@@ -91,8 +84,7 @@ def host_scalars_4(step, grad_scale, *, lr, betas, eps, weight_decay, d0, d_coef
     # 39  gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
     gain2 = moves * (1 - beta2)
     return (
-        weight_decay, d0, own, gain1, moves, grad_scale, keep3, eps, d_coef, growth_rate, beta3, keep1, keep2,
-        gain2,
+        weight_decay, d0, own, gain1, moves, grad_scale, keep3, eps, d_coef, growth_rate, beta3, keep1, keep2, gain2,
     )
 
 

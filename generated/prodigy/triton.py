@@ -24,8 +24,8 @@ def prodigy_1_values(d, lr, weight_decay, d0, gain1):
 
 @triton.jit
 def prodigy_1_between(
-    table, work, lr: tl.float32, weight_decay: tl.float32, d0: tl.float32, gain1: tl.float32,
-    LANES: tl.constexpr, LEVEL: tl.constexpr, ROUND: tl.constexpr = -1,
+    table, work, lr: tl.float32, weight_decay: tl.float32, d0: tl.float32, gain1: tl.float32, LANES: tl.constexpr,
+    LEVEL: tl.constexpr, ROUND: tl.constexpr = -1,
 ):
     """prodigy: matrices of one tensor."""
     rounds(table, work, prodigy_1_values, LEVEL, 0, (lr, weight_decay, d0, gain1), LANES, ROUND)
@@ -33,8 +33,7 @@ def prodigy_1_between(
 
 @triton.jit
 def prodigy_2_tile(
-    PLAN: tl.constexpr, p, g, s, p0, d_over_d0_times_rate, lr, grad_scale, moves, keep3, live,
-    MASKED: tl.constexpr,
+    PLAN: tl.constexpr, p, g, s, p0, d_over_d0_times_rate, lr, grad_scale, moves, keep3, live, MASKED: tl.constexpr,
 ):
     """The new s; what is reduced to tensor_sum_for_d_denom, tensor_sum_for_numerator."""
     p0 = read(p0, PLAN.p0)
@@ -47,14 +46,14 @@ def prodigy_2_tile(
 
 @triton.jit(do_not_specialize=["step_key"])
 def prodigy_2_sweep(
-    table, work, lr: tl.float32, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr, SWEEP: tl.constexpr,
+    table, work, lr: tl.float32, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
+    SWEEP: tl.constexpr,
 ):
     """prodigy: the tiles of one work item."""
     walk(
-        table, work, prodigy_2_tile, SWEEP, (lr, grad_scale, moves, keep3), step_key, GRAD, TILES, RAGGED,
-        ALIGNED, TILE,
+        table, work, prodigy_2_tile, SWEEP, (lr, grad_scale, moves, keep3), step_key, GRAD, TILES, RAGGED, ALIGNED,
+        TILE,
     )
 
 
@@ -71,9 +70,7 @@ def prodigy_3_between(table, work, LANES: tl.constexpr, LEVEL: tl.constexpr, ROU
 
 
 @triton.jit
-def prodigy_4_values(
-    d, d_max, d_numerator, d_denom, model_sum_for_numerator, eps, d0, d_coef, growth_rate, beta3,
-):
+def prodigy_4_values(d, d_max, d_numerator, d_denom, model_sum_for_numerator, eps, d0, d_coef, growth_rate, beta3):
     """The new d_max, d_numerator, d_2, d_2_times_eps."""
     d_denom_lt = 0.0 < d_denom
     # 42  numerator = beta3 * d_numerator + d / d0 * d * model_dot(own * g, p0 - p)
@@ -93,8 +90,8 @@ def prodigy_4_values(
 
 @triton.jit
 def prodigy_4_between(
-    table, work, eps: tl.float32, d0: tl.float32, d_coef: tl.float32, growth_rate: tl.float32,
-    beta3: tl.float32, LANES: tl.constexpr, LEVEL: tl.constexpr, ROUND: tl.constexpr = -1,
+    table, work, eps: tl.float32, d0: tl.float32, d_coef: tl.float32, growth_rate: tl.float32, beta3: tl.float32,
+    LANES: tl.constexpr, LEVEL: tl.constexpr, ROUND: tl.constexpr = -1,
 ):
     """prodigy: matrices of one tensor."""
     rounds(table, work, prodigy_4_values, LEVEL, 0, (eps, d0, d_coef, growth_rate, beta3), LANES, ROUND)
@@ -123,14 +120,14 @@ def prodigy_5_tile(
 
 @triton.jit(do_not_specialize=["step_key"])
 def prodigy_5_sweep(
-    table, work, grad_scale: tl.float32, moves: tl.float32, keep1: tl.float32, gain2: tl.float32,
-    keep2: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
+    table, work, grad_scale: tl.float32, moves: tl.float32, keep1: tl.float32, gain2: tl.float32, keep2: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr, SWEEP: tl.constexpr,
 ):
     """prodigy: the tiles of one work item."""
     walk(
-        table, work, prodigy_5_tile, SWEEP, (grad_scale, moves, keep1, gain2, keep2), step_key, GRAD, TILES,
-        RAGGED, ALIGNED, TILE,
+        table, work, prodigy_5_tile, SWEEP, (grad_scale, moves, keep1, gain2, keep2), step_key, GRAD, TILES, RAGGED,
+        ALIGNED, TILE,
     )
 
 
@@ -157,14 +154,11 @@ def prodigy_safeguard_warmup_1_values(d, lr, weight_decay, d0, gain1, moves):
 
 @triton.jit
 def prodigy_safeguard_warmup_1_between(
-    table, work, lr: tl.float32, weight_decay: tl.float32, d0: tl.float32, gain1: tl.float32,
-    moves: tl.float32, LANES: tl.constexpr, LEVEL: tl.constexpr, ROUND: tl.constexpr = -1,
+    table, work, lr: tl.float32, weight_decay: tl.float32, d0: tl.float32, gain1: tl.float32, moves: tl.float32,
+    LANES: tl.constexpr, LEVEL: tl.constexpr, ROUND: tl.constexpr = -1,
 ):
     """prodigy: matrices of one tensor."""
-    rounds(
-        table, work, prodigy_safeguard_warmup_1_values, LEVEL, 0, (lr, weight_decay, d0, gain1, moves), LANES,
-        ROUND,
-    )
+    rounds(table, work, prodigy_safeguard_warmup_1_values, LEVEL, 0, (lr, weight_decay, d0, gain1, moves), LANES, ROUND)
 
 
 @triton.jit
@@ -183,14 +177,14 @@ def prodigy_safeguard_warmup_2_tile(
 
 @triton.jit(do_not_specialize=["step_key"])
 def prodigy_safeguard_warmup_2_sweep(
-    table, work, lr: tl.float32, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr, SWEEP: tl.constexpr,
+    table, work, lr: tl.float32, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
+    SWEEP: tl.constexpr,
 ):
     """prodigy: the tiles of one work item."""
     walk(
-        table, work, prodigy_safeguard_warmup_2_tile, SWEEP, (lr, grad_scale, moves, keep3), step_key, GRAD,
-        TILES, RAGGED, ALIGNED, TILE,
+        table, work, prodigy_safeguard_warmup_2_tile, SWEEP, (lr, grad_scale, moves, keep3), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
     )
 
 
@@ -205,14 +199,11 @@ def prodigy_use_bias_correction_1_values(d, weight_decay, d0, own, gain1):
 
 @triton.jit
 def prodigy_use_bias_correction_1_between(
-    table, work, weight_decay: tl.float32, d0: tl.float32, own: tl.float32, gain1: tl.float32,
-    LANES: tl.constexpr, LEVEL: tl.constexpr, ROUND: tl.constexpr = -1,
+    table, work, weight_decay: tl.float32, d0: tl.float32, own: tl.float32, gain1: tl.float32, LANES: tl.constexpr,
+    LEVEL: tl.constexpr, ROUND: tl.constexpr = -1,
 ):
     """prodigy: matrices of one tensor."""
-    rounds(
-        table, work, prodigy_use_bias_correction_1_values, LEVEL, 0, (weight_decay, d0, own, gain1), LANES,
-        ROUND,
-    )
+    rounds(table, work, prodigy_use_bias_correction_1_values, LEVEL, 0, (weight_decay, d0, own, gain1), LANES, ROUND)
 
 
 @triton.jit
@@ -231,14 +222,14 @@ def prodigy_use_bias_correction_2_tile(
 
 @triton.jit(do_not_specialize=["step_key"])
 def prodigy_use_bias_correction_2_sweep(
-    table, work, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32, own: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr, SWEEP: tl.constexpr,
+    table, work, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32, own: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
+    SWEEP: tl.constexpr,
 ):
     """prodigy: the tiles of one work item."""
     walk(
-        table, work, prodigy_use_bias_correction_2_tile, SWEEP, (grad_scale, moves, keep3, own), step_key, GRAD,
-        TILES, RAGGED, ALIGNED, TILE,
+        table, work, prodigy_use_bias_correction_2_tile, SWEEP, (grad_scale, moves, keep3, own), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
     )
 
 
@@ -253,13 +244,13 @@ def prodigy_use_bias_correction_safeguard_warmup_1_values(d, weight_decay, d0, o
 
 @triton.jit
 def prodigy_use_bias_correction_safeguard_warmup_1_between(
-    table, work, weight_decay: tl.float32, d0: tl.float32, own: tl.float32, gain1: tl.float32,
-    moves: tl.float32, LANES: tl.constexpr, LEVEL: tl.constexpr, ROUND: tl.constexpr = -1,
+    table, work, weight_decay: tl.float32, d0: tl.float32, own: tl.float32, gain1: tl.float32, moves: tl.float32,
+    LANES: tl.constexpr, LEVEL: tl.constexpr, ROUND: tl.constexpr = -1,
 ):
     """prodigy: matrices of one tensor."""
     rounds(
-        table, work, prodigy_use_bias_correction_safeguard_warmup_1_values, LEVEL, 0, (weight_decay, d0, own,
-        gain1, moves), LANES, ROUND,
+        table, work, prodigy_use_bias_correction_safeguard_warmup_1_values, LEVEL, 0, (weight_decay, d0, own, gain1,
+        moves), LANES, ROUND,
     )
 
 
@@ -279,9 +270,9 @@ def prodigy_use_bias_correction_safeguard_warmup_2_tile(
 
 @triton.jit(do_not_specialize=["step_key"])
 def prodigy_use_bias_correction_safeguard_warmup_2_sweep(
-    table, work, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32, own: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr, SWEEP: tl.constexpr,
+    table, work, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32, own: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
+    SWEEP: tl.constexpr,
 ):
     """prodigy: the tiles of one work item."""
     walk(

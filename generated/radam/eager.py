@@ -10,8 +10,8 @@ from optgen.runtime.reference.eager import sqrt
 
 
 def radam(
-    stored, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, adaptive,
-    scalar_3, lr_over_one_minus_beta1_pow_t,
+    stored, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, adaptive, scalar_3,
+    lr_over_one_minus_beta1_pow_t,
 ):
     """One step in place, in strict maths; the codecs of a plan load and store."""
     b = stored.over("p", "g", "exp_avg", "exp_avg_sq")

@@ -48,8 +48,8 @@ def host_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
     scalar_4 = choose(5 < rho, 1, 0)
     lr_over_one_minus_beta1_pow_t = divide(lr, 1 - beta1**step)
     return (
-        beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
-        adaptive, scalar_4, lr_over_one_minus_beta1_pow_t,
+        beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, adaptive,
+        scalar_4, lr_over_one_minus_beta1_pow_t,
     )
 
 

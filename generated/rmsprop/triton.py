@@ -14,8 +14,8 @@ from optgen.runtime.gpu.walk import walk
 
 @triton.jit
 def rmsprop_tile(
-    PLAN: tl.constexpr, p, g, square_avg, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
-    live, MASKED: tl.constexpr,
+    PLAN: tl.constexpr, p, g, square_avg, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, live,
+    MASKED: tl.constexpr,
 ):
     """The new p, square_avg."""
     square_avg = read(square_avg, PLAN.square_avg)
@@ -32,14 +32,13 @@ def rmsprop_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def rmsprop_sweep(
     table, work, alpha: tl.float32, eps: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
-    one_minus_alpha: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
-    SWEEP: tl.constexpr,
+    one_minus_alpha: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
 ):
     """rmsprop: the tiles of one work item."""
     walk(
-        table, work, rmsprop_tile, SWEEP, (alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr),
-        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        table, work, rmsprop_tile, SWEEP, (alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr), step_key,
+        GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
@@ -72,15 +71,15 @@ def rmsprop_has_momentum_sweep(
 ):
     """rmsprop: the tiles of one work item."""
     walk(
-        table, work, rmsprop_has_momentum_tile, SWEEP, (alpha, eps, weight_decay, momentum, grad_scale,
-        one_minus_alpha, minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        table, work, rmsprop_has_momentum_tile, SWEEP, (alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha,
+        minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
 @triton.jit
 def rmsprop_centered_tile(
-    PLAN: tl.constexpr, p, g, square_avg, grad_avg, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
-    minus_lr, live, MASKED: tl.constexpr,
+    PLAN: tl.constexpr, p, g, square_avg, grad_avg, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
+    live, MASKED: tl.constexpr,
 ):
     """The new p, square_avg, grad_avg."""
     square_avg = read(square_avg, PLAN.square_avg)
@@ -102,21 +101,20 @@ def rmsprop_centered_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def rmsprop_centered_sweep(
     table, work, alpha: tl.float32, eps: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
-    one_minus_alpha: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
-    SWEEP: tl.constexpr,
+    one_minus_alpha: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
 ):
     """rmsprop: the tiles of one work item."""
     walk(
-        table, work, rmsprop_centered_tile, SWEEP, (alpha, eps, weight_decay, grad_scale, one_minus_alpha,
-        minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        table, work, rmsprop_centered_tile, SWEEP, (alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
 @triton.jit
 def rmsprop_centered_has_momentum_tile(
-    PLAN: tl.constexpr, p, g, square_avg, grad_avg, momentum_buffer, alpha, eps, weight_decay, momentum,
-    grad_scale, one_minus_alpha, minus_lr, live, MASKED: tl.constexpr,
+    PLAN: tl.constexpr, p, g, square_avg, grad_avg, momentum_buffer, alpha, eps, weight_decay, momentum, grad_scale,
+    one_minus_alpha, minus_lr, live, MASKED: tl.constexpr,
 ):
     """The new p, square_avg, grad_avg, momentum_buffer."""
     square_avg = read(square_avg, PLAN.square_avg)

@@ -11,8 +11,7 @@ from optgen.runtime.reference.eager import sqrt
 
 
 def schedule_free_adamw(
-    stored, beta2, eps, weight_decay, grad_scale, one_minus_beta2, sqrt_one_minus_beta2_pow_t, c, scalar_3,
-    rate,
+    stored, beta2, eps, weight_decay, grad_scale, one_minus_beta2, sqrt_one_minus_beta2_pow_t, c, scalar_3, rate,
 ):
     """One step in place, in strict maths; the codecs of a plan load and store."""
     b = stored.over("p", "g", "z", "exp_avg_sq")

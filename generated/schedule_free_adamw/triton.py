@@ -15,8 +15,8 @@ from optgen.runtime.gpu.walk import walk
 @triton.jit
 def schedule_free_adamw_tile(
     PLAN: tl.constexpr, p, g, z, exp_avg_sq, beta2, weight_decay, scalar_0,
-    grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5,
-    live, MASKED: tl.constexpr,
+    grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5, live,
+    MASKED: tl.constexpr,
 ):
     """The new p, z, exp_avg_sq."""
     z = read(z, PLAN.z)
@@ -39,14 +39,13 @@ def schedule_free_adamw_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def schedule_free_adamw_sweep(
     table, work, beta2: tl.float32, weight_decay: tl.float32, scalar_0: tl.float32,
-    grad_scale_times_sqrt_one_minus_beta2_pow_t: tl.float32,
-    eps_times_sqrt_one_minus_beta2_pow_t: tl.float32, c: tl.float32, scalar_4: tl.float32,
-    scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
+    grad_scale_times_sqrt_one_minus_beta2_pow_t: tl.float32, eps_times_sqrt_one_minus_beta2_pow_t: tl.float32,
+    c: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
 ):
     """schedule_free_adamw: the tiles of one work item."""
     walk(
         table, work, schedule_free_adamw_tile, SWEEP, (beta2, weight_decay, scalar_0,
-        grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4,
-        scalar_5), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )

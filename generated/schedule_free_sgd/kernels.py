@@ -9,9 +9,7 @@ from optgen.runtime.records import Rule, Stage
 from optgen.runtime.records.scalars import divide, larger, power, smaller
 
 
-def scalars(
-    step, grad_scale, *, lr, momentum, weight_decay, warmup_steps, r, weight_lr_power, weight_sum, lr_max,
-):
+def scalars(step, grad_scale, *, lr, momentum, weight_decay, warmup_steps, r, weight_lr_power, weight_sum, lr_max):
     """The kernel's scalars at this step, and the new host states; fp64."""
     # 29  rate = lr * minimum(1.0, t / maximum(warmup_steps, 1.0))
     rate = lr * smaller(1, divide(step, larger(warmup_steps, 1)))

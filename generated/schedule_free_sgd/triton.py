@@ -32,6 +32,6 @@ def schedule_free_sgd_sweep(
 ):
     """schedule_free_sgd: the tiles of one work item."""
     walk(
-        table, work, schedule_free_sgd_tile, SWEEP, (weight_decay, grad_scale, c, scalar_1, scalar_2), step_key,
-        GRAD, TILES, RAGGED, ALIGNED, TILE,
+        table, work, schedule_free_sgd_tile, SWEEP, (weight_decay, grad_scale, c, scalar_1, scalar_2), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
     )

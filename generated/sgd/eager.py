@@ -23,8 +23,7 @@ def sgd(stored, lr, weight_decay, grad_scale):
 
 
 def sgd_has_momentum(
-    stored, lr, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
-    where_lt_one_t_one_minus_dampening_one,
+    stored, lr, weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
 ):
     """One step in place, in strict maths; the codecs of a plan load and store."""
     b = stored.over("p", "g", "momentum_buffer")

@@ -27,8 +27,7 @@ def host_scalars_3(step, grad_scale, *, lr, momentum, dampening, weight_decay):
     where_lt_one_t_momentum_zero = choose(common_1, momentum, 0)
     where_lt_one_t_one_minus_dampening_one = choose(common_1, 1 - dampening, 1)
     return (
-        lr, momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
-        where_lt_one_t_one_minus_dampening_one,
+        lr, momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
     )
 
 

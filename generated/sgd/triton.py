@@ -12,9 +12,7 @@ from optgen.runtime.gpu.walk import walk
 
 
 @triton.jit
-def sgd_tile(
-    PLAN: tl.constexpr, p, g, lr_times_grad_scale, lr_times_weight_decay, live, MASKED: tl.constexpr,
-):
+def sgd_tile(PLAN: tl.constexpr, p, g, lr_times_grad_scale, lr_times_weight_decay, live, MASKED: tl.constexpr):
     """The new p."""
     p = p - tl.fma(lr_times_weight_decay, p, lr_times_grad_scale * g)  # 25  p = p - lr * update
     return (p,)
@@ -28,15 +26,15 @@ def sgd_sweep(
 ):
     """sgd: the tiles of one work item."""
     walk(
-        table, work, sgd_tile, SWEEP, (lr_times_grad_scale, lr_times_weight_decay), step_key, GRAD, TILES,
-        RAGGED, ALIGNED, TILE,
+        table, work, sgd_tile, SWEEP, (lr_times_grad_scale, lr_times_weight_decay), step_key, GRAD, TILES, RAGGED,
+        ALIGNED, TILE,
     )
 
 
 @triton.jit
 def sgd_has_momentum_tile(
-    PLAN: tl.constexpr, p, g, momentum_buffer, scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr,
-    live, MASKED: tl.constexpr,
+    PLAN: tl.constexpr, p, g, momentum_buffer, scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr, live,
+    MASKED: tl.constexpr,
 ):
     """The new p, momentum_buffer."""
     # 23  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
@@ -62,9 +60,8 @@ def sgd_has_momentum_sweep(
 
 @triton.jit
 def sgd_nesterov_has_momentum_tile(
-    PLAN: tl.constexpr, p, g, momentum_buffer, momentum, weight_decay, grad_scale,
-    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, live,
-    MASKED: tl.constexpr,
+    PLAN: tl.constexpr, p, g, momentum_buffer, momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
+    where_lt_one_t_one_minus_dampening_one, minus_lr, live, MASKED: tl.constexpr,
 ):
     """The new p, momentum_buffer."""
     g = grad_scale * g
@@ -90,6 +87,6 @@ def sgd_nesterov_has_momentum_sweep(
     """sgd: the tiles of one work item."""
     walk(
         table, work, sgd_nesterov_has_momentum_tile, SWEEP, (momentum, weight_decay, grad_scale,
-        where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr), step_key, GRAD, TILES,
-        RAGGED, ALIGNED, TILE,
+        where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr), step_key, GRAD, TILES, RAGGED,
+        ALIGNED, TILE,
     )

@@ -66,8 +66,8 @@ def sgdp_3_values(extent_columns, extent_elements, delta):
 
 @triton.jit
 def sgdp_4_values(
-    tensor_sum_for_invariant, tensor_sum_for_invariant_2, tensor_sum_for_invariant_3,
-    delta_over_sqrt_elements, tensor_sum_of_p, eps, grad_scale, grad_scale_times_grad_scale,
+    tensor_sum_for_invariant, tensor_sum_for_invariant_2, tensor_sum_for_invariant_3, delta_over_sqrt_elements,
+    tensor_sum_of_p, eps, grad_scale, grad_scale_times_grad_scale,
 ):
     """The new lt_tensor_div_delta_over_sqrt_elements, tensor_sum_of_p_over_tensor_mul_3_2."""
     tensor_sum_for_invariant_2_add = tl.sqrt(tensor_sum_for_invariant_2) + eps
@@ -103,16 +103,14 @@ def sgdp_6_values(tensor_lt, row_sum_of_p_over_row_mul_3, tensor_sum_of_p_over_t
 @triton.jit
 def sgdp_2_between(
     table, work, eps: tl.float32, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32,
-    delta: tl.float32, minus_one_minus_wd_ratio: tl.float32, weight_decay_2: tl.float32,
-    minus_lr: tl.float32, LANES: tl.constexpr, LEVEL: tl.constexpr, ROUND: tl.constexpr = -1,
+    delta: tl.float32, minus_one_minus_wd_ratio: tl.float32, weight_decay_2: tl.float32, minus_lr: tl.float32,
+    LANES: tl.constexpr, LEVEL: tl.constexpr, ROUND: tl.constexpr = -1,
 ):
     """sgdp: matrices of one tensor."""
     rounds(table, work, sgdp_2_values, LEVEL, 0, (eps, grad_scale, grad_scale_times_grad_scale), LANES, ROUND)
     rounds(table, work, sgdp_3_values, LEVEL, 1, (delta,), LANES, ROUND)
     rounds(table, work, sgdp_4_values, LEVEL, 2, (eps, grad_scale, grad_scale_times_grad_scale), LANES, ROUND)
-    rounds(
-        table, work, sgdp_5_values, LEVEL, 3, (minus_one_minus_wd_ratio, weight_decay_2, minus_lr), LANES, ROUND,
-    )
+    rounds(table, work, sgdp_5_values, LEVEL, 3, (minus_one_minus_wd_ratio, weight_decay_2, minus_lr), LANES, ROUND)
     rounds(table, work, sgdp_6_values, LEVEL, 4, (), LANES, ROUND)
 
 
@@ -141,8 +139,8 @@ def sgdp_7_sweep(
 
 @triton.jit
 def sgdp_no_projected_tile(
-    PLAN: tl.constexpr, p, g, momentum_buffer, momentum, one_minus_dampening_times_grad_scale, scalar_1,
-    minus_lr, live, MASKED: tl.constexpr,
+    PLAN: tl.constexpr, p, g, momentum_buffer, momentum, one_minus_dampening_times_grad_scale, scalar_1, minus_lr,
+    live, MASKED: tl.constexpr,
 ):
     """The new p, momentum_buffer."""
     # 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
@@ -156,9 +154,9 @@ def sgdp_no_projected_tile(
 
 @triton.jit(do_not_specialize=["step_key"])
 def sgdp_no_projected_sweep(
-    table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32,
-    scalar_1: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
+    table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32, scalar_1: tl.float32,
+    minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
 ):
     """sgdp: the tiles of one work item."""
     walk(
@@ -188,16 +186,15 @@ def sgdp_nesterov_1_sweep(
 ):
     """sgdp: the tiles of one work item."""
     walk_matrices(
-        table, work, sgdp_nesterov_1_tile, SWEEP, (grad_scale, momentum_times_momentum, scalar_1), step_key,
-        GRAD, TILES, RAGGED, ALIGNED, TILE,
+        table, work, sgdp_nesterov_1_tile, SWEEP, (grad_scale, momentum_times_momentum, scalar_1), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
     )
 
 
 @triton.jit
 def sgdp_nesterov_7_tile(
-    PLAN: tl.constexpr, p, g, momentum_buffer, one_minus_lr_times_weight_decay_2,
-    row_sum_of_p_over_row_mul_3_2, momentum, grad_scale, one_minus_dampening_times_grad_scale, minus_lr,
-    live, MASKED: tl.constexpr,
+    PLAN: tl.constexpr, p, g, momentum_buffer, one_minus_lr_times_weight_decay_2, row_sum_of_p_over_row_mul_3_2,
+    momentum, grad_scale, one_minus_dampening_times_grad_scale, minus_lr, live, MASKED: tl.constexpr,
 ):
     """The new p, momentum_buffer."""
     g_2 = grad_scale * g
@@ -216,10 +213,9 @@ def sgdp_nesterov_7_tile(
 
 @triton.jit(do_not_specialize=["step_key"])
 def sgdp_nesterov_7_sweep(
-    table, work, momentum: tl.float32, grad_scale: tl.float32,
-    one_minus_dampening_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
-    SWEEP: tl.constexpr,
+    table, work, momentum: tl.float32, grad_scale: tl.float32, one_minus_dampening_times_grad_scale: tl.float32,
+    minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
 ):
     """sgdp: the tiles of one work item."""
     walk_matrices(
@@ -230,8 +226,8 @@ def sgdp_nesterov_7_sweep(
 
 @triton.jit
 def sgdp_nesterov_no_projected_tile(
-    PLAN: tl.constexpr, p, g, momentum_buffer, momentum, one_minus_dampening_times_grad_scale,
-    lr_times_grad_scale, lr_times_momentum, scalar_3, live, MASKED: tl.constexpr,
+    PLAN: tl.constexpr, p, g, momentum_buffer, momentum, one_minus_dampening_times_grad_scale, lr_times_grad_scale,
+    lr_times_momentum, scalar_3, live, MASKED: tl.constexpr,
 ):
     """The new p, momentum_buffer."""
     # 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g

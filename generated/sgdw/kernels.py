@@ -35,8 +35,7 @@ def scalars_3(step, grad_scale, *, lr, momentum, dampening, weight_decay):
     lr_times_momentum = lr * momentum
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
     return (
-        where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale, lr_times_momentum,
-        one_minus_lr_times_weight_decay,
+        where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale, lr_times_momentum, one_minus_lr_times_weight_decay,
     )
 
 

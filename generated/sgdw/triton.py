@@ -31,8 +31,8 @@ def sgdw_sweep(
 ):
     """sgdw: the tiles of one work item."""
     walk(
-        table, work, sgdw_tile, SWEEP, (one_minus_lr_times_weight_decay, minus_lr_times_grad_scale), step_key,
-        GRAD, TILES, RAGGED, ALIGNED, TILE,
+        table, work, sgdw_tile, SWEEP, (one_minus_lr_times_weight_decay, minus_lr_times_grad_scale), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
     )
 
 
@@ -52,9 +52,8 @@ def sgdw_has_momentum_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def sgdw_has_momentum_sweep(
     table, work, where_lt_one_t_momentum_zero: tl.float32, scalar_1: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
-    SWEEP: tl.constexpr,
+    one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
 ):
     """sgdw: the tiles of one work item."""
     walk(
@@ -80,10 +79,10 @@ def sgdw_nesterov_has_momentum_tile(
 
 @triton.jit(do_not_specialize=["step_key"])
 def sgdw_nesterov_has_momentum_sweep(
-    table, work, where_lt_one_t_momentum_zero: tl.float32, scalar_1: tl.float32,
-    lr_times_grad_scale: tl.float32, lr_times_momentum: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
+    table, work, where_lt_one_t_momentum_zero: tl.float32, scalar_1: tl.float32, lr_times_grad_scale: tl.float32,
+    lr_times_momentum: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
+    SWEEP: tl.constexpr,
 ):
     """sgdw: the tiles of one work item."""
     walk(

@@ -14,8 +14,7 @@ from optgen.runtime.gpu.walk import walk
 
 @triton.jit
 def signum_tile(
-    PLAN: tl.constexpr, p, g, grad_scale, one_minus_lr_times_weight_decay, minus_lr, live,
-    MASKED: tl.constexpr,
+    PLAN: tl.constexpr, p, g, grad_scale, one_minus_lr_times_weight_decay, minus_lr, live, MASKED: tl.constexpr,
 ):
     """The new p."""
     g = grad_scale * g
@@ -32,8 +31,8 @@ def signum_sweep(
 ):
     """signum: the tiles of one work item."""
     walk(
-        table, work, signum_tile, SWEEP, (grad_scale, one_minus_lr_times_weight_decay, minus_lr), step_key, GRAD,
-        TILES, RAGGED, ALIGNED, TILE,
+        table, work, signum_tile, SWEEP, (grad_scale, one_minus_lr_times_weight_decay, minus_lr), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
     )
 
 
@@ -55,9 +54,8 @@ def signum_has_momentum_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def signum_has_momentum_sweep(
     table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
-    SWEEP: tl.constexpr,
+    one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
 ):
     """signum: the tiles of one work item."""
     walk(

@@ -32,14 +32,14 @@ def sm3_1_tile(
 
 @triton.jit(do_not_specialize=["step_key"])
 def sm3_1_sweep(
-    table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
-    minus_lr_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
+    table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32, minus_lr_times_grad_scale: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr, SWEEP: tl.constexpr,
 ):
     """sm3: the tiles of one work item."""
     walk_matrices(
-        table, work, sm3_1_tile, SWEEP, (eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale), step_key,
-        GRAD, TILES, RAGGED, ALIGNED, TILE,
+        table, work, sm3_1_tile, SWEEP, (eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
     )
 
 
@@ -78,9 +78,9 @@ def sm3_no_factored_tile(
 
 @triton.jit(do_not_specialize=["step_key"])
 def sm3_no_factored_sweep(
-    table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
-    minus_lr_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
+    table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32, minus_lr_times_grad_scale: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr, SWEEP: tl.constexpr,
 ):
     """sm3: the tiles of one work item."""
     walk(
@@ -112,9 +112,8 @@ def sm3_has_momentum_1_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def sm3_has_momentum_1_sweep(
     table, work, momentum: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
-    one_minus_momentum_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
-    SWEEP: tl.constexpr,
+    one_minus_momentum_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
 ):
     """sm3: the tiles of one work item."""
     walk_matrices(
@@ -144,9 +143,8 @@ def sm3_has_momentum_no_factored_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def sm3_has_momentum_no_factored_sweep(
     table, work, momentum: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
-    one_minus_momentum_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
-    SWEEP: tl.constexpr,
+    one_minus_momentum_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
 ):
     """sm3: the tiles of one work item."""
     walk(

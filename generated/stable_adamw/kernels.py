@@ -21,10 +21,7 @@ def scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     beta2_hat = divide(beta2 * (1 - beta2**common_1), 1 - beta2**step)
     eps_times_eps = eps * eps
     grad_scale_times_grad_scale = grad_scale * grad_scale
-    return (
-        beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps, lr, weight_decay, grad_scale_times_grad_scale,
-        eps,
-    )
+    return (beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps, lr, weight_decay, grad_scale_times_grad_scale, eps)
 
 
 RULES = (

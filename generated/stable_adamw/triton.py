@@ -15,8 +15,8 @@ from optgen.runtime.gpu.walk import walk
 
 @triton.jit
 def stable_adamw_1_tile(
-    PLAN: tl.constexpr, g, exp_avg, exp_avg_sq, beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps,
-    live, MASKED: tl.constexpr,
+    PLAN: tl.constexpr, g, exp_avg, exp_avg_sq, beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps, live,
+    MASKED: tl.constexpr,
 ):
     """The new exp_avg, exp_avg_sq; what is reduced to tensor_sum_for_surprise."""
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
@@ -33,20 +33,18 @@ def stable_adamw_1_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def stable_adamw_1_sweep(
     table, work, beta1_hat: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32, beta2_hat: tl.float32,
-    eps_times_eps: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
+    eps_times_eps: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
 ):
     """stable_adamw: the tiles of one work item."""
     walk(
-        table, work, stable_adamw_1_tile, SWEEP, (beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps),
-        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        table, work, stable_adamw_1_tile, SWEEP, (beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps), step_key,
+        GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
 @triton.jit
-def stable_adamw_2_values(
-    tensor_sum_for_surprise, extent_elements, lr, weight_decay, grad_scale_times_grad_scale,
-):
+def stable_adamw_2_values(tensor_sum_for_surprise, extent_elements, lr, weight_decay, grad_scale_times_grad_scale):
     """The new rate, one_minus_rate_times_weight_decay."""
     # 24  surprise = sqrt(mean(g * g / maximum(exp_avg_sq, eps * eps)))
     surprise = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_surprise / extent_elements)
@@ -61,10 +59,7 @@ def stable_adamw_2_between(
     LANES: tl.constexpr, LEVEL: tl.constexpr, ROUND: tl.constexpr = -1,
 ):
     """stable_adamw: matrices of one tensor."""
-    rounds(
-        table, work, stable_adamw_2_values, LEVEL, 0, (lr, weight_decay, grad_scale_times_grad_scale), LANES,
-        ROUND,
-    )
+    rounds(table, work, stable_adamw_2_values, LEVEL, 0, (lr, weight_decay, grad_scale_times_grad_scale), LANES, ROUND)
 
 
 @triton.jit
@@ -84,8 +79,8 @@ def stable_adamw_3_tile(
 
 @triton.jit(do_not_specialize=["step_key"])
 def stable_adamw_3_sweep(
-    table, work, eps: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
+    table, work, eps: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
 ):
     """stable_adamw: the tiles of one work item."""
     walk(table, work, stable_adamw_3_tile, SWEEP, (eps,), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE)

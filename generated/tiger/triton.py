@@ -14,8 +14,8 @@ from optgen.runtime.gpu.walk import walk
 
 @triton.jit
 def tiger_tile(
-    PLAN: tl.constexpr, p, g, exp_avg, beta, one_minus_lr_times_weight_decay,
-    one_minus_beta_times_grad_scale, minus_lr, live, MASKED: tl.constexpr,
+    PLAN: tl.constexpr, p, g, exp_avg, beta, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale,
+    minus_lr, live, MASKED: tl.constexpr,
 ):
     """The new p, exp_avg."""
     # 18  exp_avg = beta * exp_avg + (1 - beta) * g
@@ -28,9 +28,8 @@ def tiger_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def tiger_sweep(
     table, work, beta: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    one_minus_beta_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
-    SWEEP: tl.constexpr,
+    one_minus_beta_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
 ):
     """tiger: the tiles of one work item."""
     walk(

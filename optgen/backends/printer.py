@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from optgen.ir import node as ir
 from optgen.ir.node import Node, Rewriter
 from optgen.ir.program import Let
+from optgen.ops.dtypes import in_f32
 from optgen.ops.prims import PRIMS
 
 ATOM = 100
@@ -76,6 +77,12 @@ def number(node: Node) -> str:
     return whole(value) if isinstance(value, int) and not isinstance(value, bool) else repr(value)
 
 
+def shortest(value: float) -> str:
+    """The fewest decimals of an f32 number that are the number when they are rounded to f32."""
+    texts = (repr(float(f"{value:.{digits}g}")) for digits in range(1, 18))
+    return next(text for text in texts if in_f32(float(text)) == value)
+
+
 def with_more(text: str, plus: str) -> str:
     """text + plus, as a difference where plus is negative."""
     return f"{text} - {plus[1:]}" if plus.startswith("-") else f"{text} + {plus}"
@@ -112,7 +119,7 @@ def comment_of(let: Let) -> str:
 
 
 def wrapped(
-    head: str, names: Sequence[str], close: str = "):", indent: str = "    ", whole: int = 114, limit: int = 108
+    head: str, names: Sequence[str], close: str = "):", indent: str = "    ", whole: int = 116, limit: int = 115
 ) -> list[str]:
     """head + names + close: one line of up to `whole` columns, or a new line each time `limit` columns are full."""
     one = head + ", ".join(names) + close

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from optgen.backends.printer import ATOM, Printer, Spelling, Text, comment_of, number, with_comments, wrapped
+from optgen.backends.printer import ATOM, Printer, Spelling, Text, comment_of, number, shortest, with_comments, wrapped
 from optgen.ir.node import Node, postorder
 from optgen.ir.program import Buffer, Let, Program, Schedule, Stage, Step, Store
 from optgen.ops import spaces
@@ -280,36 +280,63 @@ def _endangered(stores: list[Store], lets: tuple[Let, ...]) -> list[Store]:
 
 def codec_functions(codec: Codec, name: str) -> list[list[str]]:
     """The functions name_decode(b, fields...), name_root, name_encode(b, x, noise) and name_nearest(b, x)."""
-    out = [_reads(codec.decode, f"{name}_decode", X, codec.names)]
-    if codec.root is not None:
-        out.append(_reads(codec.root, f"{name}_root", ROOT, codec.names))
+    given = ["b", *(f"{field}_tensor" for field in codec.names)]
+    out = []
+    for part, step, known in reading(codec, name, given):
+        lines, found = _codec_lines(step, known)
+        head = wrapped(f"def {name}_{part}(", given, "):")
+        out.append([*head, *lines, f"    return {found[X if part == 'decode' else ROOT]}"])
     if codec.encode is not None:
         out.append(_writes(codec.encode, f"{name}_encode", "b, x, noise", codec.names))
     return [*out, _writes(codec.nearest, f"{name}_nearest", "b, x", codec.names)]
 
 
-def _reads(step: Step, function: str, result: str, fields: Sequence[str]) -> list[str]:
-    lines, found = _codec_lines(step)
-    head = wrapped(f"def {function}(", ["b", *(f"{field}_tensor" for field in fields)], "):")
-    return [*head, *lines, f"    return {found[result]}"]
+Known = Mapping[int, str]
+"""Node -> the call of another function of the codec that returns it."""
+
+
+def reading(codec: Codec, name: str, given: Sequence[str]) -> Iterator[tuple[str, Step, Known]]:
+    """Yield the functions that read a value, "decode" and "root": one calls the other where its value is in it.
+
+    given  the arguments of such a call
+    """
+    steps = {part: step for part, step in (("decode", codec.decode), ("root", codec.root)) if step is not None}
+    values = {part: step.stages[-1].schedule.sweep.stores[0].node for part, step in steps.items()}
+    for part, other in (("decode", "root"), ("root", "decode")):
+        if part not in steps:
+            continue
+        within = other in steps and len(steps[part].stages) == 1 and values[other] in postorder([values[part]])
+        yield part, steps[part], {values[other].uid: f"{name}_{other}({', '.join(given)})"} if within else {}
+
+
+def lets_of(lets: Sequence[Let], roots: Sequence[Node], known: Known) -> list[Let]:
+    """Return the lets that roots read where some nodes are known."""
+    read, stack = set(), list(roots)
+    while stack:
+        node = stack.pop()
+        if node.uid not in read:
+            read.add(node.uid)
+            stack += () if node.uid in known else node.args
+    return [let for let in lets if let.node.uid in read]
 
 
 def _writes(step: Step, function: str, arguments: str, fields: Sequence[str]) -> list[str]:
-    lines, found = _codec_lines(step)
+    lines, found = _codec_lines(step, {})
     results = [found[field] for field in (*fields, *([ROOT] if ROOT in found else []))]
     if len(results) == 1:
         return [f"def {function}({arguments}):", *lines, f"    return ({results[0]},)"]
     return [f"def {function}({arguments}):", *lines, *(f"    {line}" for line in wrapped("return (", results, ")"))]
 
 
-def _codec_lines(step: Step) -> tuple[list[str], dict[str, str]]:
+def _codec_lines(step: Step, known: Known) -> tuple[list[str], dict[str, str]]:
     """The body of a codec's function, and each result's expression: fields as they are stored, X and ROOT as read."""
     out: list[str] = []
     found: dict[str, str] = {}
     for stage in step.stages:
         program, sweep = stage.schedule.program, stage.schedule.sweep
-        printer = ReferencePrinter(SPELL, {}, stage.space)
-        lines = bound_lines(tuple(let for let in sweep.lets if let.node.attr != X), printer)
+        printer = ReferencePrinter(SPELL, dict(known), stage.space)
+        lets = lets_of(sweep.lets, [s.node for s in sweep.stores], known)
+        lines = bound_lines(tuple(let for let in lets if let.node.attr != X), printer)
         out += [f"    {line}" for lets in lines.values() for line in with_comments(lets)]
         for s in sweep.stores:
             buffer = program.buffer(s.buffer)
@@ -344,7 +371,7 @@ def tables(schedules: list[Schedule]) -> list[str]:
 
 def listed(name: str, numbers: tuple[float, ...]) -> list[str]:
     """A tuple of numbers under a name, lines of text."""
-    return wrapped(f"{name} = (", [repr(x) for x in numbers], ")")
+    return wrapped(f"{name} = (", [shortest(x) for x in numbers], ")", whole=120, limit=119)
 
 
 HELPERS = (

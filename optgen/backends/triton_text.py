@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from optgen.backends import triton
 from optgen.backends.printer import ATOM, Printer, Text, computed, with_comments, wrapped
-from optgen.backends.reference import ROOT, Codec, X, assemble, bound_lines
+from optgen.backends.reference import ROOT, Codec, Known, X, assemble, bound_lines, lets_of, reading
 from optgen.backends.triton import TritonPrinter
 from optgen.ir.node import Node, postorder
 from optgen.ir.program import Buffer, Let, Program, Schedule, Step, Store
@@ -30,8 +30,8 @@ LARGEST = 2.0**60
 """The largest coefficient of a value that is never negative."""
 
 PRELUDE = (
-    "apart", "bits", "block_magnitude", "block_max", "block_min", "byte", "counter", "floor", "inverse", "joined",
-    "minus", "reciprocal", "rint", "rotl", "rounded", "sign", "widened",
+    "apart", "bits", "block_magnitude", "block_max", "block_min", "byte", "counter", "floor", "highest_line", "inverse",
+    "joined", "lowest_line", "minus", "reciprocal", "rint", "rotl", "rounded", "sign", "widened",
 )  # fmt: skip
 CODECS = ("Codec", "beside", "fraction", "integer", "kept", "middle", "plus", "read", "times")
 MODULES = {
@@ -143,13 +143,13 @@ def sweep_functions(
     sizes = [f"extent_{x}" for x in triton.sizes(program)]
     drawn = ["draws"] if any(n.op == "draw" for n in postorder(program.roots())) else []
     given = ["PLAN: tl.constexpr", *names, *sizes, *host, *drawn, "live", "MASKED: tl.constexpr"]
-    out = [*triton.tables(program, "table"), "@triton.jit", *triton.wrapped(f"def {kernel}_tile(", given)]
+    out = [*triton.tables(program, "table"), "@triton.jit", *wrapped(f"def {kernel}_tile(", given)]
     out.append(f'    """{_made(schedule)}"""')
     out += [f"    {line}" for line in assemble(lines, source) if not line.startswith("# -- ")]
     scalars = triton.scalars(program)
     args = ["table", "work", *(f"{h}: tl.float32" for h in scalars), "step_key: tl.int32"]
     args += [f"{x}: tl.constexpr" for x in ("GRAD", "TILES", "RAGGED", "ALIGNED", "TILE", "SWEEP")]
-    out += ["", "", triton.ENTRY, *triton.wrapped(f"def {kernel}_sweep(", args)]
+    out += ["", "", triton.ENTRY, *wrapped(f"def {kernel}_sweep(", args)]
     out.append(f'    """{program.name}: the tiles of one work item."""')
     walker = "walk_matrices" if is_of_matrices(program) else "walk"
     return [*out, *triton.walked(walker, kernel, scalars, ["GRAD", "TILES", "RAGGED", "ALIGNED", "TILE"])]
@@ -206,18 +206,18 @@ def level_functions(stages: Sequence[tuple[str, Schedule]]) -> list[str]:
         results += [printer.text(t.node) for t in triton.terms(schedule)]
         lines["encode"].append((f"return {_tuple(results)}", ""))
         given = [*names, *(f"extent_{x}" for x in triton.sizes(program)), *(let.name for let in program.host)]
-        out += ["@triton.jit", *triton.wrapped(f"def {kernel}_values(", given)]
+        out += ["@triton.jit", *wrapped(f"def {kernel}_values(", given)]
         out.append(f'    """{_made(schedule)}"""')
         out += [f"    {line}" for part in lines.values() for line in with_comments(part)]
         out += ["", ""]
         scalars = triton.scalars(program)
         host |= dict.fromkeys(scalars)
         taken = ["table", "work", f"{kernel}_values", "LEVEL", str(k), *triton.in_tuple(scalars), "LANES", "ROUND"]
-        calls += [f"    {x}" for x in triton.wrapped("rounds(", taken, close=")")]
+        calls += [f"    {x}" for x in wrapped("rounds(", taken, close=")")]
     args = ["table", "work", *(f"{h}: tl.float32" for h in host)]
     args += [f"{x}: tl.constexpr" for x in ("LANES", "LEVEL", "ROUND")]
     args[-1] += " = -1"
-    out += ["@triton.jit", *triton.wrapped(f"def {stages[0][0]}_between(", args)]
+    out += ["@triton.jit", *wrapped(f"def {stages[0][0]}_between(", args)]
     return [*out, f'    """{stages[0][1].program.name}: matrices of one tensor."""', *calls]
 
 
@@ -252,17 +252,24 @@ class CodecPrinter(TritonPrinter):
 def codec_functions(codec: Codec, name: str) -> list[list[str]]:
     """The functions name_decode(c, fields...), name_root(fields...), name_encode and name_nearest."""
     tables = [f"{table}_ptr" for table in triton.in_memory(_programs(codec))]
-    out = [_decode(codec.decode, f"{name}_decode", codec.names, tables)]
-    if codec.root is not None:
-        lines, results, names = _body(codec.root, codec.names)
-        head = [*_head(f"{name}_root", [*names, *tables]), *_scalars(codec.root)]
-        out.append([*head, *lines, f"    return {results[ROOT][0]}"])
+    given = [*_fields(codec.decode, codec.names), *tables]
+    out = []
+    for part, reads, known in reading(codec, name, given):
+        lines, results = _body(reads, known)
+        if part == "root":
+            out.append([*_head(f"{name}_root", given), *_scalars(reads), *lines, f"    return {results[ROOT][0]}"])
+        else:
+            # Two factors of c * x: c meets what there are few of.
+            text, node, printer = results[X]
+            factors = [printer.operand(node, a) for a in node.args] if node.op == "mul" else [text, "1.0"]
+            head = [*_head(f"{name}_decode", [C, *given]), *_scalars(reads)]
+            out.append([*head, *lines, f"    return {', '.join(factors)}"])
     for step, tail, given in (
         (codec.encode, "encode", ["draws", "SHIFT: tl.constexpr"]),
         (codec.nearest, "nearest", []),
     ):
         if step is not None:
-            lines, results, _ = _body(step, ())
+            lines, results = _body(step, {})
             made = [results[field][0] for field in (*codec.names, *([ROOT] if ROOT in results else []))]
             head = _head(f"{name}_{tail}", ["x", "live", "MASKED: tl.constexpr", *given, *tables])
             short = len(text := f"    return {_tuple(made)}") <= 116
@@ -272,7 +279,7 @@ def codec_functions(codec: Codec, name: str) -> list[list[str]]:
 
 
 def _head(function: str, names: Sequence[str]) -> list[str]:
-    return ["@triton.jit", *triton.wrapped(f"def {function}(", names)]
+    return ["@triton.jit", *wrapped(f"def {function}(", names)]
 
 
 def _programs(codec: Codec) -> list[Program]:
@@ -280,12 +287,10 @@ def _programs(codec: Codec) -> list[Program]:
     return [s.schedule.program for step in steps for s in step.stages]
 
 
-def _decode(step: Step, function: str, fields: Sequence[str], tables: Sequence[str]) -> list[str]:
-    """Two factors of c * x: c meets what there are few of."""
-    lines, results, names = _body(step, fields)
-    text, node, printer = results[X]
-    factors = [printer.operand(node, a) for a in node.args] if node.op == "mul" else [text, "1.0"]
-    return [*_head(function, [C, *names, *tables]), *_scalars(step), *lines, f"    return {', '.join(factors)}"]
+def _fields(step: Step, fields: Sequence[str]) -> list[str]:
+    """Return the names of a codec's fields."""
+    loads = {let.node.attr: let.name for let in step.stages[0].schedule.sweep.lets if let.node.op == "load"}
+    return [loads.get(field, f"{field}_") for field in fields]
 
 
 def _scalars(step: Step) -> list[str]:
@@ -295,18 +300,17 @@ def _scalars(step: Step) -> list[str]:
     return [f"    {name} = {printer.text(node)}" for name, node in found]
 
 
-def _body(step: Step, fields: Sequence[str]) -> tuple[list[str], dict[str, tuple[str, Node, TritonPrinter]], list[str]]:
-    """The lines of a codec's function, its results, and the names of its fields."""
+def _body(step: Step, known: Known) -> tuple[list[str], dict[str, tuple[str, Node, TritonPrinter]]]:
+    """The lines of a codec's function, and its results."""
     (stage,) = step.stages
     program, sweep = stage.schedule.program, stage.schedule.sweep
     printer: TritonPrinter = CodecPrinter(program)
-    loads = {let.node.attr: let for let in sweep.lets if let.node.op == "load"}
-    for let in loads.values():
-        printer.names[let.node.uid] = let.name
-    rest = tuple(let for let in triton.printed_lets(stage.schedule) if let.node.op != "load")
+    printer.names |= {let.node.uid: let.name for let in sweep.lets if let.node.op == "load"} | {**known}
+    lets = lets_of(triton.printed_lets(stage.schedule), [s.node for s in sweep.stores], known)
+    rest = tuple(let for let in lets if let.node.op != "load")
     lines = [f"    {line}" for some in bound_lines(rest, printer).values() for line, _ in some]
     results = {s.buffer: (printer.text(s.node), s.node, printer) for s in sweep.stores}
-    return lines, results, [loads[x].name if x in loads else f"{x}_" for x in fields]
+    return lines, results
 
 
 def codec_record(codec: Codec, name: str, as_kept: bool, plus: bool) -> list[str]:

@@ -409,9 +409,9 @@ def _jobs(units: Sequence[Unit], maths: Maths, backends: tuple[str, ...], whole:
         for plan in u.plans:
             add(f"{u.spec.name}/{plan.name}", partial(emit.emit_plan, u.spec, plan, maths=maths))
     if whole:
-        for plan in load.plans(project).values():
-            if is_ready(plan):
-                add(f"{READY}{plan.name}", partial(emit.plan_files, plan, "fast"), ())
+        ready = [plan for plan in load.plans(project).values() if is_ready(plan)]
+        for k, plan in enumerate(ready):
+            add(f"{READY}{plan.name}", partial(emit.plan_files, plan, "fast", tuple(ready[:k])), ())
         jobs.append(lambda: {STUB: emit.emit_stub(u.spec for u in units)})
     return jobs
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 
 from optgen import passes
 from optgen.backends import reference, wrapper
+from optgen.backends.printer import wrapped
 from optgen.base import ready
 from optgen.driver import targets
 from optgen.driver.pool import Pool
@@ -74,6 +75,7 @@ def rule_text(spec: Spec) -> str:
     return wrapper.render(
         "eager.py.j2",
         header="\n".join(header),
+        torch=True,
         names=reference.needs(pool.functions),
         more="",
         tables=reference.tables(schedules),
@@ -129,8 +131,31 @@ def codec_of(plan: Plan, fmt: Format) -> str:
     return next(name for name, own in known.items() if own.rounded(fmt.rounding) == fmt)
 
 
-def codec_text(plan: Plan) -> str:
-    """The text of a plan's codec module."""
+def shared(plan: Plan, others: Sequence[Plan]) -> dict[str, tuple[str, str]]:
+    """Return codec name -> (plan, name there) of the codecs that one of the other plans has too."""
+    found: dict[str, tuple[str, str]] = {}
+    for other in others:
+        theirs = {fmt: name for name, fmt in formats(other).items()}
+        same = {name: theirs[fmt] for name, fmt in formats(plan).items() if fmt in theirs}
+        if plan.master == other.master:
+            same |= {name: name for name in ("weight_bf16", "weight_f16")}
+        for name, there in same.items():
+            found.setdefault(name, (other.name, there))
+    return found
+
+
+def imports(found: Mapping[str, tuple[str, str]], file: str) -> list[str]:
+    """Return the lines that import codecs from the modules `file` of other plans."""
+    lines = []
+    for plan in sorted({plan for plan, _ in found.values()}):
+        names = [own if own == name else f"{name} as {own}" for own, (of, name) in found.items() if of == plan]
+        lines += wrapped(f"from optgen.{PLANS}.{plan}.{file.removesuffix('.py')} import ", sorted(names), "", whole=120)
+    return lines
+
+
+def codec_text(plan: Plan, others: Sequence[Plan] = ()) -> str:
+    """Return the text of a plan's codec module, which imports the codecs that `others` have too."""
+    known = shared(plan, others)
     functions: list[list[str]] = []
     schedules = []
     records = []
@@ -139,6 +164,8 @@ def codec_text(plan: Plan) -> str:
         codecs[f"weight_{param.name}"] = lower_weight(plan.master, param), None
     codecs |= {name: (lower_codec(fmt), fmt) for name, fmt in formats(plan).items()}
     for name, (made, fmt) in codecs.items():
+        if name in known:
+            continue
         fields = made.fields
         programs = (made.decode, made.root, made.encode, made.nearest)
         decode, root, encode, nearest = (None if p is None else passes.step(p, "strict") for p in programs)
@@ -162,11 +189,13 @@ def codec_text(plan: Plan) -> str:
         "#",
         f"#   plan      {file}:{plan.loc.line}  sha256 {targets.digest(plan.loc.file)}",
     ]
+    more = imports(known, FILE) + ["from optgen.runtime.reference.stored import Codec"] * bool(records)
     return wrapper.render(
         "eager.py.j2",
         header="\n".join(header),
+        torch=any("torch." in line for lines in functions for line in lines),
         names=reference.needs(functions),
-        more="from optgen.runtime.reference.stored import Codec",
+        more="\n".join(more),
         tables=reference.tables(schedules),
         functions=[*functions, [line for record in records for line in (*record, "")][:-1]],
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -197,12 +197,12 @@ def rule_files(spec: Spec, plans: tuple[str, ...], own: Mapping[str, str], maths
     }
 
 
-def plan_files(plan: Plan, maths: Maths = "fast") -> dict[str, str]:
-    """Return file name -> text of a plan's package: its record and its codecs."""
+def plan_files(plan: Plan, maths: Maths = "fast", others: Sequence[Plan] = ()) -> dict[str, str]:
+    """Return file name -> text of a plan's package: its record and its codecs, but for those that `others` have."""
     return {
         record_text.PLAN: record_text.plan_text(plan),
-        eager_text.FILE: eager_text.codec_text(plan),
-        triton_text.FILE: triton_text.codec_text(plan, maths),
+        eager_text.FILE: eager_text.codec_text(plan, others),
+        triton_text.FILE: triton_text.codec_text(plan, maths, others),
     }
 
 

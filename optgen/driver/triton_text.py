@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby
@@ -30,8 +30,10 @@ Import = Callable[[str, str], ModuleType]
 """(name, text) -> the module of that text."""
 
 
-def _module(header: list[str], lines: list[str]) -> str:
-    head = [*header, "# fmt: off", "# ruff: noqa", "import triton", "import triton.language as tl", ""]
+def _module(header: list[str], lines: list[str], imports: Sequence[str] = ()) -> str:
+    compiled = any("triton.jit" in line for line in lines)
+    head = ["import triton", "import triton.language as tl", ""] if compiled else []
+    head = [*header, "# fmt: off", "# ruff: noqa", *head, *imports]
     return columns.python("\n".join([*head, *triton_text.imports(lines), *lines]).rstrip("\n") + "\n")
 
 
@@ -91,9 +93,12 @@ def codecs(plan: Plan, maths: Maths) -> Iterator[tuple[str, Codec, Format | None
 
 
 @lru_cache(maxsize=256)
-def codec_text(plan: Plan, maths: Maths) -> str:
-    """Return the text of a plan's Triton codecs."""
-    found = list(codecs(plan, maths))
+def codec_text(plan: Plan, maths: Maths, others: Sequence[Plan] = ()) -> str:
+    """Return the text of a plan's Triton codecs, which imports those that `others` have too."""
+    every = list(codecs(plan, maths))
+    known = eager_text.shared(plan, others)
+    found = [codec for codec in every if codec[0] not in known]
+    known = {name: known[name] for name, *_ in every if name in known}
     numbers: dict[str, tuple[float, ...]] = {}
     lines: list[str] = []
     for function in triton_text.table_functions([codec for _, codec, _, _ in found]):
@@ -113,7 +118,8 @@ def codec_text(plan: Plan, maths: Maths) -> str:
         "#",
         f"#   plan      {file}:{plan.loc.line}  sha256 {targets.digest(plan.loc.file)}",
     ]
-    return _module(header, [*([""] if tables else []), *tables, *lines, "", *records])
+    lines = [*([""] if tables else []), *tables, *lines, "", *records]
+    return _module(header, lines, eager_text.imports(known, FILE))
 
 
 # -- both

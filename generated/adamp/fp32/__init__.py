@@ -29,8 +29,8 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, delta, wd_
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
     minus_lr_over_one_minus_beta1_pow_t = -divide(lr, 1 - beta1**step)
     return (
-        beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3,
-        one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t,
+        beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay,
+        minus_lr_over_one_minus_beta1_pow_t,
     )
 
 

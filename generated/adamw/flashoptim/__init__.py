@@ -41,8 +41,8 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     scalar_6 = choose(common_5, 1, divide(1, common_4))
     scalar_7 = divide(larger(eps * common_3, 1.1754943508222875e-38), choose(common_5, 0, common_4))
     return (
-        one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_over_127,
-        one_minus_beta1_times_grad_scale, scalar_4, scalar_5, scalar_6, scalar_7,
+        one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_over_127, one_minus_beta1_times_grad_scale,
+        scalar_4, scalar_5, scalar_6, scalar_7,
     )
 
 
@@ -63,8 +63,8 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
     scalar_6 = choose(common_5, 1, divide(1, common_4))
     scalar_7 = divide(larger(eps * common_3, 1.1754943508222875e-38), choose(common_5, 0, common_4))
     return (
-        one_over_127, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
-        one_minus_beta1_times_grad_scale, scalar_4, scalar_5, scalar_6, scalar_7,
+        one_over_127, one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_minus_beta1_times_grad_scale,
+        scalar_4, scalar_5, scalar_6, scalar_7,
     )
 
 
@@ -133,8 +133,8 @@ def kernel_scalars_5(step, grad_scale, *, lr, betas, eps, weight_decay):
     scalar_7 = choose(common_4, 1, divide(1, common_3))
     scalar_8 = divide(larger(eps * common_2, 1.1754943508222875e-38), choose(common_4, 0, common_3))
     return (
-        sqrt_one_over_255_times_one_over_255, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
-        one_over_127, one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7, scalar_8,
+        sqrt_one_over_255_times_one_over_255, one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_over_127,
+        one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7, scalar_8,
     )
 
 
@@ -155,8 +155,8 @@ def kernel_scalars_6(step, grad_scale, *, lr, betas, eps, weight_decay):
     scalar_7 = choose(common_4, 1, divide(1, common_3))
     scalar_8 = divide(larger(eps * common_2, 1.1754943508222875e-38), choose(common_4, 0, common_3))
     return (
-        one_over_127, sqrt_one_over_255_times_one_over_255, one_minus_lr_times_weight_decay,
-        beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7, scalar_8,
+        one_over_127, sqrt_one_over_255_times_one_over_255, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
+        one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7, scalar_8,
     )
 
 

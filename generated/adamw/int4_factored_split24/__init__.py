@@ -30,8 +30,7 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     scalar_3 = choose(common_3, 1, divide(1, common_2))
     scalar_4 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_3, 0, common_2))
     return (
-        beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-        scalar_4,
+        beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
     )
 
 
@@ -263,8 +262,7 @@ def scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     scalar_3 = choose(common_3, 1, divide(1, common_2))
     scalar_4 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_3, 0, common_2))
     return (
-        beta2, scalar_0, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_3,
-        scalar_4,
+        beta2, scalar_0, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_3, scalar_4,
     )
 
 
@@ -290,8 +288,8 @@ RULES = (
             {'amsgrad': False, 'decouple_lr': False},
         ),
         scalars=(
-            "beta2", "scalar_0", "beta1", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale",
-            "scalar_3", "scalar_4",
+            "beta2", "scalar_0", "beta1", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_3",
+            "scalar_4",
         ),
         host=scalars,
         temps=(
@@ -423,8 +421,8 @@ RULES = (
             {'amsgrad': True, 'decouple_lr': False},
         ),
         scalars=(
-            "beta2", "scalar_0", "beta1", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale",
-            "scalar_3", "scalar_4",
+            "beta2", "scalar_0", "beta1", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_3",
+            "scalar_4",
         ),
         host=scalars,
         temps=(

@@ -42,13 +42,10 @@ def adamw_2_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def adamw_2_sweep(
     table, work, beta2: tl.float32, scalar_0: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
-    SWEEP: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
 ):
     """adamw: the tiles of one work item."""
-    walk_matrices(
-        table, work, adamw_2_tile, SWEEP, (beta2, scalar_0), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
-    )
+    walk_matrices(table, work, adamw_2_tile, SWEEP, (beta2, scalar_0), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE)
 
 
 @triton.jit
@@ -98,10 +95,9 @@ def adamw_3_between(table, work, LANES: tl.constexpr, LEVEL: tl.constexpr, ROUND
 
 @triton.jit
 def adamw_7_tile(
-    PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq_row, exp_avg_sq_col, exp_avg_sq_least,
-    exp_avg_sq_row_factor, exp_avg_sq_parts, exp_avg_sq_least_2, beta1, beta2,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, live,
-    MASKED: tl.constexpr,
+    PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq_row, exp_avg_sq_col, exp_avg_sq_least, exp_avg_sq_row_factor,
+    exp_avg_sq_parts, exp_avg_sq_least_2, beta1, beta2, one_minus_lr_times_weight_decay,
+    one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, live, MASKED: tl.constexpr,
 ):
     """The new p, exp_avg."""
     exp_avg = read(exp_avg, PLAN.exp_avg)
@@ -125,15 +121,14 @@ def adamw_7_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def adamw_7_sweep(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, scalar_0: tl.float32, scalar_3: tl.float32,
-    scalar_4: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
+    one_minus_beta1_times_grad_scale: tl.float32, scalar_0: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr, SWEEP: tl.constexpr,
 ):
     """adamw: the tiles of one work item."""
     walk_matrices(
         table, work, adamw_7_tile, SWEEP, (beta1, beta2, one_minus_lr_times_weight_decay,
-        one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4), step_key, GRAD, TILES, RAGGED, ALIGNED,
-        TILE,
+        one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
@@ -172,8 +167,8 @@ def adamw_amsgrad_1_between(table, work, LANES: tl.constexpr, LEVEL: tl.constexp
 
 @triton.jit
 def adamw_amsgrad_2_tile(
-    PLAN: tl.constexpr, g, exp_avg_sq_row, exp_avg_sq_col, max_exp_avg_sq_row, max_exp_avg_sq_col,
-    exp_avg_sq_least, max_exp_avg_sq_least, beta2, scalar_0, live, MASKED: tl.constexpr,
+    PLAN: tl.constexpr, g, exp_avg_sq_row, exp_avg_sq_col, max_exp_avg_sq_row, max_exp_avg_sq_col, exp_avg_sq_least,
+    max_exp_avg_sq_least, beta2, scalar_0, live, MASKED: tl.constexpr,
 ):
     """What is reduced to row_sum_for_exp_avg_sq_row_means, col_sum_for_exp_avg_sq_parts,
     row_sum_for_max_exp_avg_sq_row_means, col_sum_for_max_exp_avg_sq_col_factor."""
@@ -193,20 +188,16 @@ def adamw_amsgrad_2_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def adamw_amsgrad_2_sweep(
     table, work, beta2: tl.float32, scalar_0: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
-    SWEEP: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
 ):
     """adamw: the tiles of one work item."""
     walk_matrices(
-        table, work, adamw_amsgrad_2_tile, SWEEP, (beta2, scalar_0), step_key, GRAD, TILES, RAGGED, ALIGNED,
-        TILE,
+        table, work, adamw_amsgrad_2_tile, SWEEP, (beta2, scalar_0), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
 @triton.jit
-def adamw_amsgrad_3_values(
-    row_sum_for_max_exp_avg_sq_row_means, row_sum_for_exp_avg_sq_row_means, extent_columns,
-):
+def adamw_amsgrad_3_values(row_sum_for_max_exp_avg_sq_row_means, row_sum_for_exp_avg_sq_row_means, extent_columns):
     """The new max_exp_avg_sq_row_means, exp_avg_sq_row_means; what is reduced to
     mat_sum_for_max_exp_avg_sq_row_factor, mat_sum_for_exp_avg_sq_row_factor."""
     max_exp_avg_sq_row_means = row_sum_for_max_exp_avg_sq_row_means / extent_columns
@@ -227,9 +218,7 @@ def adamw_amsgrad_4_values(col_sum_for_max_exp_avg_sq_col_factor, col_sum_for_ex
 
 
 @triton.jit
-def adamw_amsgrad_5_values(
-    mat_sum_for_max_exp_avg_sq_row_factor, mat_sum_for_exp_avg_sq_row_factor, extent_rows,
-):
+def adamw_amsgrad_5_values(mat_sum_for_max_exp_avg_sq_row_factor, mat_sum_for_exp_avg_sq_row_factor, extent_rows):
     """The new mat_max_2, mat_max."""
     return (
         tl.maximum(
@@ -266,10 +255,10 @@ def adamw_amsgrad_3_between(table, work, LANES: tl.constexpr, LEVEL: tl.constexp
 
 @triton.jit
 def adamw_amsgrad_7_tile(
-    PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq_row, exp_avg_sq_col, max_exp_avg_sq_row,
-    max_exp_avg_sq_col, exp_avg_sq_least, max_exp_avg_sq_least, exp_avg_sq_row_factor, exp_avg_sq_parts,
-    exp_avg_sq_least_2, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-    scalar_0, scalar_3, scalar_4, live, MASKED: tl.constexpr,
+    PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq_row, exp_avg_sq_col, max_exp_avg_sq_row, max_exp_avg_sq_col,
+    exp_avg_sq_least, max_exp_avg_sq_least, exp_avg_sq_row_factor, exp_avg_sq_parts, exp_avg_sq_least_2, beta1,
+    beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, live,
+    MASKED: tl.constexpr,
 ):
     """The new p, exp_avg."""
     exp_avg = read(exp_avg, PLAN.exp_avg)
@@ -299,15 +288,14 @@ def adamw_amsgrad_7_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def adamw_amsgrad_7_sweep(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, scalar_0: tl.float32, scalar_3: tl.float32,
-    scalar_4: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
+    one_minus_beta1_times_grad_scale: tl.float32, scalar_0: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr, SWEEP: tl.constexpr,
 ):
     """adamw: the tiles of one work item."""
     walk_matrices(
         table, work, adamw_amsgrad_7_tile, SWEEP, (beta1, beta2, one_minus_lr_times_weight_decay,
-        one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4), step_key, GRAD, TILES, RAGGED, ALIGNED,
-        TILE,
+        one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 

@@ -33,8 +33,7 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     scalar_3 = choose(common_3, 1, divide(1, common_2))
     scalar_4 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_3, 0, common_2))
     return (
-        beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-        scalar_4,
+        beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
     )
 
 

@@ -65,8 +65,7 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
     scalar_3 = choose(common_3, 1, divide(1, common_2))
     scalar_4 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_3, 0, common_2))
     return (
-        beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-        scalar_4,
+        beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
     )
 
 
@@ -118,8 +117,8 @@ def kernel_scalars_5(step, grad_scale, *, lr, betas, eps, weight_decay):
     scalar_5 = choose(common_3, 1, divide(1, common_2))
     scalar_6 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_3, 0, common_2))
     return (
-        beta1, sqrt_1p5378693166672797em05, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-        scalar_3, scalar_4, scalar_5, scalar_6,
+        beta1, sqrt_1p5378693166672797em05, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_3,
+        scalar_4, scalar_5, scalar_6,
     )
 
 
@@ -139,8 +138,8 @@ def kernel_scalars_6(step, grad_scale, *, lr, betas, eps, weight_decay, peak_lr)
     scalar_5 = choose(common_3, 1, divide(1, common_2))
     scalar_6 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_3, 0, common_2))
     return (
-        beta1, sqrt_1p5378693166672797em05, scalar_1, one_minus_beta1_times_grad_scale, scalar_3, scalar_4,
-        scalar_5, scalar_6, peak_lr_2,
+        beta1, sqrt_1p5378693166672797em05, scalar_1, one_minus_beta1_times_grad_scale, scalar_3, scalar_4, scalar_5,
+        scalar_6, peak_lr_2,
     )
 
 

@@ -27,8 +27,8 @@ def adamw_1_between(table, work, LANES: tl.constexpr, LEVEL: tl.constexpr, ROUND
 
 @triton.jit
 def adamw_2_tile(
-    PLAN: tl.constexpr, g, exp_avg_sq_code, exp_avg_sq_row, exp_avg_sq_col_spread, scalar_0,
-    beta2_times_0p0625, live, MASKED: tl.constexpr,
+    PLAN: tl.constexpr, g, exp_avg_sq_code, exp_avg_sq_row, exp_avg_sq_col_spread, scalar_0, beta2_times_0p0625,
+    live, MASKED: tl.constexpr,
 ):
     """What is reduced to row_max_for_exp_avg_sq_row_top, col_max_for_exp_avg_sq_col_top."""
     exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
@@ -42,14 +42,12 @@ def adamw_2_tile(
 
 @triton.jit(do_not_specialize=["step_key"])
 def adamw_2_sweep(
-    table, work, scalar_0: tl.float32, beta2_times_0p0625: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
-    SWEEP: tl.constexpr,
+    table, work, scalar_0: tl.float32, beta2_times_0p0625: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
 ):
     """adamw: the tiles of one work item."""
     walk_matrices(
-        table, work, adamw_2_tile, SWEEP, (scalar_0, beta2_times_0p0625), step_key, GRAD, TILES, RAGGED, ALIGNED,
-        TILE,
+        table, work, adamw_2_tile, SWEEP, (scalar_0, beta2_times_0p0625), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
@@ -87,10 +85,9 @@ def adamw_3_between(table, work, LANES: tl.constexpr, LEVEL: tl.constexpr, ROUND
 
 @triton.jit
 def adamw_6_tile(
-    PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq_code, exp_avg_sq_row, exp_avg_sq_col_spread,
-    exp_avg_sq_row_top, exp_avg_sq_col_top_spread, beta1, one_minus_lr_times_weight_decay,
-    one_minus_beta1_times_grad_scale, scalar_0, beta2_times_0p0625, scalar_4, scalar_5, live,
-    MASKED: tl.constexpr,
+    PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq_code, exp_avg_sq_row, exp_avg_sq_col_spread, exp_avg_sq_row_top,
+    exp_avg_sq_col_top_spread, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0,
+    beta2_times_0p0625, scalar_4, scalar_5, live, MASKED: tl.constexpr,
 ):
     """The new p, exp_avg, exp_avg_sq_codes."""
     exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
@@ -124,9 +121,8 @@ def adamw_6_sweep(
 ):
     """adamw: the tiles of one work item."""
     walk_matrices(
-        table, work, adamw_6_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
-        one_minus_beta1_times_grad_scale, scalar_0, beta2_times_0p0625, scalar_4, scalar_5), step_key, GRAD,
-        TILES, RAGGED, ALIGNED, TILE,
+        table, work, adamw_6_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+        scalar_0, beta2_times_0p0625, scalar_4, scalar_5), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
@@ -157,8 +153,7 @@ def adamw_amsgrad_1_between(table, work, LANES: tl.constexpr, LEVEL: tl.constexp
 @triton.jit
 def adamw_amsgrad_2_tile(
     PLAN: tl.constexpr, g, exp_avg_sq_code, exp_avg_sq_row, max_exp_avg_sq_code, max_exp_avg_sq_row,
-    exp_avg_sq_col_spread, max_exp_avg_sq_col_spread, scalar_0, beta2_times_0p0625, live,
-    MASKED: tl.constexpr,
+    exp_avg_sq_col_spread, max_exp_avg_sq_col_spread, scalar_0, beta2_times_0p0625, live, MASKED: tl.constexpr,
 ):
     """What is reduced to row_max_for_exp_avg_sq_row_top, col_max_for_exp_avg_sq_col_top,
     row_max_for_max_exp_avg_sq_row_top, col_max_for_max_exp_avg_sq_col_top."""
@@ -180,9 +175,8 @@ def adamw_amsgrad_2_tile(
 
 @triton.jit(do_not_specialize=["step_key"])
 def adamw_amsgrad_2_sweep(
-    table, work, scalar_0: tl.float32, beta2_times_0p0625: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
-    SWEEP: tl.constexpr,
+    table, work, scalar_0: tl.float32, beta2_times_0p0625: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
 ):
     """adamw: the tiles of one work item."""
     walk_matrices(
@@ -231,11 +225,10 @@ def adamw_amsgrad_3_between(table, work, LANES: tl.constexpr, LEVEL: tl.constexp
 
 @triton.jit
 def adamw_amsgrad_6_tile(
-    PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq_code, exp_avg_sq_row, max_exp_avg_sq_code,
-    max_exp_avg_sq_row, max_exp_avg_sq_col_spread, exp_avg_sq_col_spread, exp_avg_sq_row_top,
-    exp_avg_sq_col_top_spread, max_exp_avg_sq_row_top, max_exp_avg_sq_col_top_spread, beta1,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, beta2_times_0p0625,
-    scalar_4, scalar_5, live, MASKED: tl.constexpr,
+    PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq_code, exp_avg_sq_row, max_exp_avg_sq_code, max_exp_avg_sq_row,
+    max_exp_avg_sq_col_spread, exp_avg_sq_col_spread, exp_avg_sq_row_top, exp_avg_sq_col_top_spread,
+    max_exp_avg_sq_row_top, max_exp_avg_sq_col_top_spread, beta1, one_minus_lr_times_weight_decay,
+    one_minus_beta1_times_grad_scale, scalar_0, beta2_times_0p0625, scalar_4, scalar_5, live, MASKED: tl.constexpr,
 ):
     """The new p, exp_avg, exp_avg_sq_codes, max_exp_avg_sq_codes."""
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(tl.int32)
@@ -289,8 +282,8 @@ def adamw_amsgrad_6_sweep(
     """adamw: the tiles of one work item."""
     walk_matrices(
         table, work, adamw_amsgrad_6_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
-        one_minus_beta1_times_grad_scale, scalar_0, beta2_times_0p0625, scalar_4, scalar_5), step_key, GRAD,
-        TILES, RAGGED, ALIGNED, TILE,
+        one_minus_beta1_times_grad_scale, scalar_0, beta2_times_0p0625, scalar_4, scalar_5), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
     )
 
 

@@ -47,8 +47,7 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     scalar_3 = choose(common_3, 1, divide(1, common_2))
     scalar_4 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_3, 0, common_2))
     return (
-        beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-        scalar_4,
+        beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
     )
 
 
@@ -101,8 +100,7 @@ def kernel_scalars_4(step, grad_scale, *, lr, betas, eps, weight_decay, peak_lr)
     scalar_4 = choose(common_3, 1, divide(1, common_2))
     scalar_5 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_3, 0, common_2))
     return (
-        beta1, scalar_0, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5,
-        peak_lr_2,
+        beta1, scalar_0, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, peak_lr_2,
     )
 
 
@@ -324,8 +322,7 @@ def scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     scalar_2 = choose(common_3, 1, divide(1, common_2))
     scalar_3 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_3, 0, common_2))
     return (
-        beta2, scalar_0, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-        scalar_3,
+        beta2, scalar_0, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
     )
 
 
@@ -351,8 +348,8 @@ RULES = (
             {'amsgrad': False, 'decouple_lr': False},
         ),
         scalars=(
-            "beta2", "scalar_0", "beta1", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale",
-            "scalar_2", "scalar_3",
+            "beta2", "scalar_0", "beta1", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
+            "scalar_3",
         ),
         host=scalars,
         temps=(
@@ -462,8 +459,8 @@ RULES = (
             {'amsgrad': True, 'decouple_lr': False},
         ),
         scalars=(
-            "beta2", "scalar_0", "beta1", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale",
-            "scalar_2", "scalar_3",
+            "beta2", "scalar_0", "beta1", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
+            "scalar_3",
         ),
         host=scalars,
         temps=(

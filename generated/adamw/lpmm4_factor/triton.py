@@ -42,13 +42,10 @@ def adamw_2_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def adamw_2_sweep(
     table, work, beta2: tl.float32, scalar_0: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
-    SWEEP: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
 ):
     """adamw: the tiles of one work item."""
-    walk_matrices(
-        table, work, adamw_2_tile, SWEEP, (beta2, scalar_0), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
-    )
+    walk_matrices(table, work, adamw_2_tile, SWEEP, (beta2, scalar_0), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE)
 
 
 @triton.jit
@@ -120,14 +117,14 @@ def adamw_7_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def adamw_7_sweep(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr, SWEEP: tl.constexpr,
+    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
+    SWEEP: tl.constexpr,
 ):
     """adamw: the tiles of one work item."""
     walk_matrices(
-        table, work, adamw_7_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
-        one_minus_beta1_times_grad_scale, scalar_2, scalar_3), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        table, work, adamw_7_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+        scalar_2, scalar_3), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
@@ -243,9 +240,9 @@ def adamw_amsgrad_12_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def adamw_amsgrad_12_sweep(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr, SWEEP: tl.constexpr,
+    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32,
+    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
+    SWEEP: tl.constexpr,
 ):
     """adamw: the tiles of one work item."""
     walk_matrices(

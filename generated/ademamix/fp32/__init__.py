@@ -45,8 +45,8 @@ def kernel_scalars(step, grad_scale, *, lr, betas, alpha, alpha_warmup, beta3_wa
     scalar_7 = choose(common_2, 1, 1 / common_1)
     scalar_8 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_2, 0, common_1))
     return (
-        beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3,
-        scalar_4, lr_times_one_over_one_minus_beta1_pow_t, scalar_6, scalar_7, scalar_8,
+        beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4,
+        lr_times_one_over_one_minus_beta1_pow_t, scalar_6, scalar_7, scalar_8,
     )
 
 

@@ -44,8 +44,7 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
     scalar_5 = (1 - choose(common_1, beta2, 0)) * grad_scale * grad_scale
     decay = choose(common_1, beta2, 0)  # 32  decay = where(t > 1, beta2, 0.0)
     return (
-        beta1, eps, grad_scale, scalar_0, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, scalar_5,
-        decay,
+        beta1, eps, grad_scale, scalar_0, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, scalar_5, decay,
     )
 
 

@@ -29,8 +29,8 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     scalar_4 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_2, 0, common_1))
     minus_lr_over_one_minus_beta1_pow_t = -divide(lr, 1 - beta1**step)
     return (
-        beta1, beta2, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-        scalar_3, scalar_4, minus_lr_over_one_minus_beta1_pow_t,
+        beta1, beta2, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+        scalar_4, minus_lr_over_one_minus_beta1_pow_t,
     )
 
 

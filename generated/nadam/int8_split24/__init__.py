@@ -40,8 +40,8 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, momentum_d
     scalar_4 = choose(common_3, 1, 1 / common_2)
     scalar_5 = divide(larger(divide(eps, common_1), 1.1754943508222875e-38), choose(common_3, 0, common_2))
     return (
-        beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, grad_lr, avg_lr, scalar_4,
-        scalar_5, mu_product_2,
+        beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, grad_lr, avg_lr, scalar_4, scalar_5,
+        mu_product_2,
     )
 
 
@@ -66,8 +66,8 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, momentum
     scalar_5 = choose(common_3, 1, 1 / common_2)
     scalar_6 = divide(larger(divide(eps, common_1), 1.1754943508222875e-38), choose(common_3, 0, common_2))
     return (
-        beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-        avg_lr, scalar_5, scalar_6, mu_product_2,
+        beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, avg_lr,
+        scalar_5, scalar_6, mu_product_2,
     )
 
 

@@ -5,6 +5,7 @@
 # ruff: noqa
 import torch
 
+from optgen.plans.bf16_sr.eager import signed
 from optgen.runtime.reference.stored import Codec
 
 
@@ -41,31 +42,8 @@ def weight_f16_nearest(b, x):
     return (b.flat(weight), b.flat(lost.to(torch.float16)))
 
 
-def signed_decode(b, code_tensor):
-    code_stored = b.elements(code_tensor)
-    return code_stored.to(torch.float32)
-
-
-def signed_encode(b, x, noise):
-    x_bits = x.view(torch.int32)
-    return (
-        b.flat(
-            (torch.where(x == x, x_bits + noise.integer(16), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)
-        ),
-    )
-
-
-def signed_nearest(b, x):
-    x_bits = x.view(torch.int32)
-    carry = (x_bits >> 16 & 1) + 32767
-    return (b.flat((torch.where(x == x, x_bits + carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),)
-
-
 # bf16 and its rounding error (Kahan)
 weight_bf16 = Codec(weight_bf16_decode, weight_bf16_nearest)
 
 # f16 and its rounding error (Kahan)
 weight_f16 = Codec(weight_f16_decode, weight_f16_nearest)
-
-# bf16, stochastic
-signed = Codec(signed_decode, signed_nearest, encode=signed_encode)

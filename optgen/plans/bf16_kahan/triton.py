@@ -6,7 +6,8 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.gpu.codecs import Codec, integer
+from optgen.plans.bf16_sr.triton import signed
+from optgen.runtime.gpu.codecs import Codec
 from optgen.runtime.gpu.prelude import widened
 
 
@@ -43,31 +44,8 @@ def weight_f16_nearest(x, live, MASKED: tl.constexpr):
     return weight, lost.to(tl.float16)
 
 
-@triton.jit
-def signed_decode(c, code_stored):
-    return c, widened(code_stored)
-
-
-@triton.jit
-def signed_encode(x, live, MASKED: tl.constexpr, draws, SHIFT: tl.constexpr):
-    x_bits = x.to(tl.int32, bitcast=True)
-    return (
-        (tl.minimum(x_bits, 0x7fc00000) + integer(draws, SHIFT, 16) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True),
-    )
-
-
-@triton.jit
-def signed_nearest(x, live, MASKED: tl.constexpr):
-    x_bits = x.to(tl.int32, bitcast=True)
-    carry = (x_bits >> 16 & 1) + 32767
-    return ((tl.minimum(x_bits, 0x7fc00000) + carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True),)
-
-
 # bf16 and its rounding error (Kahan)
 weight_bf16 = Codec(weight_bf16_decode, weight_bf16_nearest, guards=True)
 
 # f16 and its rounding error (Kahan)
 weight_f16 = Codec(weight_f16_decode, weight_f16_nearest)
-
-# bf16, stochastic
-signed = Codec(signed_decode, signed_nearest, encode=signed_encode, guards=True)

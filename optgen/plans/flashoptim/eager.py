@@ -88,19 +88,13 @@ def signed_nearest(b, x):
     scale = top.view(torch.float32).clamp(min=1e-12)
     x_div = x / scale
     return (
-
         b.flat(((2.0 * x_div / (1.0 + x_div.abs()) * 127.0 + 0.5).floor().to(torch.int32) + 128).to(torch.uint8)),
         b.flat_per_block(scale.to(torch.float16)),
     )
 
 
 def nonneg_decode(b, code_tensor, scale_tensor):
-    code_code = b.elements(code_tensor)
-    piece = code_code.to(torch.int32)
-    code = piece.to(torch.float32)
-    scale = b.per_block(scale_tensor)
-    scale = scale.to(torch.float32)
-    value = quotient(code, 255.0) * scale
+    value = nonneg_root(b, code_tensor, scale_tensor)
     return value * value
 
 

@@ -17,8 +17,7 @@ def weight_bf16_nearest(b, x):
     x_bits = x.view(torch.int32)
     carry = (x_bits >> 16 & 1) + 32767
     return (
-        b.flat((torch.where(x == x, x_bits + carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
-        b.flat(x),
+        b.flat((torch.where(x == x, x_bits + carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)), b.flat(x),
     )
 
 

@@ -6,78 +6,9 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.gpu.codecs import Codec, beside, fraction, integer, middle
-from optgen.runtime.gpu.prelude import (
-    apart, block_magnitude, block_max, block_min, byte, inverse, joined, reciprocal,
-)
-
-
-@triton.jit
-def weight_bf16_decode(c, code_stored, low_code):
-    return c, (joined(code_stored, low_code) - 32768).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def weight_bf16_encode(x, live, MASKED: tl.constexpr, draws, SHIFT: tl.constexpr):
-    word = tl.minimum(x.to(tl.int32, bitcast=True), 0x7fc00000) + (integer(draws, SHIFT, 8) + 0x8000)
-    low = byte(word, 1)
-    return (word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), low
-
-
-@triton.jit
-def weight_bf16_nearest(x, live, MASKED: tl.constexpr):
-    word = tl.minimum(x.to(tl.int32, bitcast=True), 0x7fc00000) + 0x8080
-    low = byte(word, 1)
-    return (word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), low
-
-
-@triton.jit
-def weight_f16_decode(c, code_stored, low_code):
-    high = code_stored.to(tl.int16, bitcast=True).to(tl.int32)
-    low = apart(low_code)
-    offset = low - 128
-    wide = ((high & 32767) << 8) + offset
-    subnormal = (2.3283064365386963e-10 * wide.to(tl.float32)).to(tl.int32, bitcast=True)
-    normal = (wide << 5) + 0x38000000
-    finite = tl.where(wide < 0x40000, subnormal, normal)
-    return c, (
-        tl.where(
-            wide < 0x7c0000, finite, 0x7fc00000 - (wide == 0x7c0000).to(tl.int32) * 0x400000
-        ).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True)
-        | (high & 0x8000) << 16
-    ).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def weight_f16_encode(x, live, MASKED: tl.constexpr, draws, SHIFT: tl.constexpr):
-    x_bitcast = x.to(tl.int32, bitcast=True)
-    sign_ = x_bitcast >> 16 & 0x8000
-    magnitude = x_bitcast & 0x7fffffff
-    magnitude_bitcast = magnitude.to(tl.float32, bitcast=True)
-    is_subnormal = magnitude_bitcast < 6.103515625e-05
-    subnormal = (2199023255552.0 * magnitude_bitcast).to(tl.int32)
-    rebiased = tl.minimum(magnitude - 0x38000000, 0xf800000)
-    fixed = tl.where(is_subnormal, subnormal, rebiased << 4)
-    wide = ((fixed + middle(draws, SHIFT, 8, 9)).to(tl.uint32, bitcast=True) >> 9).to(tl.int32, bitcast=True)
-    word = tl.where(x == x, wide, 0x7e0000) + 128
-    kept_ = word.to(tl.uint8)
-    return (sign_ | word >> 8).to(tl.int16).to(tl.float16, bitcast=True), kept_
-
-
-@triton.jit
-def weight_f16_nearest(x, live, MASKED: tl.constexpr):
-    x_bitcast = x.to(tl.int32, bitcast=True)
-    sign_ = x_bitcast >> 16 & 0x8000
-    magnitude = x_bitcast & 0x7fffffff
-    magnitude_bitcast = magnitude.to(tl.float32, bitcast=True)
-    is_subnormal = magnitude_bitcast < 6.103515625e-05
-    subnormal = (137438953472.0 * magnitude_bitcast).to(tl.int32)
-    rebiased = tl.minimum(magnitude - 0x38000000, 0xf800000)
-    fixed = tl.where(is_subnormal, subnormal, rebiased)
-    wide = ((fixed + 16).to(tl.uint32, bitcast=True) >> 5).to(tl.int32, bitcast=True)
-    word = tl.where(x == x, wide, 0x7e0000) + 128
-    kept_ = word.to(tl.uint8)
-    return (sign_ | word >> 8).to(tl.int16).to(tl.float16, bitcast=True), kept_
+from optgen.plans.int8_split24.triton import weight_bf16, weight_f16
+from optgen.runtime.gpu.codecs import Codec, beside, fraction, integer
+from optgen.runtime.gpu.prelude import block_magnitude, block_max, block_min, inverse, reciprocal
 
 
 @triton.jit
@@ -126,14 +57,7 @@ def signed_nearest(x, live, MASKED: tl.constexpr):
 
 @triton.jit
 def nonneg_decode(c, code_code, range_):
-    header = range_.to(tl.int32)
-    cells = tl.maximum(header & 255, 1)
-    step = tl.fma(2097152.0, inverse(cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
-    step = step << 1
-    middle_ = ((header & 0xff00) << 14) + 0x20000000 + (step >> 1)
-    middle_ = tl.where(header == 0, 0, middle_)
-    piece = code_code.to(tl.int32)
-    value = (beside(middle_) + piece * beside(step)).to(tl.float32, bitcast=True)
+    value = nonneg_root(code_code, range_)
     return c, value * value
 
 
@@ -204,12 +128,6 @@ def nonneg_nearest(x, live, MASKED: tl.constexpr):
     header = first - 128 << 8 | cells
     return (position >> 24).to(tl.uint8), header.to(tl.int16), value
 
-
-# bf16 and 8 more bits, stochastic
-weight_bf16 = Codec(weight_bf16_decode, weight_bf16_nearest, encode=weight_bf16_encode, guards=True)
-
-# f16 and 8 more bits, stochastic
-weight_f16 = Codec(weight_f16_decode, weight_f16_nearest, encode=weight_f16_encode)
 
 # 4-bit signed blocks of 64: softsign(0.5), ue8m8 scale, stochastic
 signed = Codec(signed_decode, signed_nearest, encode=signed_encode)

@@ -6,137 +6,13 @@
 import torch
 
 from optgen.runtime.reference.eager import block_max, sqrt
+from optgen.plans.int5_split24.eager import signed
+from optgen.plans.int8_split24.eager import weight_bf16, weight_f16
 from optgen.runtime.reference.stored import Codec
 
 
-def weight_bf16_decode(b, code_tensor, low_tensor):
-    code_stored = b.elements(code_tensor)
-    high = code_stored.to(torch.float32).view(torch.int32)
-    low_code = b.elements(low_tensor)
-    low = low_code.to(torch.int32)
-    return (high - 0x8000 + (low << 8)).view(torch.float32)
-
-
-def weight_bf16_encode(b, x, noise):
-    word = torch.where(x == x, x.view(torch.int32) + (noise.integer(8) + 0x8000), 0x7fc08000)
-    low = (word >> 8 & 255).to(torch.uint8)
-    return (b.flat((word >> 16).to(torch.int16).view(torch.bfloat16)), b.flat(low))
-
-
-def weight_bf16_nearest(b, x):
-    word = torch.where(x == x, x.view(torch.int32) + 0x8080, 0x7fc08000)
-    low = (word >> 8 & 255).to(torch.uint8)
-    return (b.flat((word >> 16).to(torch.int16).view(torch.bfloat16)), b.flat(low))
-
-
-def weight_f16_decode(b, code_tensor, low_tensor):
-    code_stored = b.elements(code_tensor)
-    high = code_stored.view(torch.int16).to(torch.int32)
-    low_code = b.elements(low_tensor)
-    low = low_code.to(torch.int32)
-    offset = low - 128
-    wide = ((high & 32767) << 8) + offset
-    subnormal = (wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    normal = (wide << 5) + 0x38000000
-    finite = torch.where(wide < 0x40000, subnormal, normal)
-    return (
-        torch.where(
-            wide < 0x7c0000, finite, 0x7fc00000 - (wide == 0x7c0000).to(torch.int32) * 0x400000
-        ).view(torch.float32).view(torch.int32)
-        | (high & 0x8000) << 16
-    ).view(torch.float32)
-
-
-def weight_f16_encode(b, x, noise):
-    x_bitcast = x.view(torch.int32)
-    sign_ = x_bitcast >> 16 & 0x8000
-    magnitude = x_bitcast & 0x7fffffff
-    magnitude_bitcast = magnitude.view(torch.float32)
-    is_subnormal = magnitude_bitcast < 6.103515625e-05
-    subnormal = (magnitude_bitcast * 2199023255552.0).to(torch.int32)
-    rebiased = (magnitude - 0x38000000).clamp(max=0xf800000)
-    fixed = torch.where(is_subnormal, subnormal, rebiased << 4)
-    wide = fixed + noise.middle(8, 9) >> 9 & 0x7fffff
-    word = torch.where(x == x, wide, 0x7e0000) + 128
-    low = word & 255
-    kept_ = low.to(torch.uint8)
-    return (b.flat((sign_ | word >> 8).to(torch.int16).view(torch.float16)), b.flat(kept_))
-
-
-def weight_f16_nearest(b, x):
-    x_bitcast = x.view(torch.int32)
-    sign_ = x_bitcast >> 16 & 0x8000
-    magnitude = x_bitcast & 0x7fffffff
-    magnitude_bitcast = magnitude.view(torch.float32)
-    is_subnormal = magnitude_bitcast < 6.103515625e-05
-    subnormal = (magnitude_bitcast * 137438953472.0).to(torch.int32)
-    rebiased = (magnitude - 0x38000000).clamp(max=0xf800000)
-    fixed = torch.where(is_subnormal, subnormal, rebiased)
-    wide = fixed + 16 >> 5 & 0x7ffffff
-    word = torch.where(x == x, wide, 0x7e0000) + 128
-    low = word & 255
-    kept_ = low.to(torch.uint8)
-    return (b.flat((sign_ | word >> 8).to(torch.int16).view(torch.float16)), b.flat(kept_))
-
-
-def signed_decode(b, code_tensor, high_tensor, scale_tensor):
-    scale = b.per_block(scale_tensor)
-    scale_bits = scale.to(torch.int32) << 15
-    scale_bits = scale_bits & 0x7fffffff
-    scale = torch.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).view(torch.float32)
-    code_code = b.codes(code_tensor, 4)
-    high_code = b.codes(high_tensor, 1)
-    piece = high_code.to(torch.int32)
-    code = code_code.to(torch.int32) | piece << 4
-    code = code.to(torch.float32)
-    code = code - 16.0
-    bend = code.abs() * 0.5
-    value = scale * (code / (22.5 - bend))
-    return value
-
-
-def signed_encode(b, x, noise):
-    x_abs = x.abs()
-    top = block_max(x_abs.view(torch.int32), b.live)
-    up = top.clamp(min=0x4800000) + 32767
-    up = torch.where(top < 0x7f800000, up, 0x7fc00000)
-    divisor = (up & 0x7fff8000).clamp(max=0x7f7fffff)
-    divisor_mul = divisor.view(torch.float32) * 0.044444444444444446
-    exact = x / (divisor_mul + x_abs * 0.022222222222222223)
-    pattern = (exact + 3088.0).view(torch.int32)
-    pattern_shr = pattern + noise.integer(12) >> 12
-    piece = pattern_shr >> 4
-    return (
-        b.flat_codes((pattern_shr & 15).to(torch.uint8), 4), b.flat_codes((piece & 1).to(torch.uint8), 1),
-        b.flat_per_block((up >> 15).to(torch.int16)),
-    )
-
-
-def signed_nearest(b, x):
-    x_abs = x.abs()
-    top = block_max(x_abs.view(torch.int32), b.live)
-    up = top.clamp(min=0x4800000) + 32767
-    up = torch.where(top < 0x7f800000, up, 0x7fc00000)
-    divisor = (up & 0x7fff8000).clamp(max=0x7f7fffff)
-    divisor_mul = divisor.view(torch.float32) * 0.044444444444444446
-    exact = x / (divisor_mul + x_abs * 0.022222222222222223)
-    exact_add = exact.round().to(torch.int32) + 16
-    piece = exact_add >> 4
-    return (
-        b.flat_codes((exact_add & 15).to(torch.uint8), 4), b.flat_codes((piece & 1).to(torch.uint8), 1),
-        b.flat_per_block((up >> 15).to(torch.int16)),
-    )
-
-
 def nonneg_decode(b, code_tensor, high_tensor, peak_tensor):
-    peak = b.per_block(peak_tensor)
-    top = peak.to(torch.int32)
-    start = torch.where(top == 0, 0, (top - 7) * 0x2db6db + 0x20000000)
-    code_code = b.codes(code_tensor, 2)
-    high_code = b.codes(high_tensor, 1)
-    piece = high_code.to(torch.int32)
-    code = code_code.to(torch.int32) | piece << 2
-    value = (start + code * 0x2db6db).view(torch.float32)
+    value = nonneg_root(b, code_tensor, high_tensor, peak_tensor)
     return value * value
 
 
@@ -189,15 +65,6 @@ def nonneg_nearest(b, x):
         b.flat_per_block(top.to(torch.int16)), (start + (code & 7) * 0x2db6db).view(torch.float32),
     )
 
-
-# bf16 and 8 more bits, stochastic
-weight_bf16 = Codec(weight_bf16_decode, weight_bf16_nearest, encode=weight_bf16_encode)
-
-# f16 and 8 more bits, stochastic
-weight_f16 = Codec(weight_f16_decode, weight_f16_nearest, encode=weight_f16_encode)
-
-# 5-bit signed blocks of 64: softsign(0.5), ue8m8 scale, stochastic
-signed = Codec(signed_decode, signed_nearest, encode=signed_encode, block=64, packed=True)
 
 # 3-bit unsigned blocks of 64: sqrt to 2.5 octaves under the maximum, pseudo-log, stochastic
 nonneg = Codec(nonneg_decode, nonneg_nearest, encode=nonneg_encode, root=nonneg_root, block=64, packed=True)

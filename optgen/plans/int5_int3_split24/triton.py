@@ -6,128 +6,15 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.gpu.codecs import Codec, beside, integer, middle
-from optgen.runtime.gpu.prelude import (apart, block_magnitude, block_max, byte, floor, joined, minus, reciprocal)
-
-
-@triton.jit
-def weight_bf16_decode(c, code_stored, low_code):
-    return c, (joined(code_stored, low_code) - 32768).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def weight_bf16_encode(x, live, MASKED: tl.constexpr, draws, SHIFT: tl.constexpr):
-    word = tl.minimum(x.to(tl.int32, bitcast=True), 0x7fc00000) + (integer(draws, SHIFT, 8) + 0x8000)
-    low = byte(word, 1)
-    return (word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), low
-
-
-@triton.jit
-def weight_bf16_nearest(x, live, MASKED: tl.constexpr):
-    word = tl.minimum(x.to(tl.int32, bitcast=True), 0x7fc00000) + 0x8080
-    low = byte(word, 1)
-    return (word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), low
-
-
-@triton.jit
-def weight_f16_decode(c, code_stored, low_code):
-    high = code_stored.to(tl.int16, bitcast=True).to(tl.int32)
-    low = apart(low_code)
-    offset = low - 128
-    wide = ((high & 32767) << 8) + offset
-    subnormal = (2.3283064365386963e-10 * wide.to(tl.float32)).to(tl.int32, bitcast=True)
-    normal = (wide << 5) + 0x38000000
-    finite = tl.where(wide < 0x40000, subnormal, normal)
-    return c, (
-        tl.where(
-            wide < 0x7c0000, finite, 0x7fc00000 - (wide == 0x7c0000).to(tl.int32) * 0x400000
-        ).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True)
-        | (high & 0x8000) << 16
-    ).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def weight_f16_encode(x, live, MASKED: tl.constexpr, draws, SHIFT: tl.constexpr):
-    x_bitcast = x.to(tl.int32, bitcast=True)
-    sign_ = x_bitcast >> 16 & 0x8000
-    magnitude = x_bitcast & 0x7fffffff
-    magnitude_bitcast = magnitude.to(tl.float32, bitcast=True)
-    is_subnormal = magnitude_bitcast < 6.103515625e-05
-    subnormal = (2199023255552.0 * magnitude_bitcast).to(tl.int32)
-    rebiased = tl.minimum(magnitude - 0x38000000, 0xf800000)
-    fixed = tl.where(is_subnormal, subnormal, rebiased << 4)
-    wide = ((fixed + middle(draws, SHIFT, 8, 9)).to(tl.uint32, bitcast=True) >> 9).to(tl.int32, bitcast=True)
-    word = tl.where(x == x, wide, 0x7e0000) + 128
-    kept_ = word.to(tl.uint8)
-    return (sign_ | word >> 8).to(tl.int16).to(tl.float16, bitcast=True), kept_
-
-
-@triton.jit
-def weight_f16_nearest(x, live, MASKED: tl.constexpr):
-    x_bitcast = x.to(tl.int32, bitcast=True)
-    sign_ = x_bitcast >> 16 & 0x8000
-    magnitude = x_bitcast & 0x7fffffff
-    magnitude_bitcast = magnitude.to(tl.float32, bitcast=True)
-    is_subnormal = magnitude_bitcast < 6.103515625e-05
-    subnormal = (137438953472.0 * magnitude_bitcast).to(tl.int32)
-    rebiased = tl.minimum(magnitude - 0x38000000, 0xf800000)
-    fixed = tl.where(is_subnormal, subnormal, rebiased)
-    wide = ((fixed + 16).to(tl.uint32, bitcast=True) >> 5).to(tl.int32, bitcast=True)
-    word = tl.where(x == x, wide, 0x7e0000) + 128
-    kept_ = word.to(tl.uint8)
-    return (sign_ | word >> 8).to(tl.int16).to(tl.float16, bitcast=True), kept_
-
-
-@triton.jit
-def signed_decode(c, code_code, high_code, scale):
-    scale_bits = scale.to(tl.int32) << 15
-    scale_bits = scale_bits & 0x7fffffff
-    scale = tl.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).to(tl.float32, bitcast=True)
-    piece = high_code.to(tl.int32)
-    code = code_code.to(tl.int32) | piece << 4
-    code = (code | 0x4b000000).to(tl.float32, bitcast=True) - 8388624.0
-    scale_mul = c * scale
-    return beside(scale_mul), code * reciprocal(tl.fma(-0.5, tl.abs(code), 22.5))
-
-
-@triton.jit
-def signed_encode(x, live, MASKED: tl.constexpr, draws, SHIFT: tl.constexpr):
-    x_abs = tl.abs(x)
-    top = block_magnitude(x, live, MASKED)
-    up = tl.maximum(top, 0x4800000) + 32767
-    up = tl.where(top < 0x7f800000, up, 0x7fc00000)
-    divisor = tl.minimum(up & 0x7fff8000, 0x7f7fffff)
-    divisor_mul = divisor.to(tl.float32, bitcast=True) * 0.044444444444444446
-    pattern = tl.fma(
-        x, reciprocal(tl.fma(0.022222222222222223, x_abs, beside(divisor_mul))), 3088.0
-    ).to(tl.int32, bitcast=True)
-    pattern_shr = pattern + integer(draws, SHIFT, 12) >> 12
-    piece = pattern_shr >> 4
-    return pattern_shr.to(tl.uint8), piece.to(tl.uint8), (up >> 15).to(tl.int16)
-
-
-@triton.jit
-def signed_nearest(x, live, MASKED: tl.constexpr):
-    x_abs = tl.abs(x)
-    top = block_magnitude(x, live, MASKED)
-    up = tl.maximum(top, 0x4800000) + 32767
-    up = tl.where(top < 0x7f800000, up, 0x7fc00000)
-    divisor = tl.minimum(up & 0x7fff8000, 0x7f7fffff)
-    divisor_mul = divisor.to(tl.float32, bitcast=True) * 0.044444444444444446
-    x_add = tl.fma(
-        x, reciprocal(tl.fma(0.022222222222222223, x_abs, beside(divisor_mul))), 12582912.0
-    ).to(tl.int32, bitcast=True) - 0x4b3ffff0
-    piece = x_add >> 4
-    return x_add.to(tl.uint8), piece.to(tl.uint8), (up >> 15).to(tl.int16)
+from optgen.plans.int5_split24.triton import signed
+from optgen.plans.int8_split24.triton import weight_bf16, weight_f16
+from optgen.runtime.gpu.codecs import Codec, beside, integer
+from optgen.runtime.gpu.prelude import block_max, floor, minus
 
 
 @triton.jit
 def nonneg_decode(c, code_code, high_code, peak):
-    top = peak.to(tl.int32)
-    start = tl.where(top == 0, 0, (top - 7) * 0x2db6db + 0x20000000)
-    piece = high_code.to(tl.int32)
-    code = code_code.to(tl.int32) | piece << 2
-    value = (beside(start) + code * 0x2db6db).to(tl.float32, bitcast=True)
+    value = nonneg_root(code_code, high_code, peak)
     return c, value * value
 
 
@@ -185,15 +72,6 @@ def nonneg_nearest(x, live, MASKED: tl.constexpr):
         (beside(start) + (code & 7) * 0x2db6db).to(tl.float32, bitcast=True),
     )
 
-
-# bf16 and 8 more bits, stochastic
-weight_bf16 = Codec(weight_bf16_decode, weight_bf16_nearest, encode=weight_bf16_encode, guards=True)
-
-# f16 and 8 more bits, stochastic
-weight_f16 = Codec(weight_f16_decode, weight_f16_nearest, encode=weight_f16_encode)
-
-# 5-bit signed blocks of 64: softsign(0.5), ue8m8 scale, stochastic
-signed = Codec(signed_decode, signed_nearest, encode=signed_encode)
 
 # 3-bit unsigned blocks of 64: sqrt to 2.5 octaves under the maximum, pseudo-log, stochastic
 nonneg = Codec(nonneg_decode, nonneg_nearest, encode=nonneg_encode, root=nonneg_root, plus=True)

@@ -6,77 +6,8 @@
 import torch
 
 from optgen.runtime.reference.eager import block_max, block_min, quotient, sqrt
+from optgen.plans.int8_split24.eager import weight_bf16, weight_f16
 from optgen.runtime.reference.stored import Codec
-
-
-def weight_bf16_decode(b, code_tensor, low_tensor):
-    code_stored = b.elements(code_tensor)
-    high = code_stored.to(torch.float32).view(torch.int32)
-    low_code = b.elements(low_tensor)
-    low = low_code.to(torch.int32)
-    return (high - 0x8000 + (low << 8)).view(torch.float32)
-
-
-def weight_bf16_encode(b, x, noise):
-    word = torch.where(x == x, x.view(torch.int32) + (noise.integer(8) + 0x8000), 0x7fc08000)
-    low = (word >> 8 & 255).to(torch.uint8)
-    return (b.flat((word >> 16).to(torch.int16).view(torch.bfloat16)), b.flat(low))
-
-
-def weight_bf16_nearest(b, x):
-    word = torch.where(x == x, x.view(torch.int32) + 0x8080, 0x7fc08000)
-    low = (word >> 8 & 255).to(torch.uint8)
-    return (b.flat((word >> 16).to(torch.int16).view(torch.bfloat16)), b.flat(low))
-
-
-def weight_f16_decode(b, code_tensor, low_tensor):
-    code_stored = b.elements(code_tensor)
-    high = code_stored.view(torch.int16).to(torch.int32)
-    low_code = b.elements(low_tensor)
-    low = low_code.to(torch.int32)
-    offset = low - 128
-    wide = ((high & 32767) << 8) + offset
-    subnormal = (wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    normal = (wide << 5) + 0x38000000
-    finite = torch.where(wide < 0x40000, subnormal, normal)
-    return (
-        torch.where(
-            wide < 0x7c0000, finite, 0x7fc00000 - (wide == 0x7c0000).to(torch.int32) * 0x400000
-        ).view(torch.float32).view(torch.int32)
-        | (high & 0x8000) << 16
-    ).view(torch.float32)
-
-
-def weight_f16_encode(b, x, noise):
-    x_bitcast = x.view(torch.int32)
-    sign_ = x_bitcast >> 16 & 0x8000
-    magnitude = x_bitcast & 0x7fffffff
-    magnitude_bitcast = magnitude.view(torch.float32)
-    is_subnormal = magnitude_bitcast < 6.103515625e-05
-    subnormal = (magnitude_bitcast * 2199023255552.0).to(torch.int32)
-    rebiased = (magnitude - 0x38000000).clamp(max=0xf800000)
-    fixed = torch.where(is_subnormal, subnormal, rebiased << 4)
-    wide = fixed + noise.middle(8, 9) >> 9 & 0x7fffff
-    word = torch.where(x == x, wide, 0x7e0000) + 128
-    low = word & 255
-    kept_ = low.to(torch.uint8)
-    return (b.flat((sign_ | word >> 8).to(torch.int16).view(torch.float16)), b.flat(kept_))
-
-
-def weight_f16_nearest(b, x):
-    x_bitcast = x.view(torch.int32)
-    sign_ = x_bitcast >> 16 & 0x8000
-    magnitude = x_bitcast & 0x7fffffff
-    magnitude_bitcast = magnitude.view(torch.float32)
-    is_subnormal = magnitude_bitcast < 6.103515625e-05
-    subnormal = (magnitude_bitcast * 137438953472.0).to(torch.int32)
-    rebiased = (magnitude - 0x38000000).clamp(max=0xf800000)
-    fixed = torch.where(is_subnormal, subnormal, rebiased)
-    wide = fixed + 16 >> 5 & 0x7ffffff
-    word = torch.where(x == x, wide, 0x7e0000) + 128
-    low = word & 255
-    kept_ = low.to(torch.uint8)
-    return (b.flat((sign_ | word >> 8).to(torch.int16).view(torch.float16)), b.flat(kept_))
 
 
 def signed_decode(b, code_tensor, high_tensor, scale_tensor):
@@ -129,18 +60,7 @@ def signed_nearest(b, x):
 
 
 def nonneg_decode(b, code_tensor, high_tensor, range_tensor):
-    range_ = b.per_block(range_tensor)
-    header = range_.to(torch.int32)
-    cells = (header & 255).clamp(min=1)
-    step = quotient(2097152.0, cells.to(torch.float32)).round().to(torch.int32)
-    step = step << 1
-    middle_ = ((header & 0xff00) << 14) + 0x20000000 + (step >> 1)
-    middle_ = torch.where(header == 0, 0, middle_)
-    code_code = b.codes(code_tensor, 4)
-    high_code = b.codes(high_tensor, 1)
-    piece = high_code.to(torch.int32)
-    code = code_code.to(torch.int32) | piece << 4
-    value = (middle_ + code * step).view(torch.float32)
+    value = nonneg_root(b, code_tensor, high_tensor, range_tensor)
     return value * value
 
 
@@ -220,12 +140,6 @@ def nonneg_nearest(b, x):
         b.flat_per_block(header.to(torch.int16)), value,
     )
 
-
-# bf16 and 8 more bits, stochastic
-weight_bf16 = Codec(weight_bf16_decode, weight_bf16_nearest, encode=weight_bf16_encode)
-
-# f16 and 8 more bits, stochastic
-weight_f16 = Codec(weight_f16_decode, weight_f16_nearest, encode=weight_f16_encode)
 
 # 5-bit signed blocks of 64: softsign(0.5), ue8m8 scale, stochastic
 signed = Codec(signed_decode, signed_nearest, encode=signed_encode, block=64, packed=True)

@@ -79,24 +79,11 @@ def signed_nearest(b, x):
     divisor = (up & 0x7fff8000).clamp(max=0x7f7fffff)
     divisor_mul = divisor.view(torch.float32) * 0.003937007874015748
     exact = x / (divisor_mul + x_abs * 0.003937007874015748)
-    return (
-        b.flat((exact.round().to(torch.int32) + 128).to(torch.uint8)),
-        b.flat_per_block((up >> 15).to(torch.int16)),
-    )
+    return (b.flat((exact.round().to(torch.int32) + 128).to(torch.uint8)), b.flat_per_block((up >> 15).to(torch.int16)))
 
 
 def nonneg_decode(b, code_tensor, scale_tensor):
-    code_code = b.elements(code_tensor)
-    piece = code_code.to(torch.int32)
-    code = piece.to(torch.float32)
-    code = code.clamp(min=0.4990234375)
-    scale = b.per_block(scale_tensor)
-    scale_and = scale.to(torch.int32) & 0xffff
-    scale_bits = ((scale_and << 14) + 0x20000000).clamp(max=0x5f7ffff0)
-    scale_bits = torch.where(scale_and == 0xffff, 0x7fc00000, scale_bits)
-    scale = torch.where(scale_and == 0, 0, scale_bits).view(torch.float32)
-    scale_mul = scale * 0.0039215676924761605
-    value = code * scale_mul
+    value = nonneg_root(b, code_tensor, scale_tensor)
     return value * value
 
 

@@ -113,22 +113,11 @@ def signed_nearest(b, x):
     divisor = (up & 0x7fff8000).clamp(max=0x7f7fffff)
     divisor_mul = divisor.view(torch.float32) * 0.003937007874015748
     exact = x / (divisor_mul + x_abs * 0.003937007874015748)
-    return (
-        b.flat((exact.round().to(torch.int32) + 128).to(torch.uint8)),
-        b.flat_per_block((up >> 15).to(torch.int16)),
-    )
+    return (b.flat((exact.round().to(torch.int32) + 128).to(torch.uint8)), b.flat_per_block((up >> 15).to(torch.int16)))
 
 
 def nonneg_decode(b, code_tensor, range_tensor):
-    range_ = b.per_block(range_tensor)
-    header = range_.to(torch.int32)
-    cells = (header & 255).clamp(min=4)
-    step = quotient(4194304.0, cells.to(torch.float32)).round().to(torch.int32)
-    middle_ = ((header & 0xff00) << 14) + 0x20000000 + (step >> 1)
-    middle_ = torch.where(header == 0, 0, middle_)
-    code_code = b.elements(code_tensor)
-    piece = code_code.to(torch.int32)
-    value = (middle_ + piece * step).view(torch.float32)
+    value = nonneg_root(b, code_tensor, range_tensor)
     return value * value
 
 

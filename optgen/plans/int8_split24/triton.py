@@ -123,13 +123,7 @@ def signed_nearest(x, live, MASKED: tl.constexpr):
 
 @triton.jit
 def nonneg_decode(c, code_code, range_):
-    header = range_.to(tl.int32)
-    cells = tl.maximum(header & 255, 4)
-    step = tl.fma(4194304.0, inverse(cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
-    middle_ = ((header & 0xff00) << 14) + 0x20000000 + (step >> 1)
-    middle_ = tl.where(header == 0, 0, middle_)
-    piece = apart(code_code)
-    value = (beside(middle_) + piece * beside(step)).to(tl.float32, bitcast=True)
+    value = nonneg_root(code_code, range_)
     return c, value * value
 
 

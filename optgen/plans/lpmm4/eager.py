@@ -6,39 +6,17 @@
 import torch
 
 from optgen.runtime.reference.eager import axis_max, axis_min, block_max, lookup, search, smaller, sqrt
+from optgen.plans.fp32.eager import weight_bf16, weight_f16
 from optgen.runtime.reference.stored import Codec
 
 dynamic4_59b750ea = (
-    -0.887499988079071, -0.6625000238418579, -0.4375, -0.21249999105930328, -0.07750000059604645,
-    -0.0325000025331974, -0.005499999970197678, 0.0, 0.005499999970197678, 0.0325000025331974,
-    0.07750000059604645, 0.21249999105930328, 0.4375, 0.6625000238418579, 0.887499988079071, 1.0,
+    -0.8875, -0.6625, -0.4375, -0.21249999, -0.0775, -0.032500003, -0.0055, 0.0, 0.0055, 0.032500003, 0.0775,
+    0.21249999, 0.4375, 0.6625, 0.8875, 1.0,
 )
 dynamic4_ends_7d5a18a9 = (
-    -0.7749999761581421, -0.5499999523162842, -0.32499998807907104, -0.14499998092651367,
-    -0.054999999701976776, -0.01899999938905239, -0.002749999752268195, 0.0027500002179294825,
-    0.01900000311434269, 0.055000003427267075, 0.14500001072883606, 0.32500001788139343, 0.5500000715255737,
-    0.7750000357627869, 0.9437500238418579,
+    -0.775, -0.54999995, -0.325, -0.14499998, -0.055, -0.019, -0.0027499998, 0.0027500002, 0.019000003, 0.055000003,
+    0.14500001, 0.32500002, 0.5500001, 0.77500004, 0.94375,
 )
-
-
-def weight_bf16_decode(b, code_tensor):
-    code_stored = b.elements(code_tensor)
-    return code_stored.to(torch.float32)
-
-
-def weight_bf16_nearest(b, x):
-    x_bits = x.view(torch.int32)
-    carry = (x_bits >> 16 & 1) + 32767
-    return (b.flat((torch.where(x == x, x_bits + carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),)
-
-
-def weight_f16_decode(b, code_tensor):
-    code_stored = b.elements(code_tensor)
-    return code_stored.to(torch.float32)
-
-
-def weight_f16_nearest(b, x):
-    return (b.flat(x.to(torch.float16)),)
 
 
 def signed_decode(b, code_tensor, scale_tensor):
@@ -121,12 +99,7 @@ def nonneg_vector_decode(b, code_tensor, scale_tensor):
 
 
 def nonneg_vector_root(b, code_tensor, scale_tensor):
-    code_code = b.codes(code_tensor, 4)
-    piece = code_code.to(torch.int32)
-    code = piece.to(torch.float32)
-    code = code + 1.0
-    scale = b.per_block(scale_tensor)
-    value = code * 0.0625 * scale
+    value = nonneg_vector_decode(b, code_tensor, scale_tensor)
     return sqrt(value)
 
 
@@ -143,12 +116,6 @@ def nonneg_vector_nearest(b, x):
     value = code * 0.0625 * top
     return (b.flat_codes(parts, 4), b.flat_per_block(top), sqrt(value))
 
-
-# bf16, nearest
-weight_bf16 = Codec(weight_bf16_decode, weight_bf16_nearest)
-
-# f16, nearest
-weight_f16 = Codec(weight_f16_decode, weight_f16_nearest)
 
 # 4-bit signed blocks of 128: dynamic4, fp32 scale, nearest
 signed = Codec(signed_decode, signed_nearest, block=128, packed=True)

@@ -6,30 +6,9 @@
 import triton
 import triton.language as tl
 
+from optgen.plans.fp32.triton import weight_bf16, weight_f16
 from optgen.runtime.gpu.codecs import Codec, beside
-from optgen.runtime.gpu.prelude import block_magnitude, floor, inverse, rint, widened
-
-
-@triton.jit
-def weight_bf16_decode(c, code_stored):
-    return c, widened(code_stored)
-
-
-@triton.jit
-def weight_bf16_nearest(x, live, MASKED: tl.constexpr):
-    x_bits = x.to(tl.int32, bitcast=True)
-    carry = (x_bits >> 16 & 1) + 32767
-    return ((tl.minimum(x_bits, 0x7fc00000) + carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True),)
-
-
-@triton.jit
-def weight_f16_decode(c, code_stored):
-    return c, code_stored.to(tl.float32)
-
-
-@triton.jit
-def weight_f16_nearest(x, live, MASKED: tl.constexpr):
-    return (x.to(tl.float16),)
+from optgen.runtime.gpu.prelude import block_magnitude, floor, highest_line, inverse, lowest_line, rint
 
 
 @triton.jit
@@ -40,14 +19,8 @@ def signed_decode(c, code_code, scale):
     piece_abs = tl.abs(piece_cast)
     piece_min = tl.minimum(
         tl.maximum(
-            tl.maximum(
-                tl.maximum(
-                    tl.fma(0.22499999403953552, piece_abs, -0.6875),
-                    tl.fma(0.044999998062849045, piece_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL
-                ),
-                tl.fma(0.027000002562999725, piece_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL
-            ),
-            0.0, propagate_nan=tl.PropagateNan.ALL
+            highest_line(piece_abs, ((0.225, -0.6875), (0.044999998, -0.057499994), (0.027000003, -0.021500003))), 0.0,
+            propagate_nan=tl.PropagateNan.ALL
         ),
         1.0, propagate_nan=tl.PropagateNan.ALL
     )
@@ -63,14 +36,8 @@ def signed_nearest(x, live, MASKED: tl.constexpr):
     number_abs = tl.abs(number)
     number_rint = rint(
         tl.minimum(
-            tl.minimum(
-                tl.minimum(
-                    tl.fma(61.5384521484375, number_abs, 0.33076924085617065),
-                    tl.fma(11.111109733581543, number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL
-                ),
-                tl.fma(4.444444179534912, number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL
-            ),
-            7.0, propagate_nan=tl.PropagateNan.ALL
+            lowest_line(number_abs, ((61.538452, 0.33076924), (11.11111, 1.888889), (4.444444, 3.0555556))), 7.0,
+            propagate_nan=tl.PropagateNan.ALL
         )
     )
     code = (
@@ -120,12 +87,6 @@ def nonneg_vector_nearest(x, live, MASKED: tl.constexpr):
     parts = piece.to(tl.uint8)
     return parts, top, beside(top_mul) * tl.sqrt(code)
 
-
-# bf16, nearest
-weight_bf16 = Codec(weight_bf16_decode, weight_bf16_nearest, guards=True)
-
-# f16, nearest
-weight_f16 = Codec(weight_f16_decode, weight_f16_nearest)
 
 # 4-bit signed blocks of 128: dynamic4, fp32 scale, nearest
 signed = Codec(signed_decode, signed_nearest, looks_up=True, lines=True)

@@ -3,58 +3,10 @@
 #   plan      specs/plans.py:165  sha256 4a4e5a90a61e
 # fmt: off
 # ruff: noqa
-import torch
-
-from optgen.runtime.reference.eager import block_max, few_sum, larger, lookup, search, sqrt
+from optgen.runtime.reference.eager import few_sum, larger, sqrt
+from optgen.plans.fp32.eager import weight_bf16, weight_f16
+from optgen.plans.lpmm4.eager import nonneg_vector, signed
 from optgen.runtime.reference.stored import Codec
-
-dynamic4_59b750ea = (
-    -0.887499988079071, -0.6625000238418579, -0.4375, -0.21249999105930328, -0.07750000059604645,
-    -0.0325000025331974, -0.005499999970197678, 0.0, 0.005499999970197678, 0.0325000025331974,
-    0.07750000059604645, 0.21249999105930328, 0.4375, 0.6625000238418579, 0.887499988079071, 1.0,
-)
-dynamic4_ends_7d5a18a9 = (
-    -0.7749999761581421, -0.5499999523162842, -0.32499998807907104, -0.14499998092651367,
-    -0.054999999701976776, -0.01899999938905239, -0.002749999752268195, 0.0027500002179294825,
-    0.01900000311434269, 0.055000003427267075, 0.14500001072883606, 0.32500001788139343, 0.5500000715255737,
-    0.7750000357627869, 0.9437500238418579,
-)
-
-
-def weight_bf16_decode(b, code_tensor):
-    code_stored = b.elements(code_tensor)
-    return code_stored.to(torch.float32)
-
-
-def weight_bf16_nearest(b, x):
-    x_bits = x.view(torch.int32)
-    carry = (x_bits >> 16 & 1) + 32767
-    return (b.flat((torch.where(x == x, x_bits + carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),)
-
-
-def weight_f16_decode(b, code_tensor):
-    code_stored = b.elements(code_tensor)
-    return code_stored.to(torch.float32)
-
-
-def weight_f16_nearest(b, x):
-    return (b.flat(x.to(torch.float16)),)
-
-
-def signed_decode(b, code_tensor, scale_tensor):
-    code_code = b.codes(code_tensor, 4)
-    piece = code_code.to(torch.int32)
-    scale = b.per_block(scale_tensor)
-    value = lookup(piece, dynamic4_59b750ea) * scale
-    return value
-
-
-def signed_nearest(b, x):
-    top = block_max(x.abs().view(torch.int32), b.live)
-    scale = torch.where(top < 0x7f800000, top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
-    number = x / scale
-    code = search(number, dynamic4_ends_7d5a18a9)
-    return (b.flat_codes((code & 15).to(torch.uint8), 4), b.flat_per_block(scale))
 
 
 def nonneg_decode(b, row_tensor, col_tensor):
@@ -101,51 +53,5 @@ def nonneg_nearest(b, x):
     return (row_tensor, col_tensor, sqrt(larger(row * col, least)))
 
 
-def nonneg_vector_decode(b, code_tensor, scale_tensor):
-    code_code = b.codes(code_tensor, 4)
-    piece = code_code.to(torch.int32)
-    code = piece.to(torch.float32)
-    code = code + 1.0
-    scale = b.per_block(scale_tensor)
-    value = code * 0.0625 * scale
-    return value
-
-
-def nonneg_vector_root(b, code_tensor, scale_tensor):
-    code_code = b.codes(code_tensor, 4)
-    piece = code_code.to(torch.int32)
-    code = piece.to(torch.float32)
-    code = code + 1.0
-    scale = b.per_block(scale_tensor)
-    value = code * 0.0625 * scale
-    return sqrt(value)
-
-
-def nonneg_vector_nearest(b, x):
-    magnitude = x.abs()
-    top = block_max(magnitude.view(torch.int32), b.live).view(torch.float32).clamp(min=3.009265538105056e-36)
-    divisor = top.clamp(max=3.4028234663852886e+38)
-    exact = x / divisor * 16.0
-    exact = exact.clamp(min=1.0).clamp(max=16.0)
-    parts = (-1 - (0.5 - exact).floor().to(torch.int32) & 15).to(torch.uint8)
-    piece = parts.to(torch.int32)
-    code = piece.to(torch.float32)
-    code = code + 1.0
-    value = code * 0.0625 * top
-    return (b.flat_codes(parts, 4), b.flat_per_block(top), sqrt(value))
-
-
-# bf16, nearest
-weight_bf16 = Codec(weight_bf16_decode, weight_bf16_nearest)
-
-# f16, nearest
-weight_f16 = Codec(weight_f16_decode, weight_f16_nearest)
-
-# 4-bit signed blocks of 128: dynamic4, fp32 scale, nearest
-signed = Codec(signed_decode, signed_nearest, block=128, packed=True)
-
 # means of rows and columns, f32, the new value read as kept
 nonneg = Codec(nonneg_decode, nonneg_nearest, root=nonneg_root, whole=True, as_kept=True)
-
-# 4-bit unsigned blocks of 128: linear, no zero, fp32 scale, nearest
-nonneg_vector = Codec(nonneg_vector_decode, nonneg_vector_nearest, root=nonneg_vector_root, block=128, packed=True)

@@ -6,47 +6,24 @@
 import torch
 
 from optgen.runtime.reference.eager import block_max, lookup, search, sqrt
+from optgen.plans.fp32.eager import weight_bf16, weight_f16
 from optgen.runtime.reference.stored import Codec
 
 dynamic4_59b750ea = (
-    -0.887499988079071, -0.6625000238418579, -0.4375, -0.21249999105930328, -0.07750000059604645,
-    -0.0325000025331974, -0.005499999970197678, 0.0, 0.005499999970197678, 0.0325000025331974,
-    0.07750000059604645, 0.21249999105930328, 0.4375, 0.6625000238418579, 0.887499988079071, 1.0,
+    -0.8875, -0.6625, -0.4375, -0.21249999, -0.0775, -0.032500003, -0.0055, 0.0, 0.0055, 0.032500003, 0.0775,
+    0.21249999, 0.4375, 0.6625, 0.8875, 1.0,
 )
 dynamic4_ends_a30be13f = (
-    -0.7749999761581421, -0.550000011920929, -0.32499998807907104, -0.14499999582767487,
-    -0.054999999701976776, -0.01900000125169754, -0.002749999985098839, 0.002749999985098839,
-    0.01900000125169754, 0.055000003427267075, 0.14499999582767487, 0.32500001788139343, 0.550000011920929,
-    0.7750000357627869, 0.9437500238418579,
+    -0.775, -0.55, -0.325, -0.145, -0.055, -0.019000001, -0.00275, 0.00275, 0.019000001, 0.055000003, 0.145, 0.32500002,
+    0.55, 0.77500004, 0.94375,
 )
 linear4_nozero_b1a09b9b = (
-    0.0625, 0.125, 0.1875, 0.25, 0.3125, 0.375, 0.4375, 0.5, 0.5625, 0.625, 0.6875, 0.75, 0.8125, 0.875,
-    0.9375, 1.0,
+    0.0625, 0.125, 0.1875, 0.25, 0.3125, 0.375, 0.4375, 0.5, 0.5625, 0.625, 0.6875, 0.75, 0.8125, 0.875, 0.9375, 1.0,
 )
 linear4_nozero_ends_e5959b1b = (
-    0.09375, 0.15625, 0.21875, 0.28125, 0.34375, 0.40625, 0.46875, 0.53125, 0.59375, 0.65625, 0.71875,
-    0.78125, 0.84375, 0.90625, 0.96875,
+    0.09375, 0.15625, 0.21875, 0.28125, 0.34375, 0.40625, 0.46875, 0.53125, 0.59375, 0.65625, 0.71875, 0.78125, 0.84375,
+    0.90625, 0.96875,
 )
-
-
-def weight_bf16_decode(b, code_tensor):
-    code_stored = b.elements(code_tensor)
-    return code_stored.to(torch.float32)
-
-
-def weight_bf16_nearest(b, x):
-    x_bits = x.view(torch.int32)
-    carry = (x_bits >> 16 & 1) + 32767
-    return (b.flat((torch.where(x == x, x_bits + carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),)
-
-
-def weight_f16_decode(b, code_tensor):
-    code_stored = b.elements(code_tensor)
-    return code_stored.to(torch.float32)
-
-
-def weight_f16_nearest(b, x):
-    return (b.flat(x.to(torch.float16)),)
 
 
 def signed_decode(b, code_tensor, scale_tensor):
@@ -74,10 +51,7 @@ def nonneg_decode(b, code_tensor, scale_tensor):
 
 
 def nonneg_root(b, code_tensor, scale_tensor):
-    code_code = b.codes(code_tensor, 4)
-    piece = code_code.to(torch.int32)
-    scale = b.per_block(scale_tensor)
-    value = lookup(piece, linear4_nozero_b1a09b9b) * scale
+    value = nonneg_decode(b, code_tensor, scale_tensor)
     return sqrt(value)
 
 
@@ -91,12 +65,6 @@ def nonneg_nearest(b, x):
     value = lookup(piece, linear4_nozero_b1a09b9b) * scale
     return (b.flat_codes(parts, 4), b.flat_per_block(scale), sqrt(value))
 
-
-# bf16, nearest
-weight_bf16 = Codec(weight_bf16_decode, weight_bf16_nearest)
-
-# f16, nearest
-weight_f16 = Codec(weight_f16_decode, weight_f16_nearest)
 
 # 4-bit signed blocks of 128: dynamic4, fp32 (from 1e-12) scale, nearest
 signed = Codec(signed_decode, signed_nearest, block=128, packed=True)

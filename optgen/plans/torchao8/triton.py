@@ -6,30 +6,9 @@
 import triton
 import triton.language as tl
 
+from optgen.plans.fp32.triton import weight_bf16, weight_f16
 from optgen.runtime.gpu.codecs import Codec, beside
-from optgen.runtime.gpu.prelude import apart, block_magnitude, counter, inverse, rint, widened
-
-
-@triton.jit
-def weight_bf16_decode(c, code_stored):
-    return c, widened(code_stored)
-
-
-@triton.jit
-def weight_bf16_nearest(x, live, MASKED: tl.constexpr):
-    x_bits = x.to(tl.int32, bitcast=True)
-    carry = (x_bits >> 16 & 1) + 32767
-    return ((tl.minimum(x_bits, 0x7fc00000) + carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True),)
-
-
-@triton.jit
-def weight_f16_decode(c, code_stored):
-    return c, code_stored.to(tl.float32)
-
-
-@triton.jit
-def weight_f16_nearest(x, live, MASKED: tl.constexpr):
-    return (x.to(tl.float16),)
+from optgen.runtime.gpu.prelude import apart, block_magnitude, counter, highest_line, inverse, lowest_line, rint
 
 
 @triton.jit
@@ -40,30 +19,13 @@ def signed_decode(c, code_code, scale):
     piece_abs = tl.abs(piece_cast)
     piece_min = tl.minimum(
         tl.maximum(
-            tl.maximum(
-                tl.maximum(
-                    tl.maximum(
-                        tl.fma(0.01406249962747097, piece_abs, -0.79296875),
-                        tl.fma(0.0028124998789280653, piece_abs, -0.07859374582767487),
-                        propagate_nan=tl.PropagateNan.ALL
-                    ),
-                    tl.maximum(
-                        tl.fma(0.0005624999757856131, piece_abs, -0.007718749810010195),
-                        tl.fma(0.00011250001261942089, piece_abs, -0.0007437500753439963),
-                        propagate_nan=tl.PropagateNan.ALL
-                    ),
-                    propagate_nan=tl.PropagateNan.ALL
-                ),
-                tl.maximum(
-                    tl.maximum(
-                        tl.fma(2.2500000341096893e-05, piece_abs, -6.874999962747097e-05),
-                        tl.fma(4.499999704421498e-06, piece_abs, -5.749999218096491e-06),
-                        propagate_nan=tl.PropagateNan.ALL
-                    ),
-                    tl.fma(2.7000000955013093e-06, piece_abs, -2.1500000002561137e-06),
-                    propagate_nan=tl.PropagateNan.ALL
-                ),
-                propagate_nan=tl.PropagateNan.ALL
+            highest_line(
+                piece_abs,
+                (
+                    (0.0140625, -0.79296875), (0.0028124999, -0.078593746), (0.0005625, -0.00771875),
+                    (0.00011250001, -0.0007437501), (2.25e-05, -6.875e-05), (4.4999997e-06, -5.749999e-06),
+                    (2.7e-06, -2.15e-06)
+                )
             ),
             0.0, propagate_nan=tl.PropagateNan.ALL
         ),
@@ -81,40 +43,13 @@ def signed_nearest(x, live, MASKED: tl.constexpr):
     number_abs = tl.abs(number)
     number_rint = rint(
         tl.minimum(
-            tl.minimum(
-                tl.minimum(
-                    tl.minimum(
-                        tl.minimum(
-                            tl.fma(615384.625, number_abs, 0.33076921105384827),
-                            tl.fma(111111.1171875, number_abs, 1.8888888359069824), propagate_nan=tl.PropagateNan.ALL
-                        ),
-                        tl.minimum(
-                            tl.fma(44444.4453125, number_abs, 3.055555582046509),
-                            tl.fma(22222.21484375, number_abs, 4.777778148651123), propagate_nan=tl.PropagateNan.ALL
-                        ),
-                        propagate_nan=tl.PropagateNan.ALL
-                    ),
-                    tl.minimum(
-                        tl.minimum(
-                            tl.fma(8888.888671875, number_abs, 6.611110687255859),
-                            tl.fma(4444.44384765625, number_abs, 10.55555534362793), propagate_nan=tl.PropagateNan.ALL
-                        ),
-                        tl.minimum(
-                            tl.fma(1777.77783203125, number_abs, 13.722222328186035),
-                            tl.fma(888.8885498046875, number_abs, 22.111114501953125), propagate_nan=tl.PropagateNan.ALL
-                        ),
-                        propagate_nan=tl.PropagateNan.ALL
-                    ),
-                    propagate_nan=tl.PropagateNan.ALL
-                ),
-                tl.minimum(
-                    tl.minimum(
-                        tl.fma(355.5555419921875, number_abs, 27.94444465637207),
-                        tl.fma(177.7777099609375, number_abs, 45.22222900390625), propagate_nan=tl.PropagateNan.ALL
-                    ),
-                    tl.fma(71.1111068725586, number_abs, 56.38888931274414), propagate_nan=tl.PropagateNan.ALL
-                ),
-                propagate_nan=tl.PropagateNan.ALL
+            lowest_line(
+                number_abs,
+                (
+                    (615384.6, 0.3307692), (111111.12, 1.8888888), (44444.445, 3.0555556), (22222.215, 4.777778),
+                    (8888.889, 6.6111107), (4444.444, 10.555555), (1777.7778, 13.722222), (888.88855, 22.111115),
+                    (355.55554, 27.944445), (177.77771, 45.22223), (71.11111, 56.38889)
+                )
             ),
             127.0, propagate_nan=tl.PropagateNan.ALL
         )
@@ -131,29 +66,13 @@ def nonneg_decode(c, code_code, scale):
     piece_sub = counter(code_code) - 8388608.0
     return beside(scale_mul), tl.minimum(
         tl.maximum(
-            tl.maximum(
-                tl.maximum(
-                    tl.maximum(
-                        tl.fma(0.007031250279396772, piece_sub, -0.7894531488418579),
-                        tl.fma(0.0014062499394640326, piece_sub, -0.07789061963558197),
-                        propagate_nan=tl.PropagateNan.ALL
-                    ),
-                    tl.maximum(
-                        tl.fma(0.00028124998789280653, piece_sub, -0.007578124757856131),
-                        tl.fma(5.6250002671731636e-05, piece_sub, -0.0007156250649131835),
-                        propagate_nan=tl.PropagateNan.ALL
-                    ),
-                    propagate_nan=tl.PropagateNan.ALL
-                ),
-                tl.maximum(
-                    tl.maximum(
-                        tl.fma(1.1250000170548446e-05, piece_sub, -6.312500045169145e-05),
-                        tl.fma(2.249999852210749e-06, piece_sub, -4.624999746738467e-06),
-                        propagate_nan=tl.PropagateNan.ALL
-                    ),
-                    tl.fma(4.49999959073466e-07, piece_sub, -1.2499992863013176e-07), propagate_nan=tl.PropagateNan.ALL
-                ),
-                propagate_nan=tl.PropagateNan.ALL
+            highest_line(
+                piece_sub,
+                (
+                    (0.0070312503, -0.78945315), (0.0014062499, -0.07789062), (0.00028125, -0.0075781248),
+                    (5.6250003e-05, -0.00071562506), (1.125e-05, -6.3125e-05), (2.2499999e-06, -4.6249997e-06),
+                    (4.4999996e-07, -1.2499993e-07)
+                )
             ),
             0.0, propagate_nan=tl.PropagateNan.ALL
         ),
@@ -166,29 +85,13 @@ def nonneg_root(code_code, scale):
     piece_sub = counter(code_code) - 8388608.0
     value = beside(scale) * tl.minimum(
         tl.maximum(
-            tl.maximum(
-                tl.maximum(
-                    tl.maximum(
-                        tl.fma(0.007031250279396772, piece_sub, -0.7894531488418579),
-                        tl.fma(0.0014062499394640326, piece_sub, -0.07789061963558197),
-                        propagate_nan=tl.PropagateNan.ALL
-                    ),
-                    tl.maximum(
-                        tl.fma(0.00028124998789280653, piece_sub, -0.007578124757856131),
-                        tl.fma(5.6250002671731636e-05, piece_sub, -0.0007156250649131835),
-                        propagate_nan=tl.PropagateNan.ALL
-                    ),
-                    propagate_nan=tl.PropagateNan.ALL
-                ),
-                tl.maximum(
-                    tl.maximum(
-                        tl.fma(1.1250000170548446e-05, piece_sub, -6.312500045169145e-05),
-                        tl.fma(2.249999852210749e-06, piece_sub, -4.624999746738467e-06),
-                        propagate_nan=tl.PropagateNan.ALL
-                    ),
-                    tl.fma(4.49999959073466e-07, piece_sub, -1.2499992863013176e-07), propagate_nan=tl.PropagateNan.ALL
-                ),
-                propagate_nan=tl.PropagateNan.ALL
+            highest_line(
+                piece_sub,
+                (
+                    (0.0070312503, -0.78945315), (0.0014062499, -0.07789062), (0.00028125, -0.0075781248),
+                    (5.6250003e-05, -0.00071562506), (1.125e-05, -6.3125e-05), (2.2499999e-06, -4.6249997e-06),
+                    (4.4999996e-07, -1.2499993e-07)
+                )
             ),
             0.0, propagate_nan=tl.PropagateNan.ALL
         ),
@@ -210,53 +113,14 @@ def nonneg_nearest(x, live, MASKED: tl.constexpr):
             number < 0.998242199420929,
             rint(
                 tl.minimum(
-                    tl.minimum(
-                        tl.minimum(
-                            tl.minimum(
-                                tl.minimum(
-                                    tl.fma(2580645.0, number_max, 0.08064515143632889),
-                                    tl.fma(1111111.25, number_max, 0.8888887763023376),
-                                    propagate_nan=tl.PropagateNan.ALL
-                                ),
-                                tl.minimum(
-                                    tl.fma(444444.4375, number_max, 2.055555582046509),
-                                    tl.fma(222222.234375, number_max, 3.777777671813965),
-                                    propagate_nan=tl.PropagateNan.ALL
-                                ),
-                                propagate_nan=tl.PropagateNan.ALL
-                            ),
-                            tl.minimum(
-                                tl.minimum(
-                                    tl.fma(88888.890625, number_max, 5.611111164093018),
-                                    tl.fma(44444.4375, number_max, 9.555556297302246), propagate_nan=tl.PropagateNan.ALL
-                                ),
-                                tl.minimum(
-                                    tl.fma(17777.77734375, number_max, 12.722222328186035),
-                                    tl.fma(8888.8857421875, number_max, 21.111114501953125),
-                                    propagate_nan=tl.PropagateNan.ALL
-                                ),
-                                propagate_nan=tl.PropagateNan.ALL
-                            ),
-                            propagate_nan=tl.PropagateNan.ALL
-                        ),
-                        tl.minimum(
-                            tl.minimum(
-                                tl.minimum(
-                                    tl.fma(3555.555419921875, number_max, 26.94444465637207),
-                                    tl.fma(1777.777099609375, number_max, 44.22222900390625),
-                                    propagate_nan=tl.PropagateNan.ALL
-                                ),
-                                tl.minimum(
-                                    tl.fma(711.111083984375, number_max, 55.38888931274414),
-                                    tl.fma(355.555908203125, number_max, 90.44440460205078),
-                                    propagate_nan=tl.PropagateNan.ALL
-                                ),
-                                propagate_nan=tl.PropagateNan.ALL
-                            ),
-                            tl.fma(142.22222900390625, number_max, 112.27777862548828),
-                            propagate_nan=tl.PropagateNan.ALL
-                        ),
-                        propagate_nan=tl.PropagateNan.ALL
+                    lowest_line(
+                        number_max,
+                        (
+                            (2580645.0, 0.08064515), (1111111.2, 0.8888888), (444444.44, 2.0555556),
+                            (222222.23, 3.7777777), (88888.89, 5.611111), (44444.438, 9.555556), (17777.777, 12.722222),
+                            (8888.886, 21.111115), (3555.5554, 26.944445), (1777.7771, 44.22223), (711.1111, 55.38889),
+                            (355.5559, 90.444405), (142.22223, 112.27778)
+                        )
                     ),
                     254.0, propagate_nan=tl.PropagateNan.ALL
                 )
@@ -273,30 +137,13 @@ def nonneg_nearest(x, live, MASKED: tl.constexpr):
         beside(scale_sqrt) * tl.sqrt(
             tl.minimum(
                 tl.maximum(
-                    tl.maximum(
-                        tl.maximum(
-                            tl.maximum(
-                                tl.fma(0.007031250279396772, code_sub, -0.7894531488418579),
-                                tl.fma(0.0014062499394640326, code_sub, -0.07789061963558197),
-                                propagate_nan=tl.PropagateNan.ALL
-                            ),
-                            tl.maximum(
-                                tl.fma(0.00028124998789280653, code_sub, -0.007578124757856131),
-                                tl.fma(5.6250002671731636e-05, code_sub, -0.0007156250649131835),
-                                propagate_nan=tl.PropagateNan.ALL
-                            ),
-                            propagate_nan=tl.PropagateNan.ALL
-                        ),
-                        tl.maximum(
-                            tl.maximum(
-                                tl.fma(1.1250000170548446e-05, code_sub, -6.312500045169145e-05),
-                                tl.fma(2.249999852210749e-06, code_sub, -4.624999746738467e-06),
-                                propagate_nan=tl.PropagateNan.ALL
-                            ),
-                            tl.fma(4.49999959073466e-07, code_sub, -1.2499992863013176e-07),
-                            propagate_nan=tl.PropagateNan.ALL
-                        ),
-                        propagate_nan=tl.PropagateNan.ALL
+                    highest_line(
+                        code_sub,
+                        (
+                            (0.0070312503, -0.78945315), (0.0014062499, -0.07789062), (0.00028125, -0.0075781248),
+                            (5.6250003e-05, -0.00071562506), (1.125e-05, -6.3125e-05), (2.2499999e-06, -4.6249997e-06),
+                            (4.4999996e-07, -1.2499993e-07)
+                        )
                     ),
                     0.0, propagate_nan=tl.PropagateNan.ALL
                 ),
@@ -305,12 +152,6 @@ def nonneg_nearest(x, live, MASKED: tl.constexpr):
         ),
     )
 
-
-# bf16, nearest
-weight_bf16 = Codec(weight_bf16_decode, weight_bf16_nearest, guards=True)
-
-# f16, nearest
-weight_f16 = Codec(weight_f16_decode, weight_f16_nearest)
 
 # 8-bit signed blocks of 256: dynamic8, fp32 (from 1e-12) scale, nearest
 signed = Codec(signed_decode, signed_nearest, looks_up=True, lines=True)

@@ -6,27 +6,8 @@
 import torch
 
 from optgen.runtime.reference.eager import block_max, quotient
+from optgen.plans.fp32.eager import weight_bf16, weight_f16
 from optgen.runtime.reference.stored import Codec
-
-
-def weight_bf16_decode(b, code_tensor):
-    code_stored = b.elements(code_tensor)
-    return code_stored.to(torch.float32)
-
-
-def weight_bf16_nearest(b, x):
-    x_bits = x.view(torch.int32)
-    carry = (x_bits >> 16 & 1) + 32767
-    return (b.flat((torch.where(x == x, x_bits + carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),)
-
-
-def weight_f16_decode(b, code_tensor):
-    code_stored = b.elements(code_tensor)
-    return code_stored.to(torch.float32)
-
-
-def weight_f16_nearest(b, x):
-    return (b.flat(x.to(torch.float16)),)
 
 
 def signed_decode(b, code_tensor, scale_tensor):
@@ -57,12 +38,6 @@ def signed_nearest(b, x):
     pattern = pattern | number.view(torch.int32) >> 24 & 128
     return (b.flat(pattern.to(torch.uint8)), b.flat_per_block(scale))
 
-
-# bf16, nearest
-weight_bf16 = Codec(weight_bf16_decode, weight_bf16_nearest)
-
-# f16, nearest
-weight_f16 = Codec(weight_f16_decode, weight_f16_nearest)
 
 # e4m3 blocks of 256: fp32 (from 2.23e-15) scale, nearest
 signed = Codec(signed_decode, signed_nearest, block=256)

@@ -6,30 +6,9 @@
 import triton
 import triton.language as tl
 
+from optgen.plans.fp32.triton import weight_bf16, weight_f16
 from optgen.runtime.gpu.codecs import Codec, beside
-from optgen.runtime.gpu.prelude import apart, block_magnitude, inverse, widened
-
-
-@triton.jit
-def weight_bf16_decode(c, code_stored):
-    return c, widened(code_stored)
-
-
-@triton.jit
-def weight_bf16_nearest(x, live, MASKED: tl.constexpr):
-    x_bits = x.to(tl.int32, bitcast=True)
-    carry = (x_bits >> 16 & 1) + 32767
-    return ((tl.minimum(x_bits, 0x7fc00000) + carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True),)
-
-
-@triton.jit
-def weight_f16_decode(c, code_stored):
-    return c, code_stored.to(tl.float32)
-
-
-@triton.jit
-def weight_f16_nearest(x, live, MASKED: tl.constexpr):
-    return (x.to(tl.float16),)
+from optgen.runtime.gpu.prelude import apart, block_magnitude, inverse
 
 
 @triton.jit
@@ -66,12 +45,6 @@ def signed_nearest(x, live, MASKED: tl.constexpr):
     pattern = pattern | number.to(tl.int32, bitcast=True) >> 24 & 128
     return pattern.to(tl.uint8), scale
 
-
-# bf16, nearest
-weight_bf16 = Codec(weight_bf16_decode, weight_bf16_nearest, guards=True)
-
-# f16, nearest
-weight_f16 = Codec(weight_f16_decode, weight_f16_nearest)
 
 # e4m3 blocks of 256: fp32 (from 2.23e-15) scale, nearest
 signed = Codec(signed_decode, signed_nearest)

@@ -84,6 +84,46 @@ def larger(a, b):
 
 
 @triton.jit
+def smaller(a, b):
+    """The smaller float; NaN if either is."""
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _values(x, lines):
+    """a * x + b of all pairs (a, b)."""
+    out = ()
+    for i in tl.static_range(len(lines)):
+        out = out + (tl.fma(lines[i][0], x, lines[i][1]),)
+    return out
+
+
+@triton.jit
+def _limit(values, of: tl.constexpr):
+    """Values made one pair by pair, round by round."""
+    for _ in tl.static_range(log2(len(values) - 1) + 1):
+        pairs = ()
+        for i in tl.static_range(len(values) // 2):
+            pairs = pairs + (of(values[2 * i], values[2 * i + 1]),)
+        if len(values) % 2:
+            pairs = pairs + (values[len(values) - 1],)
+        values = pairs
+    return values[0]
+
+
+@triton.jit
+def highest_line(x, lines):
+    """The largest of a * x + b over the pairs (a, b); NaN if x is."""
+    return _limit(_values(x, lines), larger)
+
+
+@triton.jit
+def lowest_line(x, lines):
+    """The smallest of a * x + b over the pairs (a, b); NaN if x is."""
+    return _limit(_values(x, lines), smaller)
+
+
+@triton.jit
 def block_magnitude(x, live, MASKED: tl.constexpr, KEEP: tl.constexpr = False):
     """The pattern of the largest |x| along the last dimension, of a NaN where there is one."""
     # The interpreter reduces by a function of ours one element at a time; AMD's float maximum drops NaN, and to keep
