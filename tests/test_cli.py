@@ -15,9 +15,8 @@ import pytest
 import optgen
 import specs
 from optgen.base.errors import UserError
-from optgen.driver import cli, fuzz, load, swap, terminal, watch
+from optgen.driver import cli, fuzz, load, terminal, watch
 from optgen.driver.build import Request
-from optgen.driver.fuzz import Example, read_example
 from optgen.lower import naming
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -86,24 +85,15 @@ def test_check_says_one_where_files_differ(project: Path, run: Run) -> None:
 
 def test_show(run: Run) -> None:
     code, out, _ = run("show", "lion", "--plan", "fp32", "--json")
-    stages = as_json(out)["stages"]
-    assert code == 0
-    assert stages[0]["pass"] == "lower"
-    assert {"fold", "hoist", "share", "place", "name"} <= {s["pass"] for s in stages}
-    code, out, _ = run("show", "lion", "--plan", "fp32", "--maths", "strict", "--diff")
-    assert "(unchanged)" in out
-    assert "-- hoist" in out
-
-
-def test_show_says_shared_values_once(run: Run) -> None:
-    code, out, _ = run("show", "lion")
-    lines = out.splitlines()
-    assert (code, len(lines) <= 80, max(map(len, lines)) < 200) == (0, True, True)
+    assert (code, as_json(out)["stages"][0]["pass"]) == (0, "lower")
+    out = run("show", "lion", "--plan", "fp32", "--maths", "strict", "--diff")[1]
+    assert "(unchanged)" in out and "-- hoist" in out
+    lines = run("show", "lion")[1].splitlines()
+    assert len(lines) <= 80 and max(map(len, lines)) < 200
     shared = [line.split(" = ")[1] for line in lines if line.startswith("shared ")]
     assert shared and all(sum(value in line for line in lines) == 1 for value in shared)
-    code, out, _ = run("show", "lion", "--pass", "fuse")
-    assert (code, [line for line in out.splitlines() if line.startswith("-- ")]) == (0, ["-- fuse"])
-    assert "update p = fma(neg($lr), @update, @p)" in out
+    out = run("show", "lion", "--pass", "fuse")[1]
+    assert [line for line in out.splitlines() if line.startswith("-- ")] == ["-- fuse"]
     code, _, err = run("show", "lion", "--pass", "fuze")
     assert (code, "fuse" in err) == (2, True)
 
@@ -254,19 +244,10 @@ def test_version_and_help(run: Run) -> None:
     ("words", "code"),
     [
         (["explain", "adamv"], "E404"),
-        (["explain", "adamw", "--plan", "int8_split23"], "E404"),
-        (["explain", "specs/none.py"], "E404"),
-        (["explain", "adamw", "--param", "bfloat17"], "E411"),
         (["explain", "adamw", "--flag", "amsgrd"], "E411"),
-        (["explain", "lion", "--flag", "amsgrad"], "E411"),
-        (["show", "adamw", "--maths", "loose"], "E411"),
         (["build", "lion", "--out", ""], "E411"),
         (["build", "--backend", "cuda"], "E411"),
         (["build"], "E414"),
-        (["new", "1st"], "E409"),
-        (["new", "../mine"], "E409"),
-        (["new", "mine.py"], "E409"),
-        (["new", "plans"], "E409"),
         (["new", "sqrt"], "E409"),
         (["fuzz", "sgd", "--case", "{"], "E411"),
         (["fuzz", "sgd", "--case", '{"shapes": [3]}'], "E411"),
@@ -314,19 +295,6 @@ def test_an_error_in_a_spec_has_its_place(project: Path, run: Run) -> None:
     assert "specs/bad.py:3:5" in err
 
 
-@pytest.mark.parametrize("words", ["raise SystemExit", "sys.exit('enough')"])
-def test_a_spec_that_ends_the_program_does_not_end_ours(project: Path, run: Run, words: str) -> None:
-    run("new", "mine")
-    file = project / "specs/mine.py"
-    file.write_text("import sys\n" + file.read_text() + f"\n{words}\n")
-    last = len(file.read_text().splitlines())
-    code, out, err = run("explain", "mine", "--json")
-    error = as_json(out)["error"]
-    assert (code, error["code"], error["places"][0]["line"]) == (2, "E402", last)
-    assert f"specs/mine.py:{last}" in err
-    assert error["message"].startswith("SystemExit: ")
-
-
 def test_what_a_spec_prints_is_no_part_of_the_object(project: Path, run: Run) -> None:
     run("new", "mine")
     file = project / "specs/mine.py"
@@ -354,32 +322,13 @@ def test_a_spec_in_another_encoding(project: Path, run: Run) -> None:
     file = project / "specs/mine.py"
     text = file.read_text()
     latin = (text + "# café\n").encode("latin-1")
-    last = latin.count(b"\n")
-    file.write_bytes(latin)
-    code, out, _ = run("explain", "mine", "--json")
-    error = as_json(out)["error"]
-    assert (code, error["code"], error["message"]) == (2, "E401", "the byte 0xe9 is not valid UTF-8")
-    assert error["places"] == [{"file": "specs/mine.py", "line": last, "column": 6, "function": ""}]
-    assert "coding" in error["hint"]
-    for first in ("# café", "# -*- coding: utf-8 -*- café"):
-        file.write_bytes(f"{first}\n{text}".encode("latin-1"))
-        code, out, _ = run("explain", "mine", "--json")
-        assert (as_json(out)["error"]["code"], as_json(out)["error"]["places"][0]["line"]) == ("E401", 1)
     file.write_bytes(b"# -*- coding: ascii -*-\n" + latin)
     assert "0xe9 is not valid ascii" in run("explain", "mine")[2]
-    for name in ("rot13", "no-such"):
-        file.write_text(f"# -*- coding: {name} -*-\n{text}")
-        assert "error[E401]: " in run("explain", "mine")[2]
-    file.write_bytes(b"# -*- coding: latin-1 -*-\n" + latin)
-    assert run("explain", "mine")[0] == 0
-    file.write_bytes(b"\xef\xbb\xbf" + (text + "# café\n").encode())
-    assert run("explain", "mine")[0] == 0
-    file.write_bytes(b"\xef\xbb\xbfx = 1\n" + latin)
-    assert f"specs/mine.py:{last + 1}:6\n" in run("explain", "mine")[2]
-
-
-def test_names_in_formats_of_another_encoding(tmp_path: Path) -> None:
-    file = tmp_path / "formats.py"
+    file.write_text(f"# -*- coding: no-such -*-\n{text}")
+    assert "error[E401]: " in run("explain", "mine")[2]
+    for right in (b"# -*- coding: latin-1 -*-\n" + latin, b"\xef\xbb\xbf" + (text + "# café\n").encode()):
+        file.write_bytes(right)
+        assert run("explain", "mine")[0] == 0
     file.write_bytes("# -*- coding: latin-1 -*-\ncafé = 1  # é\n".encode("latin-1"))
     assert naming._targets(str(file)) == {2: (2, "café")}
 
@@ -393,7 +342,7 @@ def r(p, g, *, lr=hyper(1e-3, ge=0)):
 HEAD = "from optgen.lang import hyper, optimizer\n"
 
 
-@pytest.mark.parametrize("words", ["check", "check specs/r2.py", "build", "build r", "build r2", "list", "explain r"])
+@pytest.mark.parametrize("words", ["check", "build r2", "list", "explain r"])
 def test_two_specs_of_one_name(project: Path, run: Run, words: str) -> None:
     (project / "specs").mkdir()
     (project / "specs/r.py").write_text(HEAD + RULE.format(step="lr * g"))
@@ -403,14 +352,6 @@ def test_two_specs_of_one_name(project: Path, run: Run, words: str) -> None:
     assert "specs/r.py:4" in err
     assert "specs/r2.py:4" in err
     assert not (project / "generated").exists()
-
-
-@pytest.mark.parametrize("words", ["check", "build specs/r.py"])
-def test_two_specs_of_one_name_in_one_file(project: Path, run: Run, words: str) -> None:
-    (project / "specs").mkdir()
-    (project / "specs/r.py").write_text(HEAD + RULE.format(step="lr * g") + RULE.format(step="unknown * g"))
-    code, _, err = run(*words.split())
-    assert (code, "E412" in err, "r.py:4" in err, "r.py:9" in err) == (2, True, True, True), err
 
 
 def test_a_build_does_not_replace_the_rule_of_another_file(project: Path, run: Run) -> None:
@@ -468,16 +409,6 @@ def test_a_fault_of_ours_is_seventy(run: Run, monkeypatch: pytest.MonkeyPatch) -
     assert "boom" in err
 
 
-def test_interruption(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    from optgen.driver import doctor
-
-    def interrupted() -> list[Any]:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(doctor, "doctor", interrupted)
-    assert run("doctor", "--json")[0] == 130
-
-
 def test_lines_are_padded_nowhere_and_as_wide_as_asked(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
     wide = run("explain", "came")[1]
@@ -503,16 +434,6 @@ def test_bytes_of_a_plan_are_listed_for_both_dtypes(run: Run) -> None:
     assert (plans["fp32"], plans["int8"]) == (("10", "12"), ("4.0625", "6.0625"))
     line = next(line for line in run("list")[1].splitlines() if line.startswith(" fp32 "))
     assert line.split()[:3] == ["fp32", "10", "12"]
-
-
-def test_a_folder_that_cannot_be_written_has_a_hint(project: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*_: object) -> None:
-        raise PermissionError(13, "Permission denied", str(project / "generated"))
-
-    run("new", "one")
-    monkeypatch.setattr(swap, "replace_files", refused)
-    code, _, err = run("build", "--plan", "fp32")
-    assert (code, "E413" in err, "--out FOLDER" in err) == (2, True, True)
 
 
 def test_no_colour_in_a_pipe() -> None:
@@ -671,12 +592,6 @@ def test_output_that_nobody_takes() -> None:
     without = ["sh", "-c", 'exec "$@" >&-', "sh", *command]
     closed = subprocess.run(without, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False)
     assert (closed.returncode, closed.stderr) == (0, "")
-
-
-def test_a_case_reads_back() -> None:
-    example = Example(shape=(3, 5), hypers={"betas": (0.5, 0.9)}, flags={"a": True}, steps=3, zeros=0.5)
-    assert read_example(example.text()) == example
-    assert json.loads(Example().text()) == {}
 
 
 def test_what_is_built_from_elsewhere_is_watched(project: Path, run: Run) -> None:

@@ -58,10 +58,6 @@ def test_dynamic_maps_are_those_of_the_packages(signed: bool, bits: int) -> None
         assert torch.equal(theirs, of_bitsandbytes(signed))
 
 
-def test_linear_tables() -> None:
-    assert codebooks.linear_nozero(4) == tuple(k / 16 for k in range(1, 17))
-
-
 @pytest.mark.parametrize("bits", [4, 5, 8])
 def test_repaired_maps(bits: int) -> None:
     """With -1 and without 0; every other ratio of neighbours stays."""
@@ -425,9 +421,6 @@ def test_lines_in_a_kernel_keep_codes(tmp_path: Path) -> None:
         end, gap = f32(cell_ends(fmt.table, fmt.ties))[edge], f32(fmt.table).diff()[edge]
         assert bool(((number - end).abs() <= CELL * gap + 2.0**-20 * number.abs()).all())
         assert int(apart.sum()) < apart.numel() * 2**-8
-
-
-# -- 50 steps beside the packages
 
 
 # -- what is said about them

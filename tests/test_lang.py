@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import doctest
-import importlib
 import itertools
 import math
 import subprocess
@@ -64,7 +63,6 @@ from optgen.lang.plain import plain_formulas
 from optgen.lang.probe import Run
 from optgen.lang.spec import start
 from optgen.lang.symbolic import expression, recurrence
-from optgen.ops import spaces
 from optgen.ops.prims import REDUCTIONS
 from specs.came import came
 from specs.lamb import lamb
@@ -206,12 +204,6 @@ def test_the_authors_function_is_left_alone() -> None:
     assert guarded(0.5, 0.1, 0.0, lr=0.1) == (0.4, 0.1)
 
 
-def test_a_trace_is_made_once() -> None:
-    assert lamb.trace() is lamb.trace({})
-    assert many_ways.trace({"tracked": False}) is many_ways.trace()
-    assert many_ways.trace({"tracked": True}) is not many_ways.trace()
-
-
 def test_spelling_of_names() -> None:
     assert doctest.testmod(names).failed == 0
 
@@ -235,12 +227,6 @@ def test_parts_of_tuples_take_the_authors_names() -> None:
 )
 def test_ranges(value: float, fits: bool) -> None:
     assert many_ways.hyper("betas").allows(value) is fits
-
-
-def test_range_in_words() -> None:
-    assert many_ways.hyper("betas").range == ">= 0 and < 1"
-    assert came.hyper("clip_threshold").range == "> 0"
-    assert many_ways.hyper("pair").range == ""
 
 
 def test_docs_and_names() -> None:
@@ -282,32 +268,6 @@ def test_shape_flags_follow_the_shape() -> None:
     assert shapes == {"exp_avg": (2, 3, 4)} | {k: (2, 3, 1) if k.endswith("row") else (2, 1, 4) for k in FEW}
 
 
-def test_settings_start_with_the_defaults_and_are_all_different() -> None:
-    adamw = spec_of("adamw")
-    settings = adamw.settings()
-    assert settings[0] == {"amsgrad": False, "decouple_lr": False}
-    assert len({tuple(s.items()) for s in settings}) == 4
-
-
-def test_init_from_the_parameter() -> None:
-    p = torch.randn(4, dtype=torch.float64)
-    _, states, _ = spec_of("madgrad").evaluate(p, torch.zeros_like(p), 1)
-    assert torch.equal(states["x0"], p)
-    assert states["x0"] is not p
-
-
-def test_init_from_a_hyper_parameter() -> None:
-    """As torch's Adagrad, whose sum begins with one; its own first step is the oracle."""
-    p, g = torch.randn(5, dtype=torch.float64), torch.randn(5, dtype=torch.float64)
-    theirs = torch.nn.Parameter(p.clone())
-    other = torch.optim.Adagrad([theirs], lr=0.1, initial_accumulator_value=0.3)
-    theirs.grad = g
-    other.step()
-    moved, states, _ = spec_of("adagrad").evaluate(p, g, 1, lr=0.1, initial_accumulator_value=0.3)
-    torch.testing.assert_close(states["sum"], other.state[theirs]["sum"], rtol=1e-15, atol=0)
-    torch.testing.assert_close(moved, theirs.detach(), rtol=1e-15, atol=1e-15)
-
-
 def test_unknown_names_are_refused() -> None:
     for call in (
         lambda: many_ways.trace({"traced": True}),
@@ -324,21 +284,6 @@ def test_unknown_names_are_refused() -> None:
 # -- spaces
 
 
-def test_norms_are_of_tensors_and_means_of_rows_and_columns() -> None:
-    found = {x.name: x.node.space.name for x in lamb.trace().lets}
-    of_tensors = {"weight_norm", "update_norm", "trust"}
-    assert {name for name, space in found.items() if space == "tensor"} == of_tensors
-    assert {space for name, space in found.items() if name not in of_tensors} == {"elem"}
-    trace = came.trace({"factored": True})
-    spaces_ = {k: n.space.name for k, n in trace.states.items()}
-    assert spaces_ == {"exp_avg": "elem"} | {k: k[-3:] for k in FEW}
-    means = [n for n in postorder([trace.p]) if n.op == "mat_sum"]
-    assert {n.space for n in means} == {spaces.mat}
-    assert {n.args[0].space for n in means} == {spaces.row}
-    extents = {n.attr for n in postorder([trace.p]) if n.op == "extent"}
-    assert extents == {"rows", "columns", "elements"}
-
-
 def test_reductions_agree_with_the_trace_on_vectors_matrices_and_batches() -> None:
     x = torch.randn(2, 3, 4, dtype=torch.float64)
     assert row_mean(x).shape == (2, 3, 1)
@@ -351,16 +296,6 @@ def test_reductions_agree_with_the_trace_on_vectors_matrices_and_batches() -> No
     assert row_mean(vector).shape == (1,)
     assert torch.equal(col_mean(vector), vector)
     assert norm(3.0) == 3.0
-
-
-def test_tensor_and_host_states() -> None:
-    trace = tensor_wise.trace()
-    assert trace.states["scale"].space == spaces.tensor
-    assert trace.host_states["mu"].space == spaces.host
-    p, states, host = tensor_wise.evaluate(torch.ones(3), torch.full((3,), 2.0), 1)
-    assert host == {"mu": 0.5}
-    assert states["scale"].item() == 4.0
-    assert p[0].item() == pytest.approx(1 - 0.1 * 0.5 * 2 / 5)
 
 
 # -- readings agree
@@ -494,15 +429,6 @@ def test_both_kinds_of_formulas_compute_what_the_function_does(case: tuple[str, 
         assert plain[f"{key}_new"] == pytest.approx(value, rel=1e-13)
 
 
-def test_plain_formulas_read_as_the_author_wrote_them() -> None:
-    assert plain_formulas(spec_of("lion")) == [
-        "p' = p[t-1] * (1 - lr * weight_decay)",
-        "update = sign(beta1 * exp_avg[t-1] + (1 - beta1) * g)",
-        "exp_avg[t] = beta2 * exp_avg[t-1] + (1 - beta2) * g",
-        "p[t] = p' - lr * update",
-    ]
-
-
 @optimizer()
 def nested(p, g, *, lr=hyper(0.1)):
     a = lr - (lr - (lr + 1)) / (lr * (2 / lr)) - (-lr) ** 2
@@ -521,71 +447,37 @@ def test_plain_formulas_keep_the_parentheses_that_matter() -> None:
 # -- recurrences
 
 EMA, SUM, MAX, MIN, PREVIOUS = "ema", "sum", "max", "min", "previous"
-ADAM = {"exp_avg": (EMA, 0.9), "exp_avg_sq": (EMA, 0.999)}
-MAXIMA = ADAM | {"max_exp_avg_sq": (MAX, 1.0)}
 LATE_DECAY = 1 - (10.0**9) ** -0.8  # Adafactor's, late in training
+# One rule of each kind; those of several_ways are of more.
 RECURRENCES = {
-    **dict.fromkeys(("adamp", "cautious_adamw", "grams", "lamb", "laprop", "nadam", "radam"), ADAM),
-    **dict.fromkeys(("clipped_adamw", "adam", "adamw"), MAXIMA),
-    "dadapt_adam": ADAM | {"s": (EMA, 0.999**0.5), "d": ("other",), "numerator_weighted": ("other",)},
-    "lookahead_adamw": MAXIMA | {"slow": [("constant",), (EMA, 0.5)]},
-    "muon": {"momentum_buffer": [(EMA, 0.95), (EMA, 0.9)], "exp_avg_sq": (EMA, 0.95)},
-    "normuon": {"momentum_buffer": [(EMA, 0.95), (EMA, 0.9)], "exp_avg_sq": (EMA, 0.95), "row_sq": (EMA, 0.95)},
-    "prodigy": ADAM | {"s": (EMA, 0.999**0.5), "p0": ("constant",)}
-    | dict.fromkeys(("d", "d_max", "d_numerator"), ("other",)),
-    "schedule_free_adamw": {"z": (SUM, 1.0), "exp_avg_sq": (EMA, 0.999)},
-    "schedule_free_sgd": {"z": (SUM, 1.0)},
-    "adabelief": {"exp_avg": (EMA, 0.9), "exp_avg_var": (EMA, 0.999)},
-    "adadelta": {"square_avg": (EMA, 0.9), "acc_delta": (EMA, 0.9)},
-    "adagrad": {"sum": (SUM, 1.0)},
+    "adamw": {"exp_avg": (EMA, 0.9), "exp_avg_sq": (EMA, 0.999), "max_exp_avg_sq": (MAX, 1.0)},
     "adafactor": {"row_var": (EMA, LATE_DECAY), "col_var": (EMA, LATE_DECAY), "variance": (EMA, LATE_DECAY)},
-    "adafactor_paper": {"exp_avg": (EMA, 0.7)}
-    | dict.fromkeys(("exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col"), (EMA, LATE_DECAY)),
-    "adam_mini": {"m": (EMA, 0.9), "vmean_row": (EMA, 0.999), "vmean": (EMA, 0.999)},
     "adamax": {"exp_avg": (EMA, 0.9), "exp_inf": (MAX, 0.999)},
-    "adan": {"exp_avg": (EMA, 0.98), "exp_avg_diff": (EMA, 0.92), "exp_avg_sq": (EMA, 0.99), "prev_grad": (PREVIOUS,)},
-    "ademamix": {"exp_avg": (EMA, 0.9), "exp_avg_slow": (EMA, 0.9999), "exp_avg_sq": (EMA, 0.999)},
-    "adopt": {"exp_avg": (EMA, 0.9), "exp_avg_sq": (EMA, 0.9999)},
-    "came": ADAM | {k: (EMA, 0.9999 if "res" in k else 0.999) for k in FEW},
-    "cautious_lion": {"exp_avg": (EMA, 0.99)},
-    "fromage": {},
-    "lars": {"momentum_buffer": (EMA, 0.9)},
-    "lion": {"exp_avg": (EMA, 0.99)},
     "madgrad": {"grad_sum_sq": (SUM, 1.0), "s": (SUM, 1.0), "x0": ("constant",)},
     "mars": {"exp_avg": (EMA, 0.95), "exp_avg_sq": (EMA, 0.99), "last_grad": (PREVIOUS,)},
-    "novograd": {"exp_avg": (EMA, 0.95), "exp_avg_sq": (EMA, 0.98)},
-    "orthograd": {"momentum_buffer": (EMA, 0.7)},
-    "rmsprop": {"square_avg": (EMA, 0.99), "grad_avg": (EMA, 0.99), "momentum_buffer": (EMA, 0.7)},
+    "muon": {"momentum_buffer": [(EMA, 0.95), (EMA, 0.9)], "exp_avg_sq": (EMA, 0.95)},
+    "prodigy": {"exp_avg": (EMA, 0.9), "exp_avg_sq": (EMA, 0.999), "s": (EMA, 0.999**0.5), "p0": ("constant",)}
+    | dict.fromkeys(("d", "d_max", "d_numerator"), ("other",)),
     "rprop": {"prev": (PREVIOUS,), "step_size": ("multiplicative",)},
+    "schedule_free_adamw": {"z": (SUM, 1.0), "exp_avg_sq": (EMA, 0.999)},
     "sgd": {"momentum_buffer": (EMA, 0.7)},
-    "sgdp": {"momentum_buffer": (EMA, 0.9)},
-    "sgdw": {"momentum_buffer": (EMA, 0.7)},
-    "signum": {"momentum_buffer": (EMA, 0.7)},
     # The largest of a row of minima: no decay, and no one old value that it could be one of.
     "sm3": {"accumulator": (SUM, 1.0), "accumulator_row": ("other",), "accumulator_col": ("other",),
             "momentum_buffer": (EMA, 0.7)},
-    "stable_adamw": {"exp_avg": (EMA, 0.9), "exp_avg_sq": (EMA, 0.99)},
-    "tiger": {"exp_avg": (EMA, 0.965)},
     "yogi": {"exp_avg": (EMA, 0.9), "exp_avg_sq": (SUM, 1.0)},
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", RECURRENCES)
 def test_recurrences(name: str) -> None:
     spec = spec_of(name)
-    found: dict[str, set[int]] = {}
     for setting in spec.settings():
         parts = {f.nonzero: 0.7 for f in spec.flags if f.nonzero and setting[f.name]}
         for s in spec.present(setting):
             r = recurrence(spec, setting, s.name)
             decay = () if r.decay is None else (pytest.approx(r.decay_at(spec, **parts)),)
-            # A flag may change the rule: then each of the recurrences that are listed is met.
             expected = RECURRENCES[name][s.name]
-            each = expected if isinstance(expected, list) else [expected]
-            assert (r.kind, *decay) in each
-            found.setdefault(s.name, set()).add(each.index((r.kind, *decay)))
-    counts = {k: len(v) if isinstance(v, list) else 1 for k, v in RECURRENCES[name].items()}
-    assert {k: len(v) for k, v in found.items()} == counts
+            assert (r.kind, *decay) in (expected if isinstance(expected, list) else [expected])
 
 
 @optimizer()
@@ -743,22 +635,6 @@ def test_roots_and_powers_of_negative_numbers_agree_between_readers() -> None:
         assert got == pytest.approx(exact, rel=1000 * 70 * 2.0**-53)
 
 
-def test_another_reading_is_an_object_with_a_reader() -> None:
-    class Counting:
-        """Counts square roots."""
-
-        def sqrt(self, x: Counted) -> Counted:
-            return Counted(x.roots + 1)
-
-    class Counted:
-        reader = Counting()
-
-        def __init__(self, roots: int) -> None:
-            self.roots = roots
-
-    assert sqrt(sqrt(Counted(0))).roots == 2
-
-
 # -- policies
 
 
@@ -795,15 +671,6 @@ def test_an_unused_branch_may_divide_by_zero() -> None:
     guarded.check()
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_specs_import_nothing_else(name: str) -> None:
-    """A spec file stands on the language alone."""
-    module = importlib.import_module(f"specs.{name}")
-    homes = {getattr(v, "__module__", "") for k, v in vars(module).items() if callable(v) and k != name}
-    parts = ("compose", "declare", "matrices", "optimizer", "policies", "reductions", "spec", "values")
-    assert homes <= {f"optgen.lang.{part}" for part in parts} | {f"specs.{name}"}
-
-
 def test_a_spec_needs_no_torch_and_no_sympy() -> None:
     code = (
         "import sys; from specs.adamw import adamw; adamw.check();"
@@ -811,19 +678,6 @@ def test_a_spec_needs_no_torch_and_no_sympy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=SPECS.parent, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize(
-    "use",
-    [sqrt, lambda s: maximum(s, 1.0), lambda s: where(s > 0, s, 0.0), abs],
-    ids=["sqrt", "maximum", "where", "abs"],
-)
-def test_functions_of_a_state_that_is_off_are_refused(use: Any) -> None:
-    from optgen.lang.values import Absent
-
-    with pytest.raises(UserError) as caught:
-        use(Absent("extra", "amsgrad"))
-    assert caught.value.code == "E105"
 
 
 def test_settings_that_a_needed_hyper_parameter_rules_out_do_not_exist() -> None:

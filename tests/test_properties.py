@@ -19,10 +19,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from optgen.formats.blocked import Blocked
-from optgen.formats.codebook import Codebook
 from optgen.formats.floats import Float
 from optgen.formats.format import Format
-from optgen.formats.fp8 import Fp8
 from optgen.formats.logmax import LogMax
 from optgen.formats.logminmax import LogMinMax
 from optgen.formats.masters import Native, Split
@@ -439,31 +437,6 @@ def test_what_is_not_finite_stays_in_its_block(cell: Cell) -> None:
     assert_kept_apart(cell)
 
 
-@pytest.mark.parametrize("plan", [p for p in PLANS if product.within_blocks(p)])
-def test_a_nan_is_kept_as_each_format_says(plan: str) -> None:
-    """Under a scale the whole block reads as NaN; logarithms: as finite values; floats: NaN in the element alone."""
-    built = build(Cell("adamw", plan))
-    draw, at = draws(built.cell, 6), 70
-    weight = torch.randn(192, generator=draw)
-    run = Run(built, weight, lr=1e-2)
-    for k in range(2):
-        g = gradient(weight, 1e-2, draw, built.cell.param)
-        if k == 1:
-            g[at] = math.nan
-        run.step(g)
-    element = torch.arange(192) == at
-    kept = run.decoded()
-    assert torch.equal(kept.pop("p").isnan(), element)
-    for name, value in kept.items():
-        fmt = built.storage.states[name]
-        expected = element
-        if isinstance(fmt, (Blocked, Codebook, Fp8)):
-            expected = torch.arange(192) // fmt.block == at // fmt.block
-        elif isinstance(fmt, (LogMax, LogMinMax)):
-            expected = torch.zeros_like(element)
-        assert torch.equal(value.isnan(), expected), (name, str(fmt))
-
-
 # The same through kernels: strict and fast Triton in the interpreter, of the rules that are known to be hard and a few
 # more.  RMSprop's centered variance and Adadelta's quotient are differences and ratios of what overflows; RAdam and
 # Adan choose branches; Adamax divides by a maximum; Rprop multiplies gradients.
@@ -551,22 +524,6 @@ def test_kept_moments_never_make_a_larger_update_than_adam_can(betas: tuple[floa
         largest = max(largest, float((kept["exp_avg"].double().abs() / roots).max()))
     exact = quotient_bound(*betas, 0.0, 0.0)
     assert 0.9 * exact < largest <= limit, (largest, limit)
-
-
-@pytest.mark.parametrize("spec", ["lion", "tiger", "signum"])
-@pytest.mark.parametrize("plan", [DEFAULT, "bf16_sr", "int8_rn_split24"])
-def test_rules_of_signs_move_a_weight_by_lr_at_most(spec: str, plan: str) -> None:
-    """lr, rounded twice in fp32, plus what keeping the weight adds."""
-    built, lr = build(Cell(spec, plan)), 2.0**-10
-    draw = draws(built.cell, 8)
-    run = Run(built, torch.randn(4, 64, generator=draw), lr=lr, weight_decay=0.0)
-    stored = bounds.master_bound(built.storage.master, built.storage.param).total
-    for _ in range(20):
-        before = run.decoded()["p"].double()
-        run.step(gradient(before, 1e-2, draw, built.cell.param))
-        after = run.decoded()["p"].double()
-        limit = lr + (before.abs() + lr) * (stored + 2.0**-23)
-        assert ((after - before).abs() <= limit).all()
 
 
 # -- 9. fast maths beside strict
