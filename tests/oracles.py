@@ -529,8 +529,6 @@ WHOLE: dict[str, Oracle] = {
 
 # -- the 4-bit paper's storage (Li et al. 2023, arXiv:2309.01507), from its formulas in NumPy
 
-SIGNED_MAP = np.array([-0.8875, -0.6625, -0.4375, -0.2125, -0.0775, -0.0325, -0.0055, 0.0,
-                       0.0055, 0.0325, 0.0775, 0.2125, 0.4375, 0.6625, 0.8875, 1.0])  # fmt: skip
 UNSIGNED_MAP = np.arange(1, 17) / 16
 
 
@@ -547,14 +545,3 @@ def rank1_scale(x: np.ndarray) -> np.ndarray:
             *(np.abs(x).max(axis=tuple(k for k in range(x.ndim) if k != d), keepdims=True) for d in range(x.ndim))
         )
     )
-
-
-def group_scale(x: np.ndarray, size: int = 128) -> np.ndarray:
-    """The largest |x| of each `size` elements of the flattened tensor, for each element."""
-    groups = np.abs(x).reshape(-1, size)
-    return np.broadcast_to(groups.max(1, keepdims=True), groups.shape).reshape(x.shape)
-
-
-def factored_estimate(rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    """row mean x column mean / mean of all."""
-    return rows[:, None] * columns[None, :] / rows.mean()

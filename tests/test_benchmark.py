@@ -16,7 +16,6 @@ import torch
 from torch.utils.benchmark import Timer
 
 from optgen.runtime.cpu import native
-from optgen.runtime.step import launch
 from tools import bench_cpu, bench_memory, benchmark, cpu_kernel, gpu_check
 from tools.benchmark import BASE, COPY, FLAGSHIP, FP32, Contender, Lane, Target
 
@@ -77,14 +76,6 @@ def test_tensors_within_a_wrapper_and_shared_ones_are_counted_once() -> None:
     assert one.kept == 4 + 1 + 256 * 4 / 2**14 + 1024 * 4 / 2**14
 
 
-def test_batches_keep_what_all_are_compared_with_and_fit() -> None:
-    field = [sgd(BASE, 12), sgd("a", 6), sgd(FLAGSHIP, 5), sgd("b", 6), sgd("c", 99)]
-    runs, left_out = benchmark.batches(field, 1000, memory=28_000)  # gradients take 4 bytes once
-    assert [[c.name for c in run] for run in runs] == [[BASE, FLAGSHIP, "a"], [BASE, FLAGSHIP, "b"]]
-    assert [c.name for c in left_out] == ["c"]
-    assert benchmark.batches(field[3:4], 1000, memory=100)[1] == [field[3]]
-
-
 # Statistics -----------------------------------------------------------------------------------------------------------
 
 
@@ -121,15 +112,6 @@ def test_targets_are_judged_by_what_was_measured() -> None:
     assert verdict(1.0, needs="avx512f") == "not promised without avx512f"
 
 
-def test_every_target_is_of_a_contender_and_of_a_size_that_are_measured() -> None:
-    ours = {c.name for kind in ("cpp", "triton") for c in benchmark.generated(kind)}
-    others = {BASE, COPY, *(name for _, name, *_ in benchmark.PEERS)}
-    for target in (*bench_cpu.TARGETS, *gpu_check.TARGETS):
-        assert target.name in ours and target.against in others
-    assert {t.section for t in bench_cpu.TARGETS} <= set(bench_cpu.SIZES)
-    assert set(bench_cpu.QUICK) <= ours | {c.name for c in benchmark.torch_s_own()}
-
-
 # Sections -------------------------------------------------------------------------------------------------------------
 
 
@@ -161,28 +143,6 @@ def test_a_contender_that_fails_costs_nobody_else_a_row() -> None:
     assert "## here, 1 thread" in page and "Left out: bad (RuntimeError: no such kernel); late (" in page
     nothing = benchmark.section("here", [(8,)], field[:1], copied=64, memory=1e6, end=0.0)
     assert nothing["rows"] == [] and nothing["left_out"] == {BASE: "no time left"}
-
-
-def test_tuning_holds_inside_its_block_only() -> None:
-    class Kernels:
-        TILE = {"f": 256, "g": 1024}
-        TILES = {"g": 2}
-
-    assert launch.Tuning().sizes(Kernels, "f") == (256, launch.TILES)  # type: ignore[arg-type]
-    assert launch.Tuning(tile=512, tiles=8).sizes(Kernels, "g") == (512, 8)  # type: ignore[arg-type]
-    seen = []
-
-    def fail() -> None:
-        with launch.tuned(launch.Tuning(warps=4)):
-            seen.append(launch.tuning.warps)
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail()
-    assert seen == [4] and launch.tuning == launch.Tuning()
-
-
-# Reports --------------------------------------------------------------------------------------------------------------
 
 
 # Runs -----------------------------------------------------------------------------------------------------------------
@@ -276,6 +236,7 @@ def test_a_dry_run_of_both_halves(tmp_path: Path, interpreter: dict[str, str]) -
     assert {"tensor, 1", "gpt2, 1", "llama_8b, 1", "tune, 1"} <= set(found["sections"])
 
 
+@pytest.mark.slow  # it compiles six kernels
 @needs_compiler
 def test_one_kernel_beside_its_variants(capsys: pytest.CaptureFixture[str]) -> None:
     assert cpu_kernel.main(["--optimizer", "SGD", "--numel", "8192", "--rounds", "2", "--json"]) == 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -120,74 +119,65 @@ def test_gradients_follow() -> None:
 
 
 @pytest.mark.parametrize("shard", ["distribute_tensor", "fully_shard"])
-def test_dtensors_are_refused_and_nothing_is_cast(tmp_path: Path, shard: str) -> None:
+@pytest.mark.usefixtures("one_rank")
+def test_dtensors_are_refused_and_nothing_is_cast(shard: str) -> None:
     """Setting their .data would change the dtype that they name, and not that of their part on this rank."""
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        if shard == "fully_shard":
-            fully_shard(model[1], mesh=mesh)
-        else:
-            model[1].weight = nn.Parameter(distribute_tensor(model[1].weight.detach(), mesh, [Shard(0)]))
-        with pytest.raises(TypeError, match=r"'1.weight' is a DTensor.* before it is sharded .*model.to\(torch"):
-            cast_model(model, torch.bfloat16)
-        assert {p.dtype for p in model.parameters()} == {torch.float32}
-        assert model[1].weight.to_local().dtype == torch.float32
-        cast_model(model, torch.bfloat16, keep=["1"])
-        assert dtypes(model)["0.weight"] == torch.bfloat16
-        model.to(torch.bfloat16)
-        opt = AdamW(model.parameters(), plan="fp32_master")
-        for p in model.parameters():
-            p.grad = torch.ones_like(p)
-        opt.step()
-        assert model[1].weight.to_local().dtype == torch.bfloat16
-    finally:
-        torch.distributed.destroy_process_group()
+    mesh = init_device_mesh("cpu", (1,))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    if shard == "fully_shard":
+        fully_shard(model[1], mesh=mesh)
+    else:
+        model[1].weight = nn.Parameter(distribute_tensor(model[1].weight.detach(), mesh, [Shard(0)]))
+    with pytest.raises(TypeError, match=r"'1.weight' is a DTensor.* before it is sharded .*model.to\(torch"):
+        cast_model(model, torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert model[1].weight.to_local().dtype == torch.float32
+    cast_model(model, torch.bfloat16, keep=["1"])
+    assert dtypes(model)["0.weight"] == torch.bfloat16
+    model.to(torch.bfloat16)
+    opt = AdamW(model.parameters(), plan="fp32_master")
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    opt.step()
+    assert model[1].weight.to_local().dtype == torch.bfloat16
 
 
-def test_low_bits_that_sharding_leaves_behind_are_missed(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("one_rank")
+def test_low_bits_that_sharding_leaves_behind_are_missed() -> None:
     """Once for each model, at the user's line, with module= and without; other parameters are not warned of."""
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        models = [nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)) for _ in range(2)]
-        full = copy.deepcopy(models[0].state_dict())
-        for model in models:
-            fully_shard(cast_model(model, torch.bfloat16), mesh=mesh)
-        with pytest.warns(UserWarning, match="AdamW: the low bits that cast_model kept for 4 parameters") as seen:
-            AdamW(models[0].parameters(), plan="fp32_master", module=models[0])
-        with pytest.warns(UserWarning, match="load_master_state_dict") as later:
-            AdamW(models[1].named_parameters(), plan="fp32_master")
-        assert [(len(x), x[0].filename) for x in (seen, later)] == [(1, __file__)] * 2
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            opt = AdamW(models[0].parameters(), plan="fp32_master", module=models[0])
-            opt.load_master_state_dict(models[0], full)
-            back = opt.master_state_dict(models[0])
-            assert all(torch.equal(back[name].full_tensor(), value) for name, value in full.items())
-            model = cast_model(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), torch.bfloat16)
-            model[1] = nn.Linear(64, 64, dtype=torch.bfloat16)
-            AdamW(model.parameters(), module=model).master_state_dict(model)
-    finally:
-        torch.distributed.destroy_process_group()
+    mesh = init_device_mesh("cpu", (1,))
+    models = [nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)) for _ in range(2)]
+    full = copy.deepcopy(models[0].state_dict())
+    for model in models:
+        fully_shard(cast_model(model, torch.bfloat16), mesh=mesh)
+    with pytest.warns(UserWarning, match="AdamW: the low bits that cast_model kept for 4 parameters") as seen:
+        AdamW(models[0].parameters(), plan="fp32_master", module=models[0])
+    with pytest.warns(UserWarning, match="load_master_state_dict") as later:
+        AdamW(models[1].named_parameters(), plan="fp32_master")
+    assert [(len(x), x[0].filename) for x in (seen, later)] == [(1, __file__)] * 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        opt = AdamW(models[0].parameters(), plan="fp32_master", module=models[0])
+        opt.load_master_state_dict(models[0], full)
+        back = opt.master_state_dict(models[0])
+        assert all(torch.equal(back[name].full_tensor(), value) for name, value in full.items())
+        model = cast_model(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), torch.bfloat16)
+        model[1] = nn.Linear(64, 64, dtype=torch.bfloat16)
+        AdamW(model.parameters(), module=model).master_state_dict(model)
 
 
-def test_a_dtensor_whose_part_has_another_dtype_is_not_stepped(tmp_path: Path) -> None:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        params = [nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])) for _ in range(2)]
-        params[1].data = params[1].data.bfloat16()
-        assert (params[1].dtype, params[1].to_local().dtype) == (torch.bfloat16, torch.float32)
-        opt = AdamW(params, plan={"float32": "fp32", "bfloat16": "fp32_master"})
-        for p in params:
-            p.grad = DTensor.from_local(torch.ones(4, 4, dtype=p.dtype), mesh, [Shard(0)])
-        with pytest.raises(RuntimeError, match=r"parameter 1 .* is a DTensor of bfloat16, but its part .* is float32"):
-            opt.step()
-        assert all(bool((p.to_local() == 1).all()) for p in params) and not opt.state
-    finally:
-        torch.distributed.destroy_process_group()
+@pytest.mark.usefixtures("one_rank")
+def test_a_dtensor_whose_part_has_another_dtype_is_not_stepped() -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    params = [nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])) for _ in range(2)]
+    params[1].data = params[1].data.bfloat16()
+    assert (params[1].dtype, params[1].to_local().dtype) == (torch.bfloat16, torch.float32)
+    opt = AdamW(params, plan={"float32": "fp32", "bfloat16": "fp32_master"})
+    for p in params:
+        p.grad = DTensor.from_local(torch.ones(4, 4, dtype=p.dtype), mesh, [Shard(0)])
+    with pytest.raises(RuntimeError, match=r"parameter 1 .* is a DTensor of bfloat16, but its part .* is float32"):
+        opt.step()
+    assert all(bool((p.to_local() == 1).all()) for p in params) and not opt.state
 
 
 @pytest.mark.parametrize(

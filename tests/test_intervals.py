@@ -259,8 +259,13 @@ def trial(plan: str, dtype: torch.dtype, seed: int = 0, **options: Any) -> tuple
     return t, t.storage(chosen, targets.recurrences_of(spec, tuple(sorted(t.flags.items()))))
 
 
-@pytest.mark.parametrize("plan", ["fp32", "bf16_sr", "split32", "int8_split24", "int8_rn_split24", "flashoptim"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("plan", "dtype"),
+    [
+        ("fp32", torch.float32), ("bf16_sr", torch.bfloat16), ("split32", torch.float16),
+        ("int8_split24", torch.bfloat16), ("int8_rn_split24", torch.float16), ("flashoptim", torch.bfloat16),
+    ],
+)  # fmt: skip
 def test_adamw_keeps_to_its_composed_bound(plan: str, dtype: torch.dtype) -> None:
     t, storage = trial(plan, dtype)
     report = t.check_steps(storage, [torch.randn(70, 100) for _ in range(3)])

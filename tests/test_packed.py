@@ -9,7 +9,6 @@ import torch
 import optgen
 from optgen.formats import Blocked, LogMax, LogMinMax, Plan, narrow
 from optgen.ops import dtypes
-from optgen.optim import AdamW
 from optgen.runtime.cpu import native
 from optgen.runtime.reference.eager import Blocks
 from specs import plans
@@ -82,23 +81,3 @@ def test_what_a_tensor_takes(plan: Plan) -> None:
         blocks = -(-columns // 64)
         assert kept == rows * (columns + -(-columns // 8) * bits + 2 * 2 * blocks)
         assert opt.memory().total == kept + 2 * p.numel()
-
-
-@pytest.mark.parametrize("backend", ["cpp", "reference"])
-@each_plan
-def test_the_printed_kernels_keep_what_they_are_given(plan: Plan, backend: str) -> None:
-    """The ready-made kernels (fast maths): one store is within a cell of its code, whatever lies in the others."""
-    if backend == "cpp" and native.compiler() is None:
-        pytest.skip("there is no C++ compiler")
-    assert isinstance(plan.signed, Blocked)
-    draw = torch.Generator().manual_seed(0)
-    p = torch.nn.Parameter(torch.randn(64, 256, generator=draw).bfloat16())
-    opt = AdamW([p], plan=plan.name, backend=backend)
-    p.grad = torch.randn(64, 256, generator=draw).bfloat16()
-    opt.step()
-    want = 0.1 * p.grad.double()
-    found = opt.dense_state_dict()["state"][0]["exp_avg"].double()
-    # No cell of softsign(k), k <= 1, is wider than (1 + k) / (N - k) of the scale, which is at most 1 + 2^-8 times the
-    # largest.
-    largest = want.abs().view(64, 4, 64).amax(-1, keepdim=True).expand(64, 4, 64).reshape(64, 256)
-    assert ((found - want).abs() <= 2 / (plan.signed.codes - 1) * (1 + 2**-7) * largest).all()

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from optgen import passes
-from optgen.backends.printer import ATOM, Printer, number
 from optgen.ir import node as ir
 from optgen.ir.program import Schedule
 from optgen.ir.ranges import Intervals
@@ -24,7 +23,6 @@ from optgen.lang.optimizer import CALLED
 from optgen.ops import dtypes, spaces
 from optgen.ops.prims import PRIMS
 from optgen.passes.convert import Converter
-from optgen.passes.fold import exact
 from optgen.passes.name import RESERVED
 from tests.ir_text import parse_program
 
@@ -84,24 +82,6 @@ def test_names_that_kernels_import_are_no_names_of_values() -> None:
     assert imported
     assert imported <= RESERVED | PRIMS.keys()
     assert imported <= CALLED
-
-
-def test_a_shift_by_nothing_is_not_printed() -> None:
-    word = ir.load("x", dtypes.i32, spaces.elem)
-    for op in ("shl", "shr", "lshr"):
-        assert exact(ir.op(op, word, ir.const(0, dtypes.i32))) is word
-        assert exact(ir.op(op, word, ir.const(1, dtypes.i32))) is not word
-
-
-def test_sums_with_negative_numbers_are_written_as_differences() -> None:
-    x, y = (ir.load(name, dtypes.i32, spaces.elem) for name in "xy")
-    plain = Printer({"load": lambda p, n: (str(n.attr), ATOM), "const": lambda p, n: (number(n), ATOM)}, {})
-    lowest = -(1 << 31)
-    texts = {-0x80000: "x - 0x80000", -3: "x - 3", 3: "x + 3", 0xFF00: "x + 0xff00", lowest: f"x + {lowest}"}
-    for value, text in texts.items():
-        assert plain.text(ir.op("add", x, ir.const(value, dtypes.i32))) == text
-    inner = ir.op("add", y, ir.const(-3, dtypes.i32))
-    assert plain.text(ir.op("sub", x, inner)) == "x - (y - 3)"
 
 
 def test_the_nan_guard_of_fast_maths_keeps_what_arithmetic_makes_of_nan() -> None:

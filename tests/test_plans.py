@@ -12,7 +12,7 @@ from torch import nn
 
 from generated import AdamW
 from optgen.base.errors import UserError
-from optgen.formats import Blocked, Factored, LogMinMax, Plan, Rank1, f32, floats, softsign, ue8m8
+from optgen.formats import Blocked, Factored, LogMinMax, Plan, Rank1, f32, floats
 from optgen.formats import bf16 as plain_bf16
 from optgen.lang.declare import StateDecl
 from optgen.ops import dtypes, spaces
@@ -47,20 +47,6 @@ def test_bytes_in_the_text_are_those_derived(plan: Plan) -> None:
     assert found is not None
     param = dtypes.f32 if found[2] else dtypes.bf16
     assert plan.storage(STATES, param, False).bytes_per_param == float(found[1])
-
-
-def test_bytes_of_the_default_plan_add_up() -> None:
-    storage = plans.int8_split24.storage(STATES, dtypes.bf16, False)
-    parts = {name: f.bytes_per_param for name, f in storage.fields().items()}
-    assert parts == {
-        "weight_low": 1,
-        "exp_avg_codes": 1,
-        "exp_avg_scale": 2 / 64,
-        "exp_avg_sq_codes": 1,
-        "exp_avg_sq_range": 2 / 64,
-    }
-    assert storage.block == 64
-    assert storage.bytes_per_param == 2 + sum(parts.values()) == 5.0625
 
 
 @each_plan
@@ -153,27 +139,6 @@ def test_but_replaces_parts_and_takes_the_new_name() -> None:
     assert wide.loc.file == __file__
 
 
-def refused(code: str, plan_of: object, states: tuple[StateDecl, ...] = STATES) -> UserError:
-    with pytest.raises(UserError) as caught:
-        plan_of().storage(states, dtypes.bf16, False)  # type: ignore[operator]
-    assert caught.value.code == code
-    return caught.value
-
-
-def test_a_signed_state_in_an_unsigned_format_is_refused() -> None:
-    error = refused("E301", lambda: plans.int8.but(overrides={"exp_avg": LogMinMax(8, 64)}))
-    assert "exp_avg" in error.message
-    assert len(error.locs) == 2
-    refused("E301", lambda: Plan("x", name="x", signed=LogMinMax(8, 64)))
-
-
-def test_blocks_of_two_sizes_are_refused() -> None:
-    error = refused("E302", lambda: plans.int8.but(nonneg=LogMinMax(8, 32)))
-    assert "32" in error.message
-    assert "64" in error.message
-    assert error.hint == "use one block size"
-
-
 def test_where_blocks_are_those_of_vectors_the_hint_says_what_sets_them() -> None:
     for fmt in (Rank1(4, vectors=128), Factored(vectors=LogMinMax(4, 128))):
         plan = plans.int8.but(name="uneven", nonneg=fmt)
@@ -181,19 +146,6 @@ def test_where_blocks_are_those_of_vectors_the_hint_says_what_sets_them() -> Non
         with pytest.raises(UserError, match="`m` in blocks of 64 and `v` in blocks of 128") as caught:
             plan.storage(states, dtypes.f32, False, vector=True)
         assert "`vectors`" in caught.value.hint
-
-
-def test_blocks_over_rows_are_refused() -> None:
-    states = (StateDecl("r", spaces.row, nonneg=True),)
-    refused("E303", lambda: plans.int8.but(overrides={"r": Blocked(8, 64, softsign(1), ue8m8)}), states)
-    refused("E305", lambda: plans.int8.but(small=Blocked(8, 64)))
-
-
-def test_unknown_parts_are_refused_with_the_nearest_known() -> None:
-    with pytest.raises(UserError) as caught:
-        plans.int8.but(sined=f32)
-    assert caught.value.code == "E306"
-    assert "signed" in caught.value.hint
 
 
 def _warned(*shapes: tuple[int, ...], plan: str, **options: object) -> list[str]:

@@ -50,26 +50,6 @@ def test_with_a_gpu_a_cpu_build_is_never_taken(setup_env: ModuleType, monkeypatc
     assert setup_env.triton_requirement(kind) == []
 
 
-def test_a_second_call_does_nothing(
-    setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    stamp, python = tmp_path / "stamp", tmp_path / "python"
-    monkeypatch.setattr(setup_env, "STAMP", stamp)
-    monkeypatch.setattr(setup_env, "PYTHON", python)
-    monkeypatch.setenv("OPTGEN_TORCH", "cpu")
-    calls: list[str] = []
-    monkeypatch.setattr(setup_env, "install", calls.append)
-    python.touch()
-    assert setup_env.main() == 0
-    assert calls == ["cpu"]
-    assert setup_env.main() == 0
-    assert calls == ["cpu"]
-    monkeypatch.setenv("OPTGEN_TORCH", "cuda")
-    assert setup_env.main() == 0
-    assert calls == ["cpu", "cuda"]
-    assert "ready in" in capsys.readouterr().out
-
-
 def test_every_direct_requirement_is_pinned(setup_env: ModuleType) -> None:
     def names(file: str) -> set[str]:
         lines = (ROOT / "requirements" / file).read_text().splitlines()

@@ -6,12 +6,7 @@ not tell the two apart would measure nothing.
 
 from __future__ import annotations
 
-import argparse
-import inspect
 import math
-import textwrap
-from collections.abc import Iterator
-from functools import cache
 
 import pytest
 import torch
@@ -136,79 +131,3 @@ def test_nearest_24_bits_do_not_move_at_all() -> None:
     assert not moved.any()
 
 
-# -- the error of the update, recurrently
-
-
-@cache
-def gradient_stream(steps: int) -> tuple[Tensor, ...]:
-    """Gradients of a small character model in training, flat, of rms near 1e-4: a clipped model of 1e8 weights.
-
-    Three of torch's matrices in rows of 64 or 128: embedding (96, 64), hidden (64, 128), output (96, 64).  Rare
-    characters give rows that seldom have a gradient, and then a large one.
-    """
-    draw = generator(5)
-    text = inspect.getsource(argparse) + inspect.getsource(textwrap)
-    data = torch.tensor([min(max(ord(c) - 31, 0), 95) for c in text])
-    embedding = torch.randn(96, 64, generator=draw).requires_grad_()
-    hidden = (torch.randn(64, 128, generator=draw) / 128**0.5).requires_grad_()
-    output = (torch.randn(96, 64, generator=draw) / 64**0.5).requires_grad_()
-    weights = [embedding, hidden, output]
-    optimizer = torch.optim.AdamW(weights, lr=1e-2)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    out = []
-    for _ in range(steps):
-        at = torch.randint(0, len(data) - 2, (128,), generator=draw)
-        inputs = torch.stack([data[at], data[at + 1]], 1)
-        logits = torch.tanh(embedding[inputs].reshape(128, 128) @ hidden.T) @ output.T
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(logits, data[at + 2]).backward()
-        torch.nn.utils.clip_grad_norm_(weights, 1.0)
-        out.append(0.03 * torch.cat([w.grad.reshape(-1) for w in weights if w.grad is not None]))
-        optimizer.step()
-        schedule.step()
-    return tuple(g.bfloat16() for g in out)
-
-
-def updates(run: Run | Oracle, betas: tuple[float, float], eps: float = 1e-8) -> Tensor:
-    """Adam's update by the kept moments, over lr."""
-    states = run.decoded() if isinstance(run, Run) else run.states
-    m, v = states["exp_avg"].double(), states["exp_avg_sq"].double()
-    return m / (1 - betas[0] ** run.steps) / ((v / (1 - betas[1] ** run.steps)).sqrt() + eps)
-
-
-def quality(cell: Cell, steps: int = 1200) -> tuple[float, float]:
-    """(NMSE, gain) of the update over the second half of the stream, states kept at every step."""
-    stream = gradient_stream(steps)
-    betas, weight = (0.9, 0.999), torch.ones(stream[0].shape)
-    options = dict(lr=0.0, betas=betas, weight_decay=0.0)
-    run, exact = Run(build(cell), weight, **options), Oracle(build(cell), weight, **options)
-    error = power = product = 0.0
-    for k, g in enumerate(stream):
-        run.step(g)
-        exact.step(g)
-        if k >= steps // 2 and k % 10 == 0:
-            got, true = updates(run, betas), updates(exact, betas)
-            error += float((got - true).square().sum())
-            power += float(true.square().sum())
-            product += float((got * true).sum())
-    return error / power, product / power
-
-
-def samples() -> Iterator[Tensor]:
-    yield from gradient_stream(1200)[::100]
-
-
-def test_the_stream_is_one_of_small_gradients_of_many_sizes() -> None:
-    """Else the next test would be an easy one: rms near 1e-4, a tenth of the blocks under an eighth of that."""
-    blocks = torch.stack([g.float().view(-1, 64).square().mean(1) for g in samples()]).mean(0).sqrt()
-    rms = float(blocks.square().mean().sqrt())
-    assert 3e-5 < rms < 3e-4
-    assert float(blocks.quantile(0.1)) < rms / 8
-
-
-def test_updates_by_kept_states_are_close_to_exact_ones_over_a_training_run() -> None:
-    """NMSE at most 0.15 of FlashOptim's 8-bit states at beta2 = .999, and no gain."""
-    error, gain = quality(ADAMW)
-    theirs, _ = quality(FLASHOPTIM)
-    assert error <= 0.15 * theirs, (error, theirs)
-    assert abs(gain - 1) <= 0.01

@@ -9,10 +9,8 @@ import math
 import os
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 from types import ModuleType
-from unittest import mock
 
 import pytest
 
@@ -22,7 +20,6 @@ from tests import product
 from tests.product import PARAMS, Cell, plan_of, spec_of
 
 ROOT = Path(__file__).parents[1]
-CELLS = [Cell(spec, plan, param) for spec in ("adamw", "lion") for plan in ("fp32", "int8") for param in PARAMS]
 
 
 @pytest.fixture(scope="module")
@@ -35,14 +32,6 @@ def tool() -> ModuleType:
     return module
 
 
-def test_every_pair_comes_before_any_comes_again(tool: ModuleType) -> None:
-    order = tool.drawn(CELLS, 7)
-    assert Counter(order) == Counter(CELLS)
-    assert order == tool.drawn(CELLS, 7) != tool.drawn(CELLS, 8)
-    for begin in (0, 4, 8):
-        assert len({(c.spec, c.plan) for c in order[begin : begin + 4]}) == 4
-
-
 def test_a_run_that_was_killed_goes_on(tool: ModuleType, tmp_path: Path) -> None:
     """Half a line at the end is passed over and closed; results of other sources are not taken."""
     path = tmp_path / "build" / "results.jsonl"
@@ -52,17 +41,6 @@ def test_a_run_that_was_killed_goes_on(tool: ModuleType, tmp_path: Path) -> None
     tool.Results(path, "now").add("two", {"weight": 0.25})
     assert tool.Results(path, "now").known == {"one": {"weight": 0.5}, "two": {"weight": 0.25}}
     assert tool.Results(path, "later").known == tool.Results(path, "now", fresh=True).known == {}
-
-
-def test_a_change_of_a_source_makes_a_new_state(tool: ModuleType, tmp_path: Path) -> None:
-    assert tool.state_of_sources() == tool.state_of_sources()
-    seen = set()
-    with mock.patch.object(tool, "ROOT", tmp_path), mock.patch.object(tool, "__file__", str(tmp_path / "tool.py")):
-        for name in ("tool.py", "optgen/runtime/cpu/cpp/optgen.h", "specs/one.py", "tests/product.py", "docs/page.md"):
-            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / name).write_text("")
-            seen.add(tool.state_of_sources())
-    assert len(seen) == 4
 
 
 def test_of_eight_cells_about_one_runs_kernels_as_users_compile_them() -> None:
@@ -80,17 +58,6 @@ def test_of_eight_cells_about_one_runs_kernels_as_users_compile_them() -> None:
     assert users is native.FLAGS
 
 
-def test_the_report_says_what_was_run_and_what_fails(tool: ModuleType) -> None:
-    good, bad = Cell("adamw", "fp32"), Cell("lamb", "fp32")
-    outcomes = [tool.Outcome(good, 0.5, 0.25), tool.Outcome(bad, failure="outside the bound: p\nmore", stages=True)]
-    text = tool.report_of_cells(outcomes, tool.Extent(1000, 3, 10, "abc1234"))
-    assert "This is a sample: 2 of 1000 cells" in text and "drawn by seed\n3:" in text
-    assert "**1 of 2 cells are right**" in text and "2 of 10 pairs" in text
-    assert "commit abc1234." in text
-    assert f"- {bad}: outside the bound: p\n" in text
-    assert "sample" not in tool.report_of_cells(outcomes, tool.Extent(2, 3, 2, "abc1234"))
-
-
 def test_a_kernel_that_uses_the_stack_makes_a_run_fail(
     tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,16 +68,6 @@ def test_a_kernel_that_uses_the_stack_makes_a_run_fail(
         monkeypatch.setattr(tool, "spread", lambda *_, s=spilled: [(turn, tool.Kernels(turn, spilled=s))])
         results = tool.Results(tmp_path / f"{len(spilled)}.jsonl", "now")
         assert tool.run_kernels(results, asked, math.inf)[1] == bool(spilled)
-
-
-def test_the_turns_of_a_pair_take_each_of_its_kernels_once(tool: ModuleType) -> None:
-    names = [f"k{n}" for n in range(9)] * 2  # a kernel has a job for each target
-    turns = [tool.Turn(("adamw", "fp32"), number, 0).of(names) for number in range(len(tool.TURNS))]
-    assert [len(turn) for turn in turns] == [1, 3, 5]
-    assert set().union(*turns) == set(names)
-    assert turns == [tool.Turn(("adamw", "fp32"), number, 0).of(reversed(names)) for number in range(3)]
-    firsts = {frozenset(tool.Turn(("adamw", plan), 0, 0).of(names)) for plan in product.PLANS}
-    assert len(firsts) > 3  # not the same of every pair
 
 
 def test_every_kernel_of_a_pair_is_compiled_for_every_target(tool: ModuleType, tmp_path: Path) -> None:
