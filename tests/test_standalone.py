@@ -30,7 +30,10 @@ PAIRS = (
     "adamw/int8_split24", "adamw/fp32_master", "lion/int8_split24", "muon/int8_split24", "lamb/int8_split24",
     "sgd/bf16_sr", "came/int8_split24", "adafactor/int4_split24", "adopt/flashoptim",
 )  # fmt: skip
-KERNELS = ("adamw/int8_split24", "lion/int8_split24", "sgd/bf16_sr", "adan/bf16_kahan", "adamw/split32")
+KERNELS = (
+    "adamw/int8_split24", "lion/int8_split24", "sgd/bf16_sr", "adan/bf16_kahan", "adamw/split32", "adamw/fp32_master",
+    "adopt/flashoptim",
+)  # fmt: skip
 
 
 @cache

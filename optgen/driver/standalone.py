@@ -94,9 +94,14 @@ class Parts:
     records: list[str]
 
 
+def _begins_as_weight(field: Any) -> bool:
+    """Return True for an fp32 copy of a weight."""
+    return bool(field.owner == "p" and field.dtype == "float32")
+
+
 def _eager(file: File, variants: Sequence[Variant]) -> Parts:
     """Return the parts of a file without kernels."""
-    starts = any(v.init or any(f.owner == "p" and f.dtype == "float32" for f in v.fields) for v in variants)
+    starts = any(v.init or any(map(_begins_as_weight, v.fields)) for v in variants)
     base = "Starting" if starts else "EagerFile"
     codecs = sorted({name for v in variants if v.eager for name in v.eager.codecs.values()})
     for module, names in (
@@ -183,12 +188,9 @@ def _record(variant: Variant, device: ModuleType) -> Any:
 
     eager = variant.eager
     assert eager is not None
-    if variant.block not in (1, 64):
-        return None  # bits of blocks of 32 differ in a few codes of large tensors
     plain = all(f.width == 1 and f.per != 8 and f.space == "elem" and not f.shared for f in variant.fields)
     simple = not any(narrow or anew for _, narrow, anew in eager.words)
-    master = any(f.owner == "p" and f.dtype == "float32" for f in variant.fields)  # begins as the weight
-    if variant.single is None or variant.init or eager.still or eager.early or master or not plain or not simple:
+    if variant.single is None or variant.init or eager.still or eager.early or not plain or not simple:
         return None
     (stage,) = variant.single.stages
     found = join.sweep(variant, stage, join.Frame.of(variant, device))
@@ -220,7 +222,9 @@ class _Records:
         of = "weight" if x.name == "p" else x.name
         fields: list[Any] = [("", variant.param, 1, 0)] if x.name == "p" else []
         fields += [
-            (f.name.removeprefix(of).lstrip("_"), f.dtype, f.per, f.zero) for f in variant.fields if f.owner == x.name
+            (f.name.removeprefix(of).lstrip("_"), f.dtype, f.per, "p" if _begins_as_weight(f) else f.zero)
+            for f in variant.fields
+            if f.owner == x.name
         ]
         encode = "encode" if x.word >= 0 else "nearest"
         parts = ["decode", encode, *(["root"] if x.codec.root is not None else [])]

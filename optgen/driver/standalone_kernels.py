@@ -39,7 +39,7 @@ class Value:
     guarded: bool = False
 
     def fields(self) -> list[tuple[Any, ...]]:
-        """(name, dtype, elements per entry, entry that decodes to 0) of its tensors."""
+        """(name, dtype, elements per entry, entry that decodes to 0, or "p" for a copy of p) of its tensors."""
         prefix = "weight" if self.name == "p" else self.name
         return [(f"{prefix}_{x[0]}" if x[0] else self.name, *x[1:]) for x in self.codec.fields]
 
@@ -348,7 +348,8 @@ class Fused(SingleFile):
         for name, dtype, per, zero in (x for v in variant.values for x in v.fields()):
             shape = p.shape if per == 1 else (rows, -(-columns // per))
             if name in variant.states:
-                state[name] = torch.full(shape, zero, dtype=getattr(torch, dtype), device=p.device)
+                start = p.detach() if zero == "p" else torch.full(shape, zero, device=p.device)
+                state[name] = start.to(getattr(torch, dtype), copy=True).contiguous()
         return state
 
     def _run(self, group: Mapping[str, Any], hypers: Mapping[str, Any], jobs: Sequence[tuple[Any, ...]]) -> None:
@@ -367,6 +368,7 @@ class Fused(SingleFile):
                 row = [tensors[x[0]].data_ptr() for v in variant.values for x in v.fields()]
                 ragged = columns % size > 0 or any(x % 16 for x in row)
                 row += [columns, p.numel() // columns * -(-columns // size), key_of_stream(name)]
+                numbers = tuple(torch.tensor(numbers, dtype=torch.float64).float().tolist())
                 key = variant, numbers, step, tensors["g"].dtype, p.device, ragged, size
                 launches.setdefault(key, []).append(tuple(row))
         for (variant, numbers, step, dtype, device, ragged, size), rows in launches.items():
