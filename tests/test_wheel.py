@@ -75,6 +75,39 @@ def test_ready_made_optimizers(installed: Path, tmp_path: Path) -> None:
     assert str(installed) in out
 
 
+def test_every_ready_made_pair_steps_without_the_compiler(installed: Path, tmp_path: Path) -> None:
+    """Nothing is generated for what the wheel holds."""
+    out = python(
+        """
+        import sys
+        import warnings
+        from pathlib import Path
+        import torch
+        torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])  # torch itself loads SymPy here
+        for name in ("optgen.driver", "optgen.backends", "optgen.lang", "sympy", "jinja2"):
+            sys.modules[name] = None  # its import fails
+        import optgen.optim
+        warnings.simplefilter("ignore")  # plans that are discouraged
+        plans = set()
+        for name in optgen.optim.__all__:
+            made = getattr(optgen.optim, name)
+            for plan in made.PLANS:
+                ps = [torch.nn.Parameter(torch.full(s, 0.5, dtype=torch.bfloat16)) for s in ((64, 64), (5,))]
+                for p in ps:
+                    p.grad = torch.full_like(p, 0.25)
+                optimizer = made(ps, lr=0.25, plan=plan, backend="reference")
+                optimizer.step()
+                assert all(p.isfinite().all() and optimizer.state[p]["step"] == 1 for p in ps), (name, plan)
+                plans.add(plan)
+        folders = (Path(optgen.__file__).parent / "plans").glob("[a-z]*")
+        assert plans == {f.name for f in folders}, plans
+        """,
+        installed,
+        tmp_path,
+    )
+    assert not out
+
+
 def test_rules_around_ready_made_rules(installed: Path, tmp_path: Path) -> None:
     """The ready-made ones under other plans, and a project's own, in specs/ and in a file beside nothing."""
     (tmp_path / "specs").mkdir()
