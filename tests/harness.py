@@ -25,15 +25,16 @@ import torch
 
 from optgen import passes
 from optgen.backends import cpp, host, reference, wrapper
-from optgen.driver import cpp_text, targets, triton_text
+from optgen.driver import cpp_text, kernel_text, record_text, targets, triton_text
 from optgen.driver.kernel_text import unpack_of
 from optgen.driver.targets import Case
 from optgen.ir.program import Schedule, Step
 from optgen.lang.spec import Spec
 from optgen.lower import lower
 from optgen.ops import dtypes
-from optgen.runtime.cpu import native
-from optgen.runtime.records import Variant
+from optgen.runtime.cpu import join, native
+from optgen.runtime.layout import plans
+from optgen.runtime.records import Rule, Variant
 from optgen.runtime.reference.eager import Blocks, rows_and_columns
 from tests import inlined
 
@@ -103,25 +104,6 @@ def cpp_source(schedule: Schedule, name: str = "f") -> str:
     return wrapper.render("cpp.cpp.j2", header="// a test", kernels=[cpp.kernel(schedule, f"{name}_kernel"), [use]])
 
 
-def _source(kernels: Schedule | Step) -> str:
-    """The C++ file of this kernel alone, as the package has it where its case is known."""
-    found = _cases.get(id(kernels))
-    if found is None:
-        return cpp_source(only(kernels))
-    _, spec, case = found
-    maths = only(kernels).program.maths
-    made = cpp_text.Kernels()
-    made.add(spec, case, maths, passes.step(lower(spec, case.flags, case.storage), maths), "f")
-    texts = cpp_text.texts(case.storage.plan, maths, made)
-    return wrapper.render("cpp.cpp.j2", header="// a test", kernels=texts)
-
-
-def texts(spec: Spec, s: Schedule | Step) -> list[str]:
-    """All that `Pair` prints for a step that is one kernel."""
-    schedule = only(s)
-    return [*_texts(spec, schedule, schedule), _source(s)]
-
-
 class Pair:
     """The reference and the kernel of one schedule, and a set of buffers for each."""
 
@@ -163,6 +145,9 @@ class Pair:
         """The host scalars of a step; host states are given among the hyper-parameters, else as they start."""
         program = (self.schedule if which == "reference" else self.kernels).program
         values = {h.name: h.default for h in self.spec.hypers} | dict(program.host_states) | dict(hypers)
+        if which == "kernel" and self.case is not None:
+            rule = self.joined[1]
+            return rule.host(step, 1.0, **values)[: len(rule.scalars)]
         return getattr(self.host, which)(step, 1.0, **values)[: len(program.host)]
 
     def run_reference(
@@ -223,9 +208,25 @@ class Pair:
         )
 
     @cached_property
+    def joined(self) -> tuple[Variant, Rule]:
+        """The case's variant, and the rule of its C++ kernel, in the maths of the kernels."""
+        assert self.case is not None
+        steps: dict[str, Any] = {}
+        exec(compile(kernel_text.record_text(self.spec, self.kernels.program.maths), "kernels", "exec"), steps)
+        plan = record_text.plan_record(self.case.storage.plan)
+        variants = plans.with_steps(record_text.rules(self.spec)[1], steps["RULES"], plan)
+        variant = next(v for v in variants if v.function == targets.case_name(self.spec, self.case))
+        assert variant.single is not None
+        return variant, variant.single
+
+    @cached_property
     def source(self) -> str:
-        """The C++ file of this kernel alone."""
-        return _source(self.known)
+        """The C++ text of this kernel alone."""
+        if self.case is None:
+            return cpp_source(self.kernels)
+        maths = self.kernels.program.maths
+        texts = cpp_text.rule_text(self.spec, maths), cpp_text.codec_text(self.case.storage.plan, maths)
+        return join.source(*self.joined, *texts).replace(f"using {join.KERNEL} =", "using f =")
 
     def run_cpp(
         self,

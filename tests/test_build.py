@@ -68,8 +68,8 @@ def content(folder: Path) -> dict[str, bytes]:
 def test_a_project_without_a_table_builds_its_specs_under_two_plans(project: Path) -> None:
     run()
     files = content(project / "generated")
-    plans = {tuple(name.split("/")[:2]) for name in files if name.count("/") == 2}
-    assert plans == {(s, p) for s in ("first", "second") for p in ("fp32", "int8_split24")}
+    built = read_manifest(project / "generated").specs
+    assert {name: b.plans for name, b in built.items()} == dict.fromkeys(("first", "second"), ("fp32", "int8_split24"))
     assert set(files) >= {"__init__.py", MANIFEST, "first/__init__.py", "first/triton.py"}
 
 
@@ -96,7 +96,7 @@ def test_the_table_decides(project: Path) -> None:
     outcome = run()
     files = content(project / "made")
     assert {name.split("/")[0] for name in files if "/" in name} == {"first", "lion"}
-    assert {name.split("/")[1] for name in files if name.startswith("lion/") and name.count("/") == 2} >= {"bf16_sr"}
+    assert "bf16_sr" in read_manifest(project / "made").specs["lion"].plans
     assert not any("triton" in name for name in files)
     assert outcome.skipped == []
     assert str(project) not in "".join(text.decode() for text in files.values())
@@ -452,7 +452,7 @@ def test_the_same_bytes_under_any_hash_seed_order_and_company_and_in_one_process
     run(names=("lion", "nadam"), out=str(tmp_path / "two"))
     two = content(tmp_path / "two")
     run(names=("came",), out=str(tmp_path / "two"))
-    assert len(one) > 25
+    assert len(one) > 20
     assert content(tmp_path / "two") == one
     assert {name for name, text in two.items() if one[name] != text} == {"__init__.py", MANIFEST}
 

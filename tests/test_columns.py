@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def test_no_generated_line_is_too_long() -> None:
     folders = (ROOT / "generated", ROOT / "optgen" / "plans")
-    files = [f for folder in folders for ending in ("*.py", "*.cpp") for f in folder.rglob(ending)]
+    files = [f for folder in folders for ending in ("*.py", "*.cpp", "*.h") for f in folder.rglob(ending)]
     assert files
     long = [f for f in files if any(len(line) > columns.LIMIT for line in f.read_text(encoding="utf-8").split("\n"))]
     assert long == []

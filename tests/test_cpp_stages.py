@@ -233,7 +233,7 @@ def test_stages_in_two_calls_are_the_step() -> None:
 def stages_of(opt: Any) -> tuple[Any, tuple[Any, ...]]:
     """`optgen_stages` of an optimizer's first bucket, and all arguments but the range."""
     part = opt._stepper.fast_path.last.buckets[0]
-    (library,) = native.load([cpu.job(plan_module(opt, part), part.variant.kernel_name, torch.bfloat16)])
+    (library,) = native.load([cpu.job(plan_module(opt, part), part.variant, torch.bfloat16)])
     assert isinstance(library, ctypes.CDLL)
     function = library.optgen_stages
     function.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, *[ctypes.c_int32] * 4)

@@ -154,8 +154,8 @@ def test_primitives_in_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     made = compile(gated, "fp32", maths="strict")
     folder = Path(sys.modules[made.__module__].__file__ or "").parent
-    text = "".join(file.read_text() for file in folder.rglob("*.*") if file.suffix in (".py", ".cpp"))
-    for spelled in ("g.clamp(min=0.0)", "tl.maximum(g, 0.0)", "max(g_2, F(0.0f))"):
+    text = "".join(file.read_text() for file in folder.rglob("*.*") if file.suffix in (".py", ".h"))
+    for spelled in ("g.clamp(min=0.0)", "tl.maximum(g, 0.0)", "max(g_, F(0.0f))"):
         assert spelled in text
     assert "halve" not in text.replace("mine.halve", "")  # but in the comment
     weight = torch.nn.Parameter(p.float())

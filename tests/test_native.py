@@ -19,7 +19,6 @@ import stat
 import subprocess
 import sys
 import time
-import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -110,10 +109,25 @@ def pair(name: str = "tiny", text: str | None = KERNELS) -> Pair:
         )
         for on in (False, True)
     )
-    kernels = types.ModuleType(name)
+    made = Pair(name, variants, reference=lambda _: Reference(momentum, momentum, momentum))
     if text is not None:
-        vars(kernels)["kernels_cpp"] = text
-    return Pair(name, variants, reference=lambda _: Reference(momentum, momentum, momentum), kernels=kernels)
+        TEXTS[made] = text
+    return made
+
+
+TEXTS: weakref.WeakKeyDictionary[Pair, str] = weakref.WeakKeyDictionary()
+"""The C++ kernels of pairs made here: they have no rule and no files."""
+
+
+_has_kernels, _source = cpu.has_kernels, cpu.source
+
+
+def has_kernels(plan: Pair) -> bool:
+    return plan in TEXTS or _has_kernels(plan)
+
+
+def source(plan: Pair, variant: Variant) -> str:
+    return TEXTS[plan] if plan in TEXTS else _source(plan, variant)
 
 
 TINY = {"tiny": pair(), "bare": pair("bare", None)}
@@ -142,6 +156,8 @@ def clean(shared: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("OPTGEN_ISA", "OPTGEN_BACKEND", "CXX"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(plans, "provider", lambda cls, name: TINY[name])
+    monkeypatch.setattr(cpu, "has_kernels", has_kernels)
+    monkeypatch.setattr(cpu, "source", source)
     forget()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -199,19 +215,6 @@ def same_as_eager() -> None:
 
 
 # -- choosing ---------------------------------------------------------------------------------------------------
-
-
-def test_kernels_of_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cpu.source(pair()) == KERNELS
-    assert cpu.source(pair(text=None)) is None
-    package = tmp_path / "plan_on_disk"
-    package.mkdir()
-    (package / "__init__.py").write_text("")
-    monkeypatch.syspath_prepend(tmp_path)
-    import plan_on_disk  # type: ignore[import-not-found]
-
-    (package / "kernels.cpp").write_text("// here\n")
-    assert cpu.source(Pair("on_disk", (), kernels=plan_on_disk)) == "// here\n"
 
 
 def test_the_same_bits_as_the_reference() -> None:
@@ -775,11 +778,11 @@ def test_what_killed_processes_left_is_removed(folder: Path) -> None:
 
 
 def test_a_kernel_for_other_tables_is_refused(folder: Path) -> None:
-    """A plan that was printed again after its tables were imported: addresses would stand in the wrong columns."""
+    """A plan that was generated again after its tables were imported: addresses would stand in the wrong columns."""
     plan = pair("another", KERNELS.replace("{3, 1, 3, 4, 0,", "{3, 1, 4, 4, 0,"))
     native_kernel = cpu.kernels([bucket_of(plan)])[0]
     assert isinstance(native_kernel, native.Unavailable)
-    assert "printed again" in str(native_kernel)
+    assert "generated again" in str(native_kernel)
     assert not isinstance(cpu.kernels([bucket_of(pair())])[0], native.Unavailable)
 
 
@@ -798,12 +801,9 @@ def start(text: str, **environment: str) -> subprocess.Popen[str]:
 
 
 LOAD = """
-import sys, torch
-from optgen.runtime.cpu import cpu, native
-from optgen.runtime.records.join import Pair
-kernels = type(sys)("tiny")
-kernels.kernels_cpp = open(KERNELS).read()
-(made,) = native.load([cpu.job(Pair("tiny", (), kernels=kernels), "momentum", torch.float32)])
+from optgen.runtime.cpu import native
+defines = "OPTGEN_KERNEL=momentum", "OPTGEN_GRAD=float32"
+(made,) = native.load([native.Job("momentum-float32", open(KERNELS).read(), defines)])
 print("fine" if not isinstance(made, Exception) else made)
 """
 
@@ -839,13 +839,13 @@ def test_one_openmp_runtime_and_forks(shared: Path) -> None:
     """Two threads in torch's own runtime; a forked process makes its steps with one, and is not stuck."""
     text = """
 import test_native, torch
-from optgen.runtime.cpu import native
+from optgen.runtime.cpu import cpu, native
 from optgen.runtime.layout import plans
 torch.set_num_threads(2)
 plans.provider = lambda cls, name: test_native.TINY[name]
+cpu.has_kernels, cpu.source = test_native.has_kernels, test_native.source
 assert len(native.mapped_openmp()) == 1, native.mapped_openmp()
 import os
-from optgen.runtime.cpu import cpu
 params = test_native.parameters(shapes=[(70000,), (70000,)])
 opt = test_native.Momentum(params, backend="cpp")
 for step in range(3):

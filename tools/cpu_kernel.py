@@ -15,7 +15,6 @@ import argparse
 import ctypes
 import json
 import random
-import re
 import statistics
 import sys
 import time
@@ -84,7 +83,7 @@ def recorded(optimizer: str, plan: str, numel: int, param: torch.dtype) -> Itera
             raise SystemExit(f"cpu_kernel: {step}")
         if bucket.variant.temps or workspace.reduced(bucket.variant):
             raise SystemExit(f"cpu_kernel: {optimizer} takes several stages; this times kernels of one")
-        jobs.append(cpu.job(bucket.plan, bucket.variant.kernel_name, bucket.grad_dtype))
+        jobs.append(cpu.job(bucket.plan, bucket.variant, bucket.grad_dtype))
         width = len(cpu.expected(bucket.variant, bucket.grad_dtype)[3:]) // 2 + 6
 
         def call(table: int, tensors: int, scalars: Any, key: int, threads: int) -> int:
@@ -119,13 +118,9 @@ def function(job: native.Job, name: str = "optgen_step") -> Callable[..., int]:
 def variants(job: native.Job) -> dict[str, Callable[..., int]]:
     """Return the kernel as users get it, and the variants that it is compared with."""
     out = {"as it is": function(job)}
-    for tile in (1024, 2048, 4096):
-        sized = re.sub(r"TILE = elements_of_tile\(\d+, [^,]*\)(?=,)", f"TILE = {tile}", job.source)
-        if sized != job.source:
-            out[f"tiles of {tile}"] = function(replace(job, source=sized))
-    bare = re.sub(r"(?m)^ *(if constexpr .*)?fetch\w*<.*\n", "", job.source)
-    if bare != job.source:
-        out["nothing fetched"] = function(replace(job, source=bare))
+    for cache, tile in ((1 << 14, 1024), (1 << 20, 2048)):
+        with patch.object(native, "first_level_cache", lambda cache=cache: cache), patch.object(native, "_known", {}):
+            out[f"tiles of {tile}"] = function(job)
     by = native.compiler()
     if by is not None and by.flags:
         with patch.object(native, "compiler", lambda: replace(by, flags=())), patch.object(native, "_known", {}):

@@ -25,7 +25,7 @@ def kernels_of(out: Path, packages: Iterable[str]) -> list[native.Job]:
     for name in packages:
         pair = pair_of(out, *name.split("/"))
         for variant in pair.variants:
-            jobs[cpu.job(pair, variant.kernel_name, getattr(torch, variant.param))] = None
+            jobs[cpu.job(pair, variant, getattr(torch, variant.param))] = None
     return list(jobs)
 
 
@@ -34,7 +34,8 @@ def pair_of(out: Path, rule: str, plan: str) -> Pair:
     own = out / PLANS / plan
     record = _package(own) if own.is_dir() else importlib.import_module(f"optgen.{PLANS}.{plan}")
     rules, steps = (_package(out / rule, file).RULES for file in ("records.py", "kernels.py"))
-    return plans.joined(rules, steps, record, _package(out / rule / plan))
+    kernels = _package(out / rule / plan) if (out / rule / plan).is_dir() else None
+    return plans.joined(rules, steps, record, kernels, out / rule)
 
 
 def _package(folder: Path, file: str = "__init__.py") -> ModuleType:

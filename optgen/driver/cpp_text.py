@@ -150,8 +150,8 @@ def texts(plan: Plan, maths: Maths, kernels: Kernels) -> list[list[str]]:
 
 # -- single sweeps
 
-RULE, CODECS = "kernels.h", "codecs.h"
-"""The files of a rule and of a plan."""
+RULE, CODECS, STAGES = "kernels.h", "codecs.h", "kernels.cpp"
+"""The files of a rule, of a plan, and of the two where steps take several sweeps."""
 
 
 def _header(lines: list[str], structs: list[list[str]]) -> str:

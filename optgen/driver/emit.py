@@ -5,24 +5,22 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import Any
+from functools import cached_property
 
 import optgen
 from optgen import passes
-from optgen.backends import host, wrapper
+from optgen.backends import wrapper
 from optgen.driver import cpp_text, eager_text, explain, judge, kernel_text, record_text, targets, triton_text
 from optgen.driver.eager_text import PLANS, is_ready
-from optgen.driver.pool import Pool
 from optgen.driver.project import Maths
-from optgen.driver.record_text import Name, written
+from optgen.driver.record_text import written
 from optgen.driver.targets import Case
 from optgen.formats.plan import Plan
 from optgen.ir.program import Program, Step
 from optgen.lang.spec import Spec
 from optgen.lower import lower
 
-FILES = {"triton": ("triton.py",), "cpp": ("kernels.cpp",)}
+FILES = {"triton": (triton_text.FILE,), "cpp": (cpp_text.RULE, cpp_text.CODECS, cpp_text.STAGES)}
 """The files that each backend beside the reference adds to the packages of rules, of plans and of the two."""
 
 
@@ -81,48 +79,38 @@ def header(spec: Spec, plan: Plan, backend: str, compiled: list[Compiled], maths
 def emit_plan(
     spec: Spec, plan: Plan, *, maths: Maths = "fast", cases: Iterable[Case] | None = None
 ) -> dict[str, str]:
-    """File name -> text of generated/<spec>/<plan>/.  `cases`: those to generate, all of them by default."""
-    compiled = [compile_case(spec, c, maths) for c in (targets.cases(spec, plan) if cases is None else cases)]
-    scalars, cpp_kernels = Pool(), cpp_text.Kernels()
-    rows: dict[str, dict[str, Any]] = {}
-    printed: dict[int, str] = {}  # the kernels of steps that are one, by their schedules: settings of flags share them
-    unpack = kernel_text.unpack_of(spec)
-    for c in compiled:
-        wanted = targets.case_name(spec, c.case)
-        if c.fast.in_stages:
-            made = kernel_text.step_of(spec, maths, c.case)
-            rows[wanted] = {"kernel": cpp_kernels.add(spec, c.case, maths, c.fast, wanted, made)}
-            continue
-        # Strict and fast maths hoist different scalars: the runtime passes each backend its own.
-        function = partial(host.scalars_function, kernel_text.host_program(c.fast), unpack)
-        fast_host = scalars.add("kernel_scalars", function)
-        (only,) = c.fast.stages
-        kernel_name = printed.get(id(only.schedule), "")
-        if not kernel_name:
-            kernel_name = printed[id(only.schedule)] = cpp_kernels.add(spec, c.case, maths, c.fast, wanted)
-        of = tuple(let.name for let in c.fast.host)
-        rows[wanted] = dict(kernel=kernel_name, kernel_scalars=of, kernel_host=Name(fast_host))
-    head = {b: header(spec, plan, b, compiled, maths) for b in ("tables", "cpp")}
-    own = kernel_text.record_text(spec, maths, plan)
-    files = {
-        "__init__.py": wrapper.render(
-            "plan.py.j2",
-            header=head["tables"],
-            scalar_names=host.needs(scalars.functions),
-            discouraged=judge.discouraged(spec, [c.case for c in compiled]),
-            functions=scalars.functions,
-            kernels=list(written("KERNELS = ", rows)),
-            rules=own.partition("# ruff: noqa\n")[2],
-        ),
-        "kernels.cpp": wrapper.render(
+    """Return file name -> text of generated/<spec>/<plan>/, {} if all that it needs is of the rule or of the plan.
+
+    cases  those to generate, all of them by default
+    """
+    chosen = list(targets.cases(spec, plan) if cases is None else cases)
+    staged = [c for c in chosen if not kernel_text.is_sweep(spec, maths, c)]
+    own, wrong = kernel_text.record_text(spec, maths, plan), judge.discouraged(spec, chosen)
+    if not staged and not wrong:
+        return {}
+    files: dict[str, str] = {}
+    same: dict[str, str] = {}
+    if staged:
+        compiled, kernels = [compile_case(spec, c, maths) for c in staged], cpp_text.Kernels()
+        for c in compiled:
+            name = targets.case_name(spec, c.case)
+            first = kernels.add(spec, c.case, maths, c.fast, name, kernel_text.step_of(spec, maths, c.case))
+            same |= {name: first} if first != name else {}
+        files[cpp_text.STAGES] = wrapper.render(
             "cpp.cpp.j2",
-            header=re.sub("^#", "//", head["cpp"], flags=re.M),
-            include="stages.h" if cpp_kernels.steps.functions else "optgen.h",
-            kernels=cpp_text.texts(plan, maths, cpp_kernels),
-        ),
-    }
+            header=re.sub("^#", "//", header(spec, plan, "cpp", compiled, maths), flags=re.M),
+            include="stages.h",
+            kernels=cpp_text.texts(plan, maths, kernels),
+        )
     if own:
         files[triton_text.FILE] = triton_text.rule_text(spec, maths, plan)
+    files["__init__.py"] = wrapper.render(
+        "plan.py.j2",
+        header="\n".join(kernel_text.header_of(spec, plan, "tables")),
+        discouraged=wrong,
+        same=list(written("SAME = ", same)) if same else [],
+        rules=own.partition("# ruff: noqa\n")[2],
+    )
     return files
 
 
@@ -194,6 +182,7 @@ def rule_files(spec: Spec, plans: tuple[str, ...], own: Mapping[str, str], maths
         eager_text.FILE: eager_text.rule_text(spec),
         kernel_text.FILE: kernel_text.record_text(spec, maths),
         triton_text.FILE: triton_text.rule_text(spec, maths),
+        **({cpp_text.RULE: cpp} if (cpp := cpp_text.rule_text(spec, maths)) else {}),
     }
 
 
@@ -203,6 +192,7 @@ def plan_files(plan: Plan, maths: Maths = "fast", others: Sequence[Plan] = ()) -
         record_text.PLAN: record_text.plan_text(plan),
         eager_text.FILE: eager_text.codec_text(plan, others),
         triton_text.FILE: triton_text.codec_text(plan, maths, others),
+        cpp_text.CODECS: cpp_text.codec_text(plan, maths),
     }
 
 

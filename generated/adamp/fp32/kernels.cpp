@@ -405,57 +405,6 @@ struct adamp_kernel_7 {
     }
 };
 
-template <class Weight, class Grad>
-struct adamp_no_projected_kernel {
-    // random bits of p; which of their words are drawn, and kept
-    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
-    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 8;
-    // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}});
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        Weight weight(at[0], at + 2);
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[parts<Weight>() + 1];     // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[parts<Weight>() + 2];  // float32 [n]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F one_minus_beta1_times_grad_scale(scalars[2]);
-        const F scalar_1(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F one_minus_lr_times_weight_decay(scalars[6]);
-        const F minus_lr_over_one_minus_beta1_pow_t(scalars[7]);
-        Words<adamp_no_projected_kernel> words(count, first, stream_key, step_key);
-
-        // -- elements: decode, update  (specs/adamp.py)
-        for (int i = 0; i < count; i += W) {
-            const auto noise = words.at(i);
-            const F g = Grad::load(g_at + i);
-            const F exp_avg = load(exp_avg_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F p = weight.decode(i);
-            // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
-            // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_1 * g, g, beta2 * exp_avg_sq);
-            // 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-            const F update = exp_avg_2 / fma(sqrt(exp_avg_sq_2), scalar_2, scalar_3);
-            // 31  p = decoupled(p, lr, weight_decay)
-            const F p_2 = one_minus_lr_times_weight_decay * p;
-            // 32  p = p - lr / (1 - beta1**t) * update
-            const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update, p_2);
-            weight.encode(i, p_3, noise);
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-        }
-    }
-};
-
 // a sweep: update (specs/adamp.py:29)
 template <class Weight, class Grad>
 struct adamp_nesterov_kernel_1 {
@@ -786,58 +735,6 @@ struct adamp_nesterov_kernel_7 {
 };
 
 template <class Weight, class Grad>
-struct adamp_nesterov_no_projected_kernel {
-    // random bits of p; which of their words are drawn, and kept
-    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
-    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 8;
-    // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}});
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        Weight weight(at[0], at + 2);
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[parts<Weight>() + 1];     // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[parts<Weight>() + 2];  // float32 [n]  read and written
-        const F beta1(scalars[0]);
-        const F beta2(scalars[1]);
-        const F one_minus_beta1_times_grad_scale(scalars[2]);
-        const F scalar_1(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F one_minus_lr_times_weight_decay(scalars[6]);
-        const F minus_lr_over_one_minus_beta1_pow_t(scalars[7]);
-        Words<adamp_nesterov_no_projected_kernel> words(count, first, stream_key, step_key);
-
-        // -- elements: decode, update  (specs/adamp.py)
-        for (int i = 0; i < count; i += W) {
-            const auto noise = words.at(i);
-            const F exp_avg = load(exp_avg_at + i);
-            const F g = Grad::load(g_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F p = weight.decode(i);
-            const F g_mul = one_minus_beta1_times_grad_scale * g;
-            // 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-            const F exp_avg_2 = fma(beta1, exp_avg, g_mul);
-            // 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_1 * g, g, beta2 * exp_avg_sq);
-            // 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-            const F update = fma(beta1, exp_avg_2, g_mul) / fma(sqrt(exp_avg_sq_2), scalar_2, scalar_3);
-            // 31  p = decoupled(p, lr, weight_decay)
-            const F p_2 = one_minus_lr_times_weight_decay * p;
-            // 32  p = p - lr / (1 - beta1**t) * update
-            const F p_3 = fma(minus_lr_over_one_minus_beta1_pow_t, update, p_2);
-            weight.encode(i, p_3, noise);
-            store(exp_avg_at + i, exp_avg_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-        }
-    }
-};
-
-template <class Weight, class Grad>
 struct adamp_step {
     typedef void staged;
     static constexpr int SCALARS = 14, BLOCK = 1;
@@ -922,18 +819,9 @@ struct adamp_nesterov_step {
 template <class Grad> using adamp_float32 = adamp_step<weight_float32, Grad>;
 template <class Grad> using adamp_bfloat16 = adamp_step<weight_bfloat16, Grad>;
 template <class Grad> using adamp_float16 = adamp_step<weight_float16, Grad>;
-template <class Grad> using adamp_float32_no_projected = adamp_no_projected_kernel<weight_float32, Grad>;
-template <class Grad> using adamp_bfloat16_no_projected = adamp_no_projected_kernel<weight_bfloat16, Grad>;
-template <class Grad> using adamp_float16_no_projected = adamp_no_projected_kernel<weight_float16, Grad>;
 template <class Grad> using adamp_float32_nesterov = adamp_nesterov_step<weight_float32, Grad>;
 template <class Grad> using adamp_bfloat16_nesterov = adamp_nesterov_step<weight_bfloat16, Grad>;
 template <class Grad> using adamp_float16_nesterov = adamp_nesterov_step<weight_float16, Grad>;
-template <class Grad> using adamp_float32_nesterov_no_projected = adamp_nesterov_no_projected_kernel<weight_float32,
-    Grad>;
-template <class Grad> using adamp_bfloat16_nesterov_no_projected = adamp_nesterov_no_projected_kernel<weight_bfloat16,
-    Grad>;
-template <class Grad> using adamp_float16_nesterov_no_projected = adamp_nesterov_no_projected_kernel<weight_float16,
-    Grad>;
 
 }  // namespace
 

@@ -10,7 +10,7 @@
 //   momentum_buffer  4 B  f32
 //                    exact; every f32
 //   traffic   18 B per bfloat16 parameter and step: 2 sweeps
-//   maths     fast; rounding changed by: eps, fma, group, nan, reciprocal, step
+//   maths     fast; rounding changed by: fma, group, nan
 // clang-format off
 #include "stages.h"
 
@@ -162,61 +162,6 @@ struct muon_kernel_4 {
     }
 };
 
-template <class Weight, class Grad>
-struct muon_no_matrix_kernel {
-    // random bits of p; which of their words are drawn, and kept
-    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
-    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 7;
-    // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}});
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        Weight weight(at[0], at + 2);
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        // float32 [n]  read and written
-        float *__restrict momentum_buffer_at = (float *)at[parts<Weight>() + 1];
-        float *__restrict exp_avg_sq_at = (float *)at[parts<Weight>() + 2];  // float32 [n]  read and written
-        const F adamw_betas_0(scalars[0]);
-        const F adamw_betas_1(scalars[1]);
-        const F one_minus_adamw_betas_0_times_grad_scale(scalars[2]);
-        const F scalar_1(scalars[3]);
-        const F scalar_2(scalars[4]);
-        const F scalar_3(scalars[5]);
-        const F one_minus_adamw_lr_times_weight_decay(scalars[6]);
-        Words<muon_no_matrix_kernel> words(count, first, stream_key, step_key);
-
-        // -- elements: decode, update  (specs/muon.py)
-        for (int i = 0; i < count; i += W) {
-            const auto noise = words.at(i);
-            const F g = Grad::load(g_at + i);
-            const F momentum_buffer = load(momentum_buffer_at + i);
-            const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F p = weight.decode(i);
-            // 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
-            //     adamw_betas, adamw_eps, weight_decay )
-            const F momentum_buffer_2 = fma(
-                one_minus_adamw_betas_0_times_grad_scale, g, adamw_betas_0 * momentum_buffer
-            );
-            // 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
-            //     adamw_betas, adamw_eps, weight_decay )
-            const F exp_avg_sq_2 = fma(scalar_1 * g, g, adamw_betas_1 * exp_avg_sq);
-            // 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
-            //     adamw_betas, adamw_eps, weight_decay )
-            const F p_2 = fma(
-                -momentum_buffer_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_2, scalar_3),
-                one_minus_adamw_lr_times_weight_decay * p
-            );
-            weight.encode(i, p_2, noise);
-            store(momentum_buffer_at + i, momentum_buffer_2);
-            store(exp_avg_sq_at + i, exp_avg_sq_2);
-        }
-    }
-};
-
 // tensor: values of tensors
 template <class Weight, class Grad>
 struct muon_match_rms_adamw_kernel_1 {
@@ -357,9 +302,6 @@ struct muon_no_nesterov_match_rms_adamw_step {
 template <class Grad> using muon_float32 = muon_step<weight_float32, Grad>;
 template <class Grad> using muon_bfloat16 = muon_step<weight_bfloat16, Grad>;
 template <class Grad> using muon_float16 = muon_step<weight_float16, Grad>;
-template <class Grad> using muon_float32_no_matrix = muon_no_matrix_kernel<weight_float32, Grad>;
-template <class Grad> using muon_bfloat16_no_matrix = muon_no_matrix_kernel<weight_bfloat16, Grad>;
-template <class Grad> using muon_float16_no_matrix = muon_no_matrix_kernel<weight_float16, Grad>;
 template <class Grad> using muon_float32_match_rms_adamw = muon_match_rms_adamw_step<weight_float32, Grad>;
 template <class Grad> using muon_bfloat16_match_rms_adamw = muon_match_rms_adamw_step<weight_bfloat16, Grad>;
 template <class Grad> using muon_float16_match_rms_adamw = muon_match_rms_adamw_step<weight_float16, Grad>;

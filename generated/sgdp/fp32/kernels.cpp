@@ -382,45 +382,6 @@ struct sgdp_kernel_7 {
     }
 };
 
-template <class Weight, class Grad>
-struct sgdp_no_projected_kernel {
-    // random bits of p; which of their words are drawn, and kept
-    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
-    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 4;
-    // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}});
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        Weight weight(at[0], at + 2);
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        // float32 [n]  read and written
-        float *__restrict momentum_buffer_at = (float *)at[parts<Weight>() + 1];
-        const F momentum(scalars[0]);
-        const F one_minus_dampening_times_grad_scale(scalars[1]);
-        const F scalar_1(scalars[2]);
-        const F minus_lr(scalars[3]);
-        Words<sgdp_no_projected_kernel> words(count, first, stream_key, step_key);
-
-        // -- elements: decode, update  (specs/sgdp.py)
-        for (int i = 0; i < count; i += W) {
-            const auto noise = words.at(i);
-            const F g = Grad::load(g_at + i);
-            const F momentum_buffer = load(momentum_buffer_at + i);
-            const F p = weight.decode(i);
-            // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
-            const F momentum_buffer_2 = fma(one_minus_dampening_times_grad_scale, g, momentum * momentum_buffer);
-            const F p_2 = scalar_1 * p;                           // 29  p = decoupled(p, lr, weight_decay)
-            const F p_3 = fma(minus_lr, momentum_buffer_2, p_2);  // 30  p = p - lr * update
-            weight.encode(i, p_3, noise);
-            store(momentum_buffer_at + i, momentum_buffer_2);
-        }
-    }
-};
-
 // a sweep: update (specs/sgdp.py:27)
 template <class Weight, class Grad>
 struct sgdp_nesterov_kernel_1 {
@@ -651,46 +612,6 @@ struct sgdp_nesterov_kernel_7 {
 };
 
 template <class Weight, class Grad>
-struct sgdp_nesterov_no_projected_kernel {
-    // random bits of p; which of their words are drawn, and kept
-    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
-    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
-    // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}});
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        Weight weight(at[0], at + 2);
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        // float32 [n]  read and written
-        float *__restrict momentum_buffer_at = (float *)at[parts<Weight>() + 1];
-        const F momentum(scalars[0]);
-        const F one_minus_dampening_times_grad_scale(scalars[1]);
-        const F lr_times_grad_scale(scalars[2]);
-        const F lr_times_momentum(scalars[3]);
-        const F scalar_3(scalars[4]);
-        Words<sgdp_nesterov_no_projected_kernel> words(count, first, stream_key, step_key);
-
-        // -- elements: decode, update  (specs/sgdp.py)
-        for (int i = 0; i < count; i += W) {
-            const auto noise = words.at(i);
-            const F p = weight.decode(i);
-            const F g = Grad::load(g_at + i);
-            const F momentum_buffer = load(momentum_buffer_at + i);
-            // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
-            const F momentum_buffer_2 = fma(one_minus_dampening_times_grad_scale, g, momentum * momentum_buffer);
-            // 30  p = p - lr * update
-            const F p_2 = fma(scalar_3, p, -fma(lr_times_momentum, momentum_buffer_2, lr_times_grad_scale * g));
-            weight.encode(i, p_2, noise);
-            store(momentum_buffer_at + i, momentum_buffer_2);
-        }
-    }
-};
-
-template <class Weight, class Grad>
 struct sgdp_step {
     typedef void staged;
     static constexpr int SCALARS = 9, BLOCK = 1;
@@ -773,18 +694,9 @@ struct sgdp_nesterov_step {
 template <class Grad> using sgdp_float32 = sgdp_step<weight_float32, Grad>;
 template <class Grad> using sgdp_bfloat16 = sgdp_step<weight_bfloat16, Grad>;
 template <class Grad> using sgdp_float16 = sgdp_step<weight_float16, Grad>;
-template <class Grad> using sgdp_float32_no_projected = sgdp_no_projected_kernel<weight_float32, Grad>;
-template <class Grad> using sgdp_bfloat16_no_projected = sgdp_no_projected_kernel<weight_bfloat16, Grad>;
-template <class Grad> using sgdp_float16_no_projected = sgdp_no_projected_kernel<weight_float16, Grad>;
 template <class Grad> using sgdp_float32_nesterov = sgdp_nesterov_step<weight_float32, Grad>;
 template <class Grad> using sgdp_bfloat16_nesterov = sgdp_nesterov_step<weight_bfloat16, Grad>;
 template <class Grad> using sgdp_float16_nesterov = sgdp_nesterov_step<weight_float16, Grad>;
-template <class Grad> using sgdp_float32_nesterov_no_projected = sgdp_nesterov_no_projected_kernel<weight_float32,
-    Grad>;
-template <class Grad> using sgdp_bfloat16_nesterov_no_projected = sgdp_nesterov_no_projected_kernel<weight_bfloat16,
-    Grad>;
-template <class Grad> using sgdp_float16_nesterov_no_projected = sgdp_nesterov_no_projected_kernel<weight_float16,
-    Grad>;
 
 }  // namespace
 

@@ -157,43 +157,6 @@ struct sm3_kernel_3 {
     }
 };
 
-template <class Weight, class Grad>
-struct sm3_no_factored_kernel {
-    // random bits of p; which of their words are drawn, and kept
-    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
-    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 3;
-    // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}});
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        Weight weight(at[0], at + 2);
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict accumulator_at = (float *)at[parts<Weight>() + 1];  // float32 [n]  read and written
-        const F eps(scalars[0]);
-        const F grad_scale_times_grad_scale(scalars[1]);
-        const F minus_lr_times_grad_scale(scalars[2]);
-        Words<sm3_no_factored_kernel> words(count, first, stream_key, step_key);
-
-        // -- elements: decode, update  (specs/sm3.py)
-        for (int i = 0; i < count; i += W) {
-            const auto noise = words.at(i);
-            const F g = Grad::load(g_at + i);
-            const F accumulator = load(accumulator_at + i);
-            const F p = weight.decode(i);
-            // 42  accumulator = accumulator + g * g
-            const F accumulator_2 = fma(grad_scale_times_grad_scale * g, g, accumulator);
-            // 48  p = p - lr * update
-            const F p_2 = fma(minus_lr_times_grad_scale, g / sqrt(accumulator_2 + eps), p);
-            weight.encode(i, p_2, noise);
-            store(accumulator_at + i, accumulator_2);
-        }
-    }
-};
-
 // a sweep: accumulator_row (specs/sm3.py:39), accumulator_col (specs/sm3.py:40)
 template <class Weight, class Grad>
 struct sm3_has_momentum_kernel_1 {
@@ -308,52 +271,6 @@ struct sm3_has_momentum_kernel_3 {
 };
 
 template <class Weight, class Grad>
-struct sm3_has_momentum_no_factored_kernel {
-    // random bits of p; which of their words are drawn, and kept
-    static constexpr auto NOISE = dealt({{Weight::NOISE, false}});
-    static constexpr int DRAWN = NOISE.mask({P}), KEPT = 0;
-    static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
-    // bytes per entry, of what, written
-    static constexpr auto COLUMNS = columns<Weight, Grad, Column>({{4, ELEMENT, true}, {4, ELEMENT, true}});
-
-    template <bool RAGGED>
-    OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
-        Weight weight(at[0], at + 2);
-        // float [n]  read
-        const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict accumulator_at = (float *)at[parts<Weight>() + 1];  // float32 [n]  read and written
-        // float32 [n]  read and written
-        float *__restrict momentum_buffer_at = (float *)at[parts<Weight>() + 2];
-        const F momentum(scalars[0]);
-        const F eps(scalars[1]);
-        const F grad_scale_times_grad_scale(scalars[2]);
-        const F one_minus_momentum_times_grad_scale(scalars[3]);
-        const F minus_lr(scalars[4]);
-        Words<sm3_has_momentum_no_factored_kernel> words(count, first, stream_key, step_key);
-
-        // -- elements: decode, update  (specs/sm3.py)
-        for (int i = 0; i < count; i += W) {
-            const auto noise = words.at(i);
-            const F g = Grad::load(g_at + i);
-            const F accumulator = load(accumulator_at + i);
-            const F momentum_buffer = load(momentum_buffer_at + i);
-            const F p = weight.decode(i);
-            // 42  accumulator = accumulator + g * g
-            const F accumulator_2 = fma(grad_scale_times_grad_scale * g, g, accumulator);
-            // 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
-            const F momentum_buffer_2 = fma(
-                one_minus_momentum_times_grad_scale, g / sqrt(accumulator_2 + eps), momentum * momentum_buffer
-            );
-            const F p_2 = fma(minus_lr, momentum_buffer_2, p);  // 48  p = p - lr * update
-            weight.encode(i, p_2, noise);
-            store(accumulator_at + i, accumulator_2);
-            store(momentum_buffer_at + i, momentum_buffer_2);
-        }
-    }
-};
-
-template <class Weight, class Grad>
 struct sm3_step {
     typedef void staged;
     static constexpr int SCALARS = 3, BLOCK = 1;
@@ -397,18 +314,9 @@ struct sm3_has_momentum_step {
 template <class Grad> using sm3_float32 = sm3_step<weight_float32, Grad>;
 template <class Grad> using sm3_bfloat16 = sm3_step<weight_bfloat16, Grad>;
 template <class Grad> using sm3_float16 = sm3_step<weight_float16, Grad>;
-template <class Grad> using sm3_float32_no_factored = sm3_no_factored_kernel<weight_float32, Grad>;
-template <class Grad> using sm3_bfloat16_no_factored = sm3_no_factored_kernel<weight_bfloat16, Grad>;
-template <class Grad> using sm3_float16_no_factored = sm3_no_factored_kernel<weight_float16, Grad>;
 template <class Grad> using sm3_float32_has_momentum = sm3_has_momentum_step<weight_float32, Grad>;
 template <class Grad> using sm3_bfloat16_has_momentum = sm3_has_momentum_step<weight_bfloat16, Grad>;
 template <class Grad> using sm3_float16_has_momentum = sm3_has_momentum_step<weight_float16, Grad>;
-template <class Grad> using sm3_float32_has_momentum_no_factored = sm3_has_momentum_no_factored_kernel<weight_float32,
-    Grad>;
-template <class Grad> using sm3_bfloat16_has_momentum_no_factored = sm3_has_momentum_no_factored_kernel<weight_bfloat16,
-    Grad>;
-template <class Grad> using sm3_float16_has_momentum_no_factored = sm3_has_momentum_no_factored_kernel<weight_float16,
-    Grad>;
 
 }  // namespace
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from optgen.runtime.cpu import native
+from optgen.runtime.cpu import join, native
 from optgen.runtime.layout import workspace
 from optgen.runtime.records import EIGHT, Field, Variant, dtype_name
 from optgen.runtime.records.join import Pair
@@ -35,29 +35,36 @@ Step = Callable[[int, int, "ctypes.Array[ctypes.c_float]", int, int], int]
 
 
 @functools.cache
-def source(plan: Pair) -> str | None:
-    """The C++ kernels of a pair: `kernels_cpp` of a module made in memory, else kernels.cpp in the package."""
-    text = getattr(plan.kernels, "kernels_cpp", None)
-    if isinstance(text, str):
-        return text
-    for folder in getattr(plan.kernels, "__path__", ()):
-        path = Path(folder) / "kernels.cpp"
-        if path.is_file():
-            return path.read_text(encoding="utf-8")
-    return None
+def _text(file: Path) -> str:
+    return file.read_text(encoding="utf-8")
 
 
-def job(plan: Pair, kernel: str, grad: torch.dtype) -> native.Job:
-    """The library that holds one kernel of a plan, for gradients of that dtype."""
-    text = source(plan)
-    assert text is not None
-    name = dtype_name(grad)
-    return native.Job(f"{kernel}-{name}", text, (f"OPTGEN_KERNEL={kernel}", f"OPTGEN_GRAD={name}"))
+def has_kernels(plan: Pair) -> bool:
+    """Return True if C++ kernels were generated."""
+    rule, codecs, own = plan.cpp or (Path(), Path(), Path())
+    return codecs.is_file() and (rule.is_file() or own.is_file())
+
+
+def source(plan: Pair, variant: Variant) -> str:
+    """Return the text that holds the C++ kernel of a variant."""
+    rule, codecs, own = plan.cpp
+    if variant.single is not None:
+        return join.source(variant, variant.single, _text(rule), _text(codecs))
+    return _text(own)
+
+
+def job(plan: Pair, variant: Variant, grad: torch.dtype) -> native.Job:
+    """Return the library that holds the kernel of a variant, for gradients of that dtype."""
+    kernel, name = variant.kernel_name, variant.kernel_name
+    if variant.single is not None:  # settings of flags that have one kernel have one library
+        kernel, name = join.KERNEL, f"{variant.single.stages[0].kernel}_{variant.param}"
+    dtype = dtype_name(grad)
+    return native.Job(f"{name}-{dtype}", source(plan, variant), (f"OPTGEN_KERNEL={kernel}", f"OPTGEN_GRAD={dtype}"))
 
 
 def kernels(buckets: Sequence[Bucket]) -> list[Step | native.Unavailable]:
     """The function of each bucket's kernel, compiled where it is new; in place of one that cannot be had, why."""
-    jobs = [job(b.plan, b.variant.kernel_name, b.grad_dtype) for b in buckets]
+    jobs = [job(b.plan, b.variant, b.grad_dtype) for b in buckets]
     return [
         made if isinstance(made, native.Unavailable) else _function(made, bucket)
         for made, bucket in zip(native.load(jobs), buckets, strict=True)
@@ -65,13 +72,13 @@ def kernels(buckets: Sequence[Bucket]) -> list[Step | native.Unavailable]:
 
 
 def _function(library: ctypes.CDLL, bucket: Bucket) -> Step | native.Unavailable:
-    """The step; Unavailable where the kernel was printed for other tables than those that were imported."""
+    """The step; Unavailable where the kernel was generated for other tables than those that were imported."""
     layout = library.optgen_layout
     layout.restype, layout.argtypes = ctypes.POINTER(ctypes.c_int32), ()
     variant, said = bucket.variant, layout()
     wanted = expected(variant, bucket.grad_dtype)
     if [said[k] for k in range(3)] != wanted[:3] or [said[k] for k in range(len(wanted))] != wanted:
-        return native.Unavailable(f"{variant.kernel_name} was printed again since {bucket.plan.name} was imported")
+        return native.Unavailable(f"{variant.kernel_name} was generated again since {bucket.plan.name} was imported")
     function = library.optgen_stages if bucket.in_parts else library.optgen_step
     function.restype = ctypes.c_int32
     function.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32)
@@ -95,12 +102,11 @@ def _kind_of(field: Field) -> int:
 
 def expected(variant: Variant, grad: torch.dtype) -> list[int]:
     """Return the `layout` (see optgen.h) of a kernel that was generated for the tables of this variant."""
-    scalars = variant.scalars if variant.kernel_scalars is None else variant.kernel_scalars
     columns = [(getattr(torch, variant.param).itemsize, 0), (grad.itemsize, 0)]
     columns += [(f.torch_dtype.itemsize * f.width, _kind_of(f)) for f in variant.fields]
     columns += [(2 if t.space == "elem" else 4, _kind(t.space)) for t in variant.temps]
     columns += [(4, KINDS.index(t.space) + 8) for t in workspace.reduced(variant)]
-    return [len(scalars), variant.block, len(columns), *(x for column in columns for x in column)]
+    return [variant.host_for("cpp")[1], variant.block, len(columns), *(x for column in columns for x in column)]
 
 
 @dataclass(frozen=True, slots=True)

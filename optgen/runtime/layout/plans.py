@@ -15,6 +15,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -112,19 +113,20 @@ def load(cls: type, plan: str) -> Pair:
 
 
 def _built(base: Any, plan: str) -> Pair | None:
-    """Return a class under a plan; None where a package of the two is missing."""
-    package = base.OWN_PLANS.get(plan, f"optgen.plans.{plan}")
-    names = importlib.util.resolve_name(package, base.__module__), f"{base.__module__}.{plan}"
+    """Return a class under a plan; None if the plan's package is missing."""
+    package = importlib.util.resolve_name(base.OWN_PLANS.get(plan, f"optgen.plans.{plan}"), base.__module__)
     try:
-        record, kernels = map(importlib.import_module, names)
+        record = importlib.import_module(package)
     except ModuleNotFoundError as error:
-        if error.name not in names:
+        if error.name != package:
             raise
         return None
+    own, folder = f"{base.__module__}.{plan}", folder_of(sys.modules[base.__module__])
+    kernels = importlib.import_module(own) if importlib.util.find_spec(own) else None
     functions = functools.partial(_functions, f"{base.__module__}.eager", f"{record.__name__}.eager")
     rules, steps = (importlib.import_module(f"{base.__module__}.{x}").RULES for x in ("records", "kernels"))
     device = f"{base.__module__}.{DEVICE}", f"{record.__name__}.{DEVICE}"
-    return replace(joined(rules, steps, record, kernels), reference=functions, triton=device)
+    return replace(joined(rules, steps, record, kernels, folder), reference=functions, triton=device)
 
 
 def with_steps(
@@ -145,15 +147,25 @@ def with_steps(
         yield found.in_stages()
 
 
+def folder_of(package: ModuleType) -> Path:
+    """Return the folder of a package."""
+    return Path(package.__path__[0])
+
+
 def joined(
-    rules: tuple[RuleRecord, ...], steps: tuple[Rule, ...], plan: ModuleType, kernels: ModuleType
+    rules: tuple[RuleRecord, ...], steps: tuple[Rule, ...], plan: ModuleType, kernels: ModuleType | None, folder: Path
 ) -> Pair:
-    """Return the pair of a rule's records and a plan's package, with the kernels that were generated for the two."""
+    """Return the pair of a rule's records and a plan's package.
+
+    kernels  the package of what was generated for the two together, if anything was
+    folder   of the rule's package
+    """
+    name = plan.__name__.rpartition(".")[2]
+    same, wrong = getattr(kernels, "SAME", {}), getattr(kernels, "DISCOURAGED", {})
     every = with_steps(rules, steps, plan.PLAN, getattr(kernels, "RULES", ()))
-    found = (v for v in every if v.function in kernels.KERNELS)
-    variants = tuple(replace(v, **kernels.KERNELS[v.function]) for v in found)
-    name, wrong = plan.__name__.rpartition(".")[2], getattr(kernels, "DISCOURAGED", {})
-    return Pair(name, variants, plan.PLAN.small_numel, kernels=kernels, discouraged=wrong)
+    variants = tuple(replace(v, kernel=same.get(v.function, "")) for v in every)
+    cpp = folder / "kernels.h", folder_of(plan) / "codecs.h", folder / name / "kernels.cpp"
+    return Pair(name, variants, plan.PLAN.small_numel, kernels=kernels, cpp=cpp, discouraged=wrong)
 
 
 def _functions(rule: str, plan: str, variant: Variant) -> Reference:

@@ -427,17 +427,18 @@ class Variant:
         return None if few or stage.space != "elem" else self.rule
 
     def in_stages(self) -> Variant:
-        """Return the variant with the stages of its rule, if that takes several, in the blocks of its plan."""
+        """Return the variant with its rule's scalars, and the stages if it takes several, in the blocks of its plan."""
         rule = self.rule
-        if rule is None or self.single is not None:
+        if rule is None:
             return self
+        found = replace(self, kernel_scalars=rule.scalars, kernel_host=rule.host)
+        if self.single is not None:
+            return found
         stages = []
         for k, stage in enumerate(rule.stages):
             own = replace(stage, kernel=f"{self.function}_{k + 1}", block=self.block_of(self.owners_in(stage)))
             stages.append(stage if stage.space == "call" else own)
-        return replace(
-            self, temps=rule.temps, stages=tuple(stages), kernel_scalars=rule.scalars, kernel_host=rule.host
-        )
+        return replace(found, temps=rule.temps, stages=tuple(stages))
 
     def owners_in(self, stage: Stage) -> list[str]:
         """Return the values that a stage of the rule touches: those read, those stored, those whose roots are read."""
@@ -468,8 +469,6 @@ class Variant:
 
     def host_for(self, backend: str) -> tuple[HostFunction, int]:
         """(host function, number of scalars that it returns before the host states) of a backend."""
-        if backend == "triton" and self.single is not None:
-            return self.single.host, len(self.single.scalars)
         if backend != "reference" and self.kernel_host is not None and self.kernel_scalars is not None:
             return self.kernel_host, len(self.kernel_scalars)
         return self.host, len(self.scalars)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -159,7 +160,8 @@ class Pair:
     variants     one for each parameter dtype, size class and setting of the flags
     small_numel  tensors with fewer elements take the variant for small tensors
     reference    variant -> its eager functions
-    kernels      the package of C++ kernels, and of Triton kernels of several stages
+    kernels      the package of what only the two together have, if there is any
+    cpp          the files of the rule's C++ text, of the plan's, and of the kernels of the two
     triton       the modules of the rule's Triton kernels and of the plan's codecs, by name
     discouraged  state -> what the lint finds wrong with how the plan keeps it
     """
@@ -169,6 +171,7 @@ class Pair:
     small_numel: int = 0
     reference: Callable[[Variant], Reference] | None = None
     kernels: ModuleType | None = None
+    cpp: tuple[Path, ...] = ()
     triton: tuple[str, ...] = ()
     discouraged: Mapping[str, str] = field(default_factory=dict)
 

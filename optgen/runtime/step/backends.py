@@ -68,7 +68,7 @@ def _missing(backend: Backend, device: torch.device, plan: Pair) -> str:
     if backend == "cpp":
         if device.type != "cpu":
             return f" does not run on {device.type} tensors"
-        if cpu.source(plan) is None:
+        if not cpu.has_kernels(plan):
             return f", but plan {plan.name!r} was built without C++ kernels"
         return "" if native.compiler() else f", but {native.no_compiler()}"
     if not installed():
