@@ -32,8 +32,8 @@ RULES = (
             {},
         ),
         scalars=(
-            "beta1", "beta2", "eps", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale",
-            "one_minus_beta2", "scalar_3", "scalar_4",
+            "beta1", "beta2", "eps", "grad_scale", "one_minus_lr_times_weight_decay",
+            "one_minus_beta1_times_grad_scale", "one_minus_beta2", "scalar_3", "scalar_4",
         ),
         host=scalars,
         stages=(

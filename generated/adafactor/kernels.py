@@ -46,8 +46,8 @@ RULES = (
             {'factored': True},
         ),
         scalars=(
-            "grad_scale_times_grad_scale", "one_minus_t_pow_beta2_decay", "one_minus_beta2", "eps2", "lr_min_t_pow_m0p5",
-            "eps1", "eps1_times_eps1", "d", "grad_scale", "one_minus_lr_times_weight_decay",
+            "grad_scale_times_grad_scale", "one_minus_t_pow_beta2_decay", "one_minus_beta2", "eps2",
+            "lr_min_t_pow_m0p5", "eps1", "eps1_times_eps1", "d", "grad_scale", "one_minus_lr_times_weight_decay",
         ),
         host=scalars,
         temps=(

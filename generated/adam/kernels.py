@@ -44,7 +44,8 @@ RULES = (
             {'amsgrad': False, 'decoupled_weight_decay': False},
         ),
         scalars=(
-            "beta1", "beta2", "weight_decay", "grad_scale", "one_minus_beta1", "one_minus_beta2", "scalar_2", "scalar_3",
+            "beta1", "beta2", "weight_decay", "grad_scale", "one_minus_beta1", "one_minus_beta2", "scalar_2",
+            "scalar_3",
         ),
         host=scalars,
         stages=(
@@ -59,8 +60,8 @@ RULES = (
             {'amsgrad': False, 'decoupled_weight_decay': True},
         ),
         scalars=(
-            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3",
-            "scalar_4",
+            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
+            "scalar_3", "scalar_4",
         ),
         host=scalars_2,
         stages=(
@@ -75,7 +76,8 @@ RULES = (
             {'amsgrad': True, 'decoupled_weight_decay': False},
         ),
         scalars=(
-            "beta1", "beta2", "weight_decay", "grad_scale", "one_minus_beta1", "one_minus_beta2", "scalar_2", "scalar_3",
+            "beta1", "beta2", "weight_decay", "grad_scale", "one_minus_beta1", "one_minus_beta2", "scalar_2",
+            "scalar_3",
         ),
         host=scalars,
         stages=(
@@ -91,8 +93,8 @@ RULES = (
             {'amsgrad': True, 'decoupled_weight_decay': True},
         ),
         scalars=(
-            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3",
-            "scalar_4",
+            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
+            "scalar_3", "scalar_4",
         ),
         host=scalars_2,
         stages=(

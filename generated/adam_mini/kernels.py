@@ -30,8 +30,9 @@ RULES = (
             {'by_rows': True},
         ),
         scalars=(
-            "beta1", "one_minus_beta1_times_grad_scale", "beta2", "eps", "grad_scale_times_grad_scale", "one_minus_beta2",
-            "sqrt_one_minus_beta2_pow_t", "one_minus_lr_times_weight_decay", "lr_over_one_minus_beta1_pow_t",
+            "beta1", "one_minus_beta1_times_grad_scale", "beta2", "eps", "grad_scale_times_grad_scale",
+            "one_minus_beta2", "sqrt_one_minus_beta2_pow_t", "one_minus_lr_times_weight_decay",
+            "lr_over_one_minus_beta1_pow_t",
         ),
         host=scalars,
         temps=(
@@ -59,8 +60,9 @@ RULES = (
             {'by_rows': False},
         ),
         scalars=(
-            "beta1", "one_minus_beta1_times_grad_scale", "beta2", "eps", "grad_scale_times_grad_scale", "one_minus_beta2",
-            "sqrt_one_minus_beta2_pow_t", "one_minus_lr_times_weight_decay", "lr_over_one_minus_beta1_pow_t",
+            "beta1", "one_minus_beta1_times_grad_scale", "beta2", "eps", "grad_scale_times_grad_scale",
+            "one_minus_beta2", "sqrt_one_minus_beta2_pow_t", "one_minus_lr_times_weight_decay",
+            "lr_over_one_minus_beta1_pow_t",
         ),
         host=scalars,
         temps=(

@@ -23,7 +23,8 @@ RULES = (
             {},
         ),
         scalars=(
-            "beta1", "beta2", "eps", "weight_decay", "grad_scale", "one_minus_beta1", "lr_over_one_minus_beta1_pow_t",
+            "beta1", "beta2", "eps", "weight_decay", "grad_scale", "one_minus_beta1",
+            "lr_over_one_minus_beta1_pow_t",
         ),
         host=scalars,
         stages=(

@@ -74,9 +74,9 @@ RULES = (
             {'nesterov': False, 'projected': True},
         ),
         scalars=(
-            "beta1", "beta2", "one_minus_beta1_times_grad_scale", "scalar_1", "scalar_2", "scalar_3", "eps", "grad_scale",
-            "grad_scale_times_grad_scale", "delta", "weight_decay", "minus_one_minus_wd_ratio", "minus_lr",
-            "minus_lr_over_one_minus_beta1_pow_t",
+            "beta1", "beta2", "one_minus_beta1_times_grad_scale", "scalar_1", "scalar_2", "scalar_3", "eps",
+            "grad_scale", "grad_scale_times_grad_scale", "delta", "weight_decay", "minus_one_minus_wd_ratio",
+            "minus_lr", "minus_lr_over_one_minus_beta1_pow_t",
         ),
         host=scalars,
         temps=(
@@ -167,8 +167,9 @@ RULES = (
         ),
         scalars=(
             "beta2", "scalar_0", "beta1_times_beta1", "beta1_times_one_minus_beta1_times_grad_scale",
-            "one_minus_beta1_times_grad_scale", "scalar_4", "scalar_5", "eps", "grad_scale", "grad_scale_times_grad_scale",
-            "delta", "weight_decay", "minus_one_minus_wd_ratio", "minus_lr", "beta1", "minus_lr_over_one_minus_beta1_pow_t",
+            "one_minus_beta1_times_grad_scale", "scalar_4", "scalar_5", "eps", "grad_scale",
+            "grad_scale_times_grad_scale", "delta", "weight_decay", "minus_one_minus_wd_ratio", "minus_lr", "beta1",
+            "minus_lr_over_one_minus_beta1_pow_t",
         ),
         host=scalars_3,
         temps=(

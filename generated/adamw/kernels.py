@@ -47,8 +47,8 @@ RULES = (
             {'amsgrad': False, 'decouple_lr': False},
         ),
         scalars=(
-            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3",
-            "scalar_4",
+            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
+            "scalar_3", "scalar_4",
         ),
         host=scalars,
         stages=(
@@ -78,8 +78,8 @@ RULES = (
             {'amsgrad': True, 'decouple_lr': False},
         ),
         scalars=(
-            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3",
-            "scalar_4",
+            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
+            "scalar_3", "scalar_4",
         ),
         host=scalars,
         stages=(

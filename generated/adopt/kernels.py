@@ -62,8 +62,8 @@ RULES = (
             {'decoupled_weight_decay': True},
         ),
         scalars=(
-            "beta1", "eps", "grad_scale", "scalar_0", "minus_t_minus_one_pow_0p25", "bound", "one_minus_beta1", "minus_lr",
-            "scalar_5", "decay",
+            "beta1", "eps", "grad_scale", "scalar_0", "minus_t_minus_one_pow_0p25", "bound", "one_minus_beta1",
+            "minus_lr", "scalar_5", "decay",
         ),
         host=scalars_2,
         stages=(

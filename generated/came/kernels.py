@@ -44,8 +44,9 @@ RULES = (
             {'factored': True},
         ),
         scalars=(
-            "eps1", "beta2", "grad_scale_times_grad_scale", "one_minus_beta2", "clip_threshold", "beta1", "grad_scale",
-            "one_minus_beta1_times_grad_scale", "eps2", "beta3", "one_minus_beta3", "lr", "one_minus_lr_times_weight_decay",
+            "eps1", "beta2", "grad_scale_times_grad_scale", "one_minus_beta2", "clip_threshold", "beta1",
+            "grad_scale", "one_minus_beta1_times_grad_scale", "eps2", "beta3", "one_minus_beta3", "lr",
+            "one_minus_lr_times_weight_decay",
         ),
         host=scalars,
         temps=(

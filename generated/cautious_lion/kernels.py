@@ -26,8 +26,8 @@ RULES = (
             {},
         ),
         scalars=(
-            "beta1", "grad_scale", "one_minus_beta1_times_grad_scale", "lr", "beta2", "one_minus_lr_times_weight_decay",
-            "one_minus_beta2_times_grad_scale",
+            "beta1", "grad_scale", "one_minus_beta1_times_grad_scale", "lr", "beta2",
+            "one_minus_lr_times_weight_decay", "one_minus_beta2_times_grad_scale",
         ),
         host=scalars,
         temps=(

@@ -86,8 +86,8 @@ RULES = (
             {'amsgrad': False, 'decouple_lr': True},
         ),
         scalars=(
-            "grad_scale_times_grad_scale", "max_norm", "beta1", "beta2", "scalar_0", "one_minus_beta1_times_grad_scale",
-            "scalar_2", "scalar_3", "scalar_4",
+            "grad_scale_times_grad_scale", "max_norm", "beta1", "beta2", "scalar_0",
+            "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4",
         ),
         host=scalars_2,
         temps=(
@@ -153,8 +153,8 @@ RULES = (
             {'amsgrad': True, 'decouple_lr': True},
         ),
         scalars=(
-            "grad_scale_times_grad_scale", "max_norm", "beta1", "beta2", "scalar_0", "one_minus_beta1_times_grad_scale",
-            "scalar_2", "scalar_3", "scalar_4",
+            "grad_scale_times_grad_scale", "max_norm", "beta1", "beta2", "scalar_0",
+            "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4",
         ),
         host=scalars_2,
         temps=(

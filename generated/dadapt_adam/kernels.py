@@ -117,8 +117,8 @@ RULES = (
             {'use_bias_correction': True},
         ),
         scalars=(
-            "weight_decay", "own", "gain1", "gain3", "eps", "grad_scale", "moves", "keep1", "gain2", "keep2", "keep3",
-            "scalar_5", "scalar_6", "growth_rate", "beta3", "one_minus_sqrt_beta2",
+            "weight_decay", "own", "gain1", "gain3", "eps", "grad_scale", "moves", "keep1", "gain2", "keep2",
+            "keep3", "scalar_5", "scalar_6", "growth_rate", "beta3", "one_minus_sqrt_beta2",
         ),
         host=scalars_2,
         temps=(

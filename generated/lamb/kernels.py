@@ -31,8 +31,8 @@ RULES = (
             {},
         ),
         scalars=(
-            "beta1", "beta2", "weight_decay", "one_minus_beta1_times_grad_scale", "scalar_1", "scalar_2", "scalar_3", "lr",
-            "min_norm", "max_norm",
+            "beta1", "beta2", "weight_decay", "one_minus_beta1_times_grad_scale", "scalar_1", "scalar_2", "scalar_3",
+            "lr", "min_norm", "max_norm",
         ),
         host=scalars,
         temps=(

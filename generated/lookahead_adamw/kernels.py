@@ -80,8 +80,8 @@ RULES = (
             {'amsgrad': False, 'decouple_lr': False, 'sync': False},
         ),
         scalars=(
-            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3",
-            "scalar_4",
+            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
+            "scalar_3", "scalar_4",
         ),
         host=scalars,
         stages=(
@@ -96,8 +96,8 @@ RULES = (
             {'amsgrad': False, 'decouple_lr': False, 'sync': True},
         ),
         scalars=(
-            "beta1", "beta2", "alpha", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
-            "scalar_3", "scalar_4",
+            "beta1", "beta2", "alpha", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale",
+            "scalar_2", "scalar_3", "scalar_4",
         ),
         host=scalars_2,
         stages=(
@@ -127,7 +127,8 @@ RULES = (
             {'amsgrad': False, 'decouple_lr': True, 'sync': True},
         ),
         scalars=(
-            "beta1", "beta2", "alpha", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4",
+            "beta1", "beta2", "alpha", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3",
+            "scalar_4",
         ),
         host=scalars_4,
         stages=(
@@ -142,8 +143,8 @@ RULES = (
             {'amsgrad': True, 'decouple_lr': False, 'sync': False},
         ),
         scalars=(
-            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3",
-            "scalar_4",
+            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
+            "scalar_3", "scalar_4",
         ),
         host=scalars,
         stages=(
@@ -159,8 +160,8 @@ RULES = (
             {'amsgrad': True, 'decouple_lr': False, 'sync': True},
         ),
         scalars=(
-            "beta1", "beta2", "alpha", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
-            "scalar_3", "scalar_4",
+            "beta1", "beta2", "alpha", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale",
+            "scalar_2", "scalar_3", "scalar_4",
         ),
         host=scalars_2,
         stages=(
@@ -192,7 +193,8 @@ RULES = (
             {'amsgrad': True, 'decouple_lr': True, 'sync': True},
         ),
         scalars=(
-            "beta1", "beta2", "alpha", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4",
+            "beta1", "beta2", "alpha", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3",
+            "scalar_4",
         ),
         host=scalars_4,
         stages=(

@@ -65,8 +65,8 @@ RULES = (
             {'decoupled_weight_decay': False},
         ),
         scalars=(
-            "beta1", "beta2", "weight_decay", "grad_scale", "one_minus_beta1", "one_minus_beta2", "grad_lr", "avg_lr",
-            "scalar_4", "scalar_5",
+            "beta1", "beta2", "weight_decay", "grad_scale", "one_minus_beta1", "one_minus_beta2", "grad_lr",
+            "avg_lr", "scalar_4", "scalar_5",
         ),
         host=scalars,
         stages=(
@@ -81,8 +81,8 @@ RULES = (
             {'decoupled_weight_decay': True},
         ),
         scalars=(
-            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3",
-            "avg_lr", "scalar_5", "scalar_6",
+            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
+            "scalar_3", "avg_lr", "scalar_5", "scalar_6",
         ),
         host=scalars_2,
         stages=(

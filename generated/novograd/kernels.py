@@ -44,8 +44,8 @@ RULES = (
             {'grad_averaging': False},
         ),
         scalars=(
-            "eps", "grad_scale_times_grad_scale", "decay", "one_minus_where_lt_one_t_beta2_zero", "beta1", "weight_decay",
-            "grad_scale", "minus_lr",
+            "eps", "grad_scale_times_grad_scale", "decay", "one_minus_where_lt_one_t_beta2_zero", "beta1",
+            "weight_decay", "grad_scale", "minus_lr",
         ),
         host=scalars,
         temps=(

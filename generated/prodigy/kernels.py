@@ -95,8 +95,8 @@ RULES = (
             {'use_bias_correction': False, 'safeguard_warmup': False},
         ),
         scalars=(
-            "lr", "weight_decay", "d0", "gain1", "grad_scale", "moves", "keep3", "eps", "d_coef", "growth_rate", "beta3",
-            "keep1", "gain2", "keep2",
+            "lr", "weight_decay", "d0", "gain1", "grad_scale", "moves", "keep3", "eps", "d_coef", "growth_rate",
+            "beta3", "keep1", "gain2", "keep2",
         ),
         host=scalars,
         temps=(
@@ -148,8 +148,8 @@ RULES = (
             {'use_bias_correction': False, 'safeguard_warmup': True},
         ),
         scalars=(
-            "lr", "weight_decay", "d0", "gain1", "moves", "grad_scale", "keep3", "eps", "d_coef", "growth_rate", "beta3",
-            "keep1", "gain2", "keep2",
+            "lr", "weight_decay", "d0", "gain1", "moves", "grad_scale", "keep3", "eps", "d_coef", "growth_rate",
+            "beta3", "keep1", "gain2", "keep2",
         ),
         host=scalars_2,
         temps=(
@@ -202,8 +202,8 @@ RULES = (
             {'use_bias_correction': True, 'safeguard_warmup': False},
         ),
         scalars=(
-            "weight_decay", "d0", "own", "gain1", "grad_scale", "moves", "keep3", "eps", "d_coef", "growth_rate", "beta3",
-            "keep1", "gain2", "keep2",
+            "weight_decay", "d0", "own", "gain1", "grad_scale", "moves", "keep3", "eps", "d_coef", "growth_rate",
+            "beta3", "keep1", "gain2", "keep2",
         ),
         host=scalars_3,
         temps=(
@@ -256,8 +256,8 @@ RULES = (
             {'use_bias_correction': True, 'safeguard_warmup': True},
         ),
         scalars=(
-            "weight_decay", "d0", "own", "gain1", "moves", "grad_scale", "keep3", "eps", "d_coef", "growth_rate", "beta3",
-            "keep1", "gain2", "keep2",
+            "weight_decay", "d0", "own", "gain1", "moves", "grad_scale", "keep3", "eps", "d_coef", "growth_rate",
+            "beta3", "keep1", "gain2", "keep2",
         ),
         host=scalars_4,
         temps=(

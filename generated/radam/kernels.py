@@ -77,8 +77,8 @@ RULES = (
             {'decoupled_weight_decay': True},
         ),
         scalars=(
-            "beta1", "beta2", "eps", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
-            "adaptive", "scalar_4", "lr_over_one_minus_beta1_pow_t",
+            "beta1", "beta2", "eps", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale",
+            "scalar_2", "adaptive", "scalar_4", "lr_over_one_minus_beta1_pow_t",
         ),
         host=scalars_2,
         stages=(

@@ -62,8 +62,8 @@ RULES = (
             {'nesterov': False, 'projected': True},
         ),
         scalars=(
-            "momentum", "one_minus_dampening_times_grad_scale", "eps", "grad_scale", "grad_scale_times_grad_scale", "delta",
-            "minus_one_minus_wd_ratio", "weight_decay_2", "minus_lr",
+            "momentum", "one_minus_dampening_times_grad_scale", "eps", "grad_scale", "grad_scale_times_grad_scale",
+            "delta", "minus_one_minus_wd_ratio", "weight_decay_2", "minus_lr",
         ),
         host=scalars,
         temps=(
@@ -153,7 +153,8 @@ RULES = (
         ),
         scalars=(
             "grad_scale", "momentum_times_momentum", "scalar_1", "eps", "grad_scale_times_grad_scale", "delta",
-            "minus_one_minus_wd_ratio", "weight_decay_2", "minus_lr", "momentum", "one_minus_dampening_times_grad_scale",
+            "minus_one_minus_wd_ratio", "weight_decay_2", "minus_lr", "momentum",
+            "one_minus_dampening_times_grad_scale",
         ),
         host=scalars_3,
         temps=(
@@ -226,7 +227,8 @@ RULES = (
             {'nesterov': True, 'projected': False},
         ),
         scalars=(
-            "momentum", "one_minus_dampening_times_grad_scale", "lr_times_grad_scale", "lr_times_momentum", "scalar_3",
+            "momentum", "one_minus_dampening_times_grad_scale", "lr_times_grad_scale", "lr_times_momentum",
+            "scalar_3",
         ),
         host=scalars_4,
         stages=(

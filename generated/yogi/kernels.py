@@ -35,7 +35,8 @@ RULES = (
         ),
         scalars=(
             "beta1", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale",
-            "where_lt_one_t_zero_initial_accumulator", "grad_scale_times_grad_scale", "scalar_4", "scalar_5", "scalar_6",
+            "where_lt_one_t_zero_initial_accumulator", "grad_scale_times_grad_scale", "scalar_4", "scalar_5",
+            "scalar_6",
         ),
         host=scalars,
         stages=(

@@ -222,7 +222,7 @@ def record_text(spec: Spec, maths: Maths, plan: Plan | None = None) -> str:
     for s in made.settings:
         names = [f'"{let.name}"' for let in s.step.host]
         row = {
-            "scalars": wrapped("scalars=(", names, "),", whole=0),
+            "scalars": wrapped("scalars=(", names, "),", whole=0, limit=108),
             "host": s.host,
             "temps": [temp_row(s.step, b) for b in s.step.temps],
             "stages": [_stage_row(x, name, nonneg) for x, name in zip(s.step.stages, s.kernels, strict=True)],

@@ -58,8 +58,8 @@ RULES = (
             {'amsgrad': False, 'decouple_lr': False},
         ),
         scalars=(
-            "beta2", "scalar_0", "beta1", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_3",
-            "scalar_4",
+            "beta2", "scalar_0", "beta1", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale",
+            "scalar_3", "scalar_4",
         ),
         host=scalars,
         temps=(
@@ -191,8 +191,8 @@ RULES = (
             {'amsgrad': True, 'decouple_lr': False},
         ),
         scalars=(
-            "beta2", "scalar_0", "beta1", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_3",
-            "scalar_4",
+            "beta2", "scalar_0", "beta1", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale",
+            "scalar_3", "scalar_4",
         ),
         host=scalars,
         temps=(

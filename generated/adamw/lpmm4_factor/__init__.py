@@ -75,8 +75,8 @@ RULES = (
             {'amsgrad': False, 'decouple_lr': False},
         ),
         scalars=(
-            "beta2", "scalar_0", "beta1", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
-            "scalar_3",
+            "beta2", "scalar_0", "beta1", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale",
+            "scalar_2", "scalar_3",
         ),
         host=scalars,
         temps=(
@@ -186,8 +186,8 @@ RULES = (
             {'amsgrad': True, 'decouple_lr': False},
         ),
         scalars=(
-            "beta2", "scalar_0", "beta1", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
-            "scalar_3",
+            "beta2", "scalar_0", "beta1", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale",
+            "scalar_2", "scalar_3",
         ),
         host=scalars,
         temps=(
