@@ -1,4 +1,4 @@
-"""Parameters of several ranks: processes on this machine, and the geometry that all of them count on."""
+"""Parameters of several ranks: processes on this machine, the geometry that all count on, and what one rank does."""
 
 from __future__ import annotations
 
@@ -7,18 +7,28 @@ import math
 import os
 import subprocess
 import sys
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor import Replicate, Shard
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from optgen.optim import AdamW
+from generated import LAMB, AdamW
+from optgen.runtime.cpu import native
 from optgen.runtime.layout import sharding
+from optgen.runtime.step import fast_path
 from tests import ranks
+from tests.harness import unoptimized
+from tests.training import bits
 from tools import scaling
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -102,45 +112,132 @@ def test_the_largest_of_all_ranks_is_a_number_s_order() -> None:
     assert sharding._unordered(sharding._ordered(torch.tensor(-torch.nan))).isnan()
 
 
+@contextmanager
+def one_of(world: int, rank: int = 0) -> Iterator[None]:
+    """One rank of many; the others neither send nor receive."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
 def test_what_a_step_on_1024_ranks_keeps_and_sends() -> None:
     """docs/scaling.md says what the tool counts."""
-    found = subprocess.run(
-        [sys.executable, ROOT / "tools" / "scaling.py"], capture_output=True, text=True, cwd=ROOT, timeout=600
-    )
-    assert found.returncode == 0, found.stderr[-8000:]
-    table = [line for line in found.stdout.splitlines() if line.startswith("|")]
+    with one_of(1024):
+        table = scaling.table(1024)
     assert len(table) == 2 + len(scaling.RULES)
     assert "\n".join(table) in (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
 
 
-def test_element_wise_rules_send_nothing_where_no_vector_cuts_blocks() -> None:
-    code = (
-        "from tools import scaling; from torch.testing._internal.distributed.fake_pg import FakeStore\n"
-        "import torch.distributed as dist\n"
-        "scaling.shapes = lambda: [(8192, 8192), (1024, 8192), (100, 8192)]\n"
-        "for rank, here in ((0, 8 + 1 + 1), (1023, 8 + 1)):\n"
-        "    dist.init_process_group('fake', store=FakeStore(), rank=rank, world_size=1024)\n"
-        "    row = scaling.row('AdamW', 1024)\n"
-        "    assert row.sent == {}, row\n"
-        "    assert row.elements == here * 8192, row\n"
-        "    assert row.states == here * 8192 * 3 + here * (8192 // 64) * 4, row\n"
-        "    dist.destroy_process_group()\n"
-    )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=600)
-    assert found.returncode == 0, found.stderr[-8000:]
+@pytest.mark.parametrize(("rank", "here"), [(0, 8 + 1 + 1), (1023, 8 + 1)])
+def test_element_wise_rules_send_nothing_where_no_vector_cuts_blocks(
+    rank: int, here: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scaling, "shapes", lambda: [(8192, 8192), (1024, 8192), (100, 8192)])
+    with one_of(1024, rank):
+        row = scaling.row("AdamW", 1024)
+    assert row.sent == {}
+    assert row.elements == here * 8192
+    assert row.states == here * 8192 * 3 + here * (8192 // 64) * 4
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-def test_pieces_of_flattened_parameters_are_refused(frozen: bool) -> None:
-    """When the optimizer is made, or at the first step of one that was frozen then."""
-    p = torch.nn.Parameter(torch.ones(100), requires_grad=not frozen)
-    p._fsdp_flattened = True
+# -- the short way through a step over DTensors ---------------------------------------------------------------------
 
-    def train() -> None:
-        opt = AdamW([("w", p)], plan="fp32", backend="reference")
-        p.requires_grad_().grad = torch.ones(100)
+
+def part(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0, of: Placement = Shard(0)) -> DTensor:
+    """This rank's part of a tensor on two ranks."""
+    value = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return DTensor.from_local(value, init_device_mesh("cpu", (2,)), [of])
+
+
+def give(opt: Any, seed: int) -> None:
+    for k, p in enumerate(opt.param_groups[0]["params"]):
+        p.grad = part(*p.to_local().shape, dtype=p.dtype, seed=100 * seed + k)
+
+
+def two_steps(short: bool) -> Any:
+    """An optimizer that takes the short way from now on, or never."""
+    params = [nn.Parameter(part(*shape, seed=k)) for k, shape in enumerate([(8, 640), (5, 130), (0, 7), (1,)])]
+    opt = AdamW(params, plan="int8_split24", backend="cpp", lr=1e-2)
+    if not short:
+        opt._stepper.fast_path.keep = lambda *_: None
+    for step in range(2):
+        give(opt, step)
         opt.step()
+    return opt
 
-    with pytest.raises(ValueError, match=r"'w' .* was flattened and cut by FullyShardedDataParallel.*fully_shard"):
-        train()
-    assert torch.equal(p, torch.ones(100))
+
+def grad_by_columns(p: Any, entry: dict[str, Any]) -> None:
+    p.grad = DTensor.from_local(p.grad.to_local().t().contiguous().t(), p.device_mesh, [Shard(0)])
+
+
+def grad_in_fp32(p: Any, entry: dict[str, Any]) -> None:
+    p.grad_dtype = None
+    p.grad = part(8, 640, dtype=torch.float32, seed=9)
+
+
+def state_replaced(p: Any, entry: dict[str, Any]) -> None:
+    old = entry["exp_avg_codes"]
+    new = DTensor.from_local(old.to_local() ^ 1, p.device_mesh, [Shard(0)], shape=old.shape, stride=old.stride())
+    entry["exp_avg_codes"] = new
+
+
+CHANGES: dict[str, Callable[[Any, dict[str, Any]], object]] = {
+    "nothing": lambda p, entry: None,
+    "gradient elsewhere": lambda p, entry: setattr(p, "grad", part(8, 640, seed=7)),
+    "gradient by columns": grad_by_columns,
+    "gradient placed otherwise": lambda p, entry: setattr(p, "grad", part(16, 640, seed=8, of=Replicate())),
+    "no gradient": lambda p, entry: setattr(p, "grad", None),
+    "gradient in fp32": grad_in_fp32,
+    "part moved": lambda p, entry: setattr(p, "_local_tensor", p._local_tensor.clone()),
+    "part of a state moved": lambda p, entry: setattr(
+        entry["exp_avg_codes"], "_local_tensor", entry["exp_avg_codes"].to_local() ^ 1
+    ),
+    "state replaced": state_replaced,
+    "step set": lambda p, entry: entry.update(step=40),
+}
+NO_COMPILER = pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler")
+
+
+@NO_COMPILER
+@pytest.mark.parametrize("change", CHANGES)
+def test_whatever_changes_between_steps_over_parts_is_seen(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, taken = fast_path.CachedStep.run, list[bool]()
+    monkeypatch.setattr(fast_path.CachedStep, "run", lambda *args: taken.append(run(*args)) or taken[-1])
+    found = []
+    with one_of(2), unoptimized():
+        for short in (True, False):
+            opt = two_steps(short)
+            params = opt.param_groups[0]["params"]
+            p = params[0]
+            assert (opt._stepper.fast_path.last is not None) is short
+            CHANGES[change](p, opt.state[p])
+            taken.clear()
+            opt.step()
+            assert not short or taken == [change in ("nothing", "gradient elsewhere")]
+            version = p._version
+            for seed in (5, 6):
+                give(opt, seed)
+                opt.step()
+            assert p._version == version + 2
+            assert not short or taken[-1]
+            kept = [sharding.local(x) if isinstance(x, Tensor) else x for q in params for x in opt.state[q].values()]
+            found.append(bits([*(sharding.local(q) for q in params), *kept]))
+    assert found[0] == found[1]
+
+
+@NO_COMPILER
+@pytest.mark.parametrize(("cls", "shape"), [(LAMB, (8, 64)), (AdamW, (4160 // 2,))])
+def test_no_rank_takes_the_short_way_while_others_may_wait(cls: Any, shape: tuple[int, ...]) -> None:
+    """At a rule that sums over ranks, and at one whose vector all ranks have to step whole."""
+    with one_of(2), unoptimized():
+        params = [nn.Parameter(part(8, 640)), nn.Parameter(part(*shape))]
+        opt = cls(params, plan="int8_split24", backend="cpp")
+        for frozen in (True, False):
+            params[1].requires_grad_(not frozen)
+            params[1].grad = None
+            for step in range(3):
+                params[0].grad = part(8, 640, seed=step)
+                opt.step()
+            assert (opt._stepper.fast_path.last is None) == (cls is LAMB or not frozen)

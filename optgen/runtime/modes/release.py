@@ -285,8 +285,9 @@ class Release:
         wrappers: list[Any] = [] if self._model is None else [m for m in self._model.modules() if isinstance(m, kinds)]
         if not wrappers and torch.distributed.is_available() and torch.distributed.is_initialized():
             ours = {id(entry.p) for entry in entries.of(owner.groups)}
-            everything = [o for o in gc.get_objects() if issubclass(type(o), kinds)]
-            wrappers = [m for m in everything if any(id(p) in ours for p in m.parameters())]
+            everything = gc.get_objects()
+            wraps = {kind for kind in set(map(type, everything)) if issubclass(kind, kinds)}  # slow, so once per type
+            wrappers = [m for m in everything if type(m) in wraps and any(id(p) in ours for p in m.parameters())]
         if wrappers:
             raise NotImplementedError(
                 f"{owner.cls.__name__}.release_gradients: {type(wrappers[0]).__name__} sums gradients over "
