@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,28 +58,44 @@ LAUNCHES: Mapping[str, tuple[Any, str]] = {
 }  # fmt: skip
 
 
-def failing(monkeypatch: pytest.MonkeyPatch, backend: str, at: int) -> Callable[[], None]:
-    """The launch of that number fails once; the function makes launches work again."""
-    left = [at]
+@contextmanager
+def launching(
+    backend: str, before: Callable[[int], object] = int, after: Callable[[int], object] = int
+) -> Iterator[None]:
+    """Call something before and after each launch, with its number."""
     module, name = LAUNCHES[backend]
-    real = getattr(module, name)
+    real, numbers = getattr(module, name), itertools.count()
 
     def launch(*args: Any, **options: Any) -> None:
-        left[0] -= 1
-        if left[0] == -1:
-            raise Broken("injected") from OSError("the cause")
+        number = next(numbers)
+        before(number)
         real(*args, **options)
+        after(number)
 
-    monkeypatch.setattr(module, name, launch)
-    return lambda: monkeypatch.setattr(module, name, real)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, name, launch)
+        yield
+
+
+def failing(backend: str, at: int) -> AbstractContextManager[None]:
+    """The launch of that number fails."""
+
+    def fail(number: int) -> None:
+        if number == at:
+            raise Broken("injected") from OSError("the cause")
+
+    return launching(backend, before=fail)
+
+
+def interrupting(backend: str, times: int = 1) -> AbstractContextManager[None]:
+    """Ctrl-C is pressed while the first kernels run."""
+    return launching(backend, after=lambda number: number < times and signal.raise_signal(signal.SIGINT))
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpp", "triton"])
 @pytest.mark.parametrize("before", [0, 3], ids=["the long way", "the short way"])
 @pytest.mark.parametrize("at", [0, 1, 2])
-def test_an_error_says_what_has_been_stepped(
-    monkeypatch: pytest.MonkeyPatch, backend: str, before: int, at: int
-) -> None:
+def test_an_error_says_what_has_been_stepped(backend: str, before: int, at: int) -> None:
     whole, opt = made(backend), made(backend)
     for step in range(before + 1):
         for one in (whole, opt):
@@ -86,10 +103,8 @@ def test_an_error_says_what_has_been_stepped(
         whole.step()
         if step < before:
             opt.step()
-    mend = failing(monkeypatch, backend, at)
-    with pytest.raises(Broken, match="injected") as caught:
+    with failing(backend, at), pytest.raises(Broken, match="injected") as caught:
         opt.step()
-    mend()
     (said,) = caught.value.__notes__
     assert repr(caught.value.__cause__) == "OSError('the cause')"
     names = ["'a'", "'b'", "'c', 'd'"]
@@ -109,53 +124,72 @@ def test_of_a_step_that_a_graph_was_to_take_up_nothing_has_run(monkeypatch: pyte
     for step in range(2):
         give(opt, step)
         opt.step()
-    with monkeypatch.context() as patch:
-        patch.setattr(counting, "capturing", lambda: True)
-        failing(patch, "triton", 1)
-        with pytest.raises(Broken) as caught:
-            opt.step()
+    monkeypatch.setattr(counting, "capturing", lambda: True)
+    with failing("triton", 1), pytest.raises(Broken) as caught:
+        opt.step()
     assert not hasattr(caught.value, "__notes__")
 
 
-def test_the_scale_of_a_step_that_failed_is_not_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_scale_of_a_step_that_failed_is_not_left_behind() -> None:
     """A scaler takes it back after steps that succeed only."""
     opt, scaler = made("cpp", fused=True), torch.amp.GradScaler("cpu", init_scale=4.0)
     give(opt, 0)
     for p in params_of(opt):
         assert p.grad is not None
         scaler.scale(p.grad)  # the scaler makes its scale when it is first asked
-    failing(monkeypatch, "cpp", 1)
-    with pytest.raises(Broken):
+    with failing("cpp", 1), pytest.raises(Broken):
         scaler.step(opt)
     assert not hasattr(opt, "grad_scale") and not hasattr(opt, "found_inf")
+
+
+class Compiler:
+    """Triton's interpreter as if it compiled: what it compiles and launches, and what its compiler answers.
+
+    Each is noted as (whether it is the kernel around another one, its limit of registers).
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, answer: Callable[[int | None], object]) -> None:
+        self.tried: list[tuple[bool, int | None]] = []
+        self.launched: list[tuple[bool, int | None]] = []
+        start = interpreter.InterpretedFunction.run
+
+        def warmup(jitted: Any, /, *args: Any, grid: Any, maxnreg: int | None = None, **options: Any) -> object:
+            assert len(grid) == 1
+            self.tried.append(("kernel" in options, maxnreg))
+            return answer(maxnreg)
+
+        def run(jitted: Any, /, *args: Any, maxnreg: int | None = None, **options: Any) -> Any:
+            self.launched.append(("kernel" in options, maxnreg))
+            return start(jitted, *args, **options)
+
+        monkeypatch.setattr(interpreter.InterpretedFunction, "warmup", warmup, raising=False)
+        monkeypatch.setattr(interpreter.InterpretedFunction, "run", run)
+        monkeypatch.setattr(compiled, "_loaded", {})
+        monkeypatch.setattr(compiled, "_roomier", {})
 
 
 @pytest.mark.parametrize("capturable", [False, True])
 def test_kernels_are_compiled_before_the_first_is_launched(monkeypatch: pytest.MonkeyPatch, capturable: bool) -> None:
     """What the compiler refuses in the last bucket leaves the first as it was; and each is compiled once."""
-    seen: list[str] = []
 
-    def warmup(jitted: Any, /, *args: Any, grid: Any, **options: Any) -> None:
-        assert len(grid) == 1
-        seen.append("controlled" if "kernel" in options else "plain")
-        if len(seen) == 2:
+    def answer(_: int | None) -> None:
+        if len(compiler.tried) == 2:
             raise Broken("no registers left")
 
-    monkeypatch.setattr(interpreter.InterpretedFunction, "warmup", warmup, raising=False)
-    monkeypatch.setattr(compiled, "_loaded", {})
+    compiler = Compiler(monkeypatch, answer)
     opt = made("triton", capturable=capturable)
     give(opt, 0)
     before = [p.detach().clone() for p in params_of(opt)]
     with pytest.raises(Broken) as caught:
         opt.step()
-    assert not hasattr(caught.value, "__notes__")
+    assert not hasattr(caught.value, "__notes__") and not compiler.launched
     assert all(torch.equal(p, q) for p, q in zip(params_of(opt), before, strict=True))
     assert not any(int(entry["step"]) for entry in opt.state.values())
     for _ in range(3):
         opt.step()
     # The one that failed was tried again; c and d take the kernel of b.
-    assert seen == ["controlled" if capturable else "plain"] * 3
-    assert [int(opt.state[p]["step"]) for p in params_of(opt)] == [3, 3, 3, 3]
+    assert [around for around, _ in compiler.tried] == [capturable] * 3
+    assert counts(opt) == [3, 3, 3, 3]
 
 
 @pytest.mark.parametrize("planned", [64, None])
@@ -165,53 +199,27 @@ def test_a_kernel_that_spills_gets_more_registers(
 ) -> None:
     """Compilers find out; what was found holds for every later step, and is looked for once.  Told no limit, they take
     fewer than there are, here 72."""
-    tried: list[int | None] = []
-    launched: list[int | None] = []
 
-    def warmup(jitted: Any, /, *args: Any, grid: Any, maxnreg: int | None = None, **options: Any) -> object:
-        tried.append(maxnreg)
-        return SimpleNamespace(run=None, n_regs=maxnreg or 72, n_spills=2 * ((maxnreg or 72) < 90))
+    def answer(limit: int | None) -> object:
+        return SimpleNamespace(run=None, n_regs=limit or 72, n_spills=2 * ((limit or 72) < 90))
 
-    start = interpreter.InterpretedFunction.run
-
-    def run(jitted: Any, /, *args: Any, maxnreg: int | None = None, **options: Any) -> Any:
-        launched.append(maxnreg)
-        return start(jitted, *args, **options)
-
-    monkeypatch.setattr(interpreter.InterpretedFunction, "warmup", warmup, raising=False)
-    monkeypatch.setattr(interpreter.InterpretedFunction, "run", run)
+    compiler = Compiler(monkeypatch, answer)
     monkeypatch.setattr(launch, "_limits", lambda *_: {} if planned is None else {"maxnreg": planned})
-    monkeypatch.setattr(compiled, "_loaded", {})
-    monkeypatch.setattr(compiled, "_roomier", {})
     opt = made("triton", capturable=capturable)
     for step in range(2):
         give(opt, step)
         opt.step()
-    assert tried == [planned, *([] if planned is None else [72]), 80, 88, 96] * 2  # two kernels
-    assert set(launched) == {96} and len(launched) >= 4
+    limits = [planned, *([] if planned is None else [72]), 80, 88, 96]
+    assert compiler.tried == [(capturable, limit) for limit in limits] * 2  # two kernels
+    assert set(compiler.launched) == {(capturable, 96)} and len(compiler.launched) >= 4
 
 
 @pytest.mark.parametrize("case", ["numbers", "a tensor", "a scaler"])
 def test_what_the_host_may_count_is_compiled_before_the_first_step(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     """A capturable optimizer's steps, outside of graphs too, launch the kernels that the first one compiled."""
-    tried: list[tuple[bool, int | None]] = []
-    launched: list[tuple[bool, int | None]] = []
-
-    def warmup(jitted: Any, /, *args: Any, grid: Any, maxnreg: int | None = None, **options: Any) -> object:
-        tried.append(("kernel" in options, maxnreg))
-        return SimpleNamespace(run=None, n_regs=maxnreg, n_spills=2 * (maxnreg is not None and maxnreg < 70))
-
-    start = interpreter.InterpretedFunction.run
-
-    def run(jitted: Any, /, *args: Any, maxnreg: int | None = None, **options: Any) -> Any:
-        launched.append(("kernel" in options, maxnreg))
-        return start(jitted, *args, **options)
-
-    monkeypatch.setattr(interpreter.InterpretedFunction, "warmup", warmup, raising=False)
-    monkeypatch.setattr(interpreter.InterpretedFunction, "run", run)
+    spills = lambda limit: SimpleNamespace(run=None, n_regs=limit, n_spills=2 * (limit < 70))  # noqa: E731
+    compiler = Compiler(monkeypatch, spills)
     monkeypatch.setattr(launch, "_limits", lambda *_: {"maxnreg": 64})
-    monkeypatch.setattr(compiled, "_loaded", {})
-    monkeypatch.setattr(compiled, "_roomier", {})
     lr = torch.tensor(0.1) if case == "a tensor" else 0.1
     p = nn.Parameter(torch.ones(3, 5))
     opt = optim.AdamW([p], lr=lr, plan="fp32", backend="triton", capturable=True, fused=case == "a scaler")
@@ -220,10 +228,8 @@ def test_what_the_host_may_count_is_compiled_before_the_first_step(monkeypatch: 
         if case == "a scaler":
             opt.grad_scale, opt.found_inf = torch.tensor(1.0), torch.tensor(0.0)  # type: ignore[attr-defined]
         opt.step()
-        if not step:
-            first = len(tried)
-    assert tried == [(True, 64), (True, 72)] and len(tried) == first
-    assert launched == [(True, 72)] * 3
+        assert compiler.tried == [(True, 64), (True, 72)]
+    assert compiler.launched == [(True, 72)] * 3
 
 
 def test_a_kernel_that_spills_whatever_it_is_told_is_told_nothing() -> None:
@@ -260,8 +266,7 @@ def test_offloaded_parameters(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     for one in (whole, opt):
         give(one, 0)
     whole.step()
-    failing(monkeypatch, "cpp", at)
-    with pytest.raises(Broken) as caught:
+    with failing("cpp", at), pytest.raises(Broken) as caught:
         opt.step()
     (said,) = caught.value.__notes__
     assert "AdamW.step() broke off: " in said
@@ -270,22 +275,6 @@ def test_offloaded_parameters(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     for name, p, q in zip("abcd", params_of(whole), params_of(opt), strict=True):
         assert torch.equal(p, q) == (name in stepped), name
         assert bool(opt.state.get(q, {}).get("step")) == (name in stepped), name
-
-
-def interrupting(monkeypatch: pytest.MonkeyPatch, backend: str, times: int = 1) -> Callable[[], None]:
-    """Ctrl-C is pressed while the next kernels run; the function makes launches work again."""
-    left = [times]
-    module, name = LAUNCHES[backend]
-    real = getattr(module, name)
-
-    def launch(*args: Any, **options: Any) -> None:
-        real(*args, **options)
-        left[0] -= 1
-        if left[0] >= 0:
-            signal.raise_signal(signal.SIGINT)
-
-    monkeypatch.setattr(module, name, launch)
-    return lambda: monkeypatch.setattr(module, name, real)
 
 
 @pytest.fixture
@@ -299,7 +288,7 @@ def listening() -> Iterator[None]:
 @pytest.mark.usefixtures("listening")
 @pytest.mark.parametrize("backend", ["reference", "cpp", "triton"])
 @pytest.mark.parametrize("before", [0, 3], ids=["the long way", "the short way"])
-def test_a_step_is_whole_when_it_is_interrupted(monkeypatch: pytest.MonkeyPatch, backend: str, before: int) -> None:
+def test_a_step_is_whole_when_it_is_interrupted(backend: str, before: int) -> None:
     """A handler runs as a kernel returns: the weights would have moved, and nothing been counted."""
     whole, opt = made(backend), made(backend)
     for step in range(before + 3):
@@ -307,10 +296,8 @@ def test_a_step_is_whole_when_it_is_interrupted(monkeypatch: pytest.MonkeyPatch,
             give(one, step)
         whole.step()
         if step == before:
-            mend = interrupting(monkeypatch, backend)
-            with pytest.raises(KeyboardInterrupt):
+            with interrupting(backend), pytest.raises(KeyboardInterrupt):
                 opt.step()
-            mend()
         else:
             opt.step()
         assert everything(opt) == everything(whole)
@@ -366,52 +353,42 @@ def test_offloaded_steps_are_whole_when_they_are_interrupted(monkeypatch: pytest
         for one in (whole, opt):
             give(one, step)
         whole.step()
-        mend = interrupting(monkeypatch, "cpp")
-        with pytest.raises(KeyboardInterrupt):
+        with interrupting("cpp"), pytest.raises(KeyboardInterrupt):
             opt.step()
-        mend()
         for p, q in zip(params_of(whole), params_of(opt), strict=True):
             assert torch.equal(p, q)
             assert opt.state[q]["step"] == step + 1
 
 
 @pytest.mark.usefixtures("listening")
-def test_a_second_interrupt_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_interrupt_does_not_wait() -> None:
     opt = made("cpp")
     give(opt, 0)
-    interrupting(monkeypatch, "cpp", times=2)
-    with pytest.raises(KeyboardInterrupt) as caught:
+    with interrupting("cpp", times=2), pytest.raises(KeyboardInterrupt) as caught:
         opt.step()
     assert "broke off" in caught.value.__notes__[0]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_handlers_of_others_are_called_behind_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_handlers_of_others_are_called_behind_the_step() -> None:
     """Also where the step is made on another thread, which runs no handlers; and where Python has none."""
     opt = made("cpp")
     called: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda *_: called.append(int(opt.state[params_of(opt)[0]]["step"])))
+    held: list[Any] = []
+    before = signal.signal(signal.SIGINT, lambda *_: called.append(counts(opt)[0]))
     try:
         give(opt, 0)
-        mend = interrupting(monkeypatch, "cpp")
-        opt.step()
+        with interrupting("cpp"):
+            opt.step()
         assert called == [1]
-        mend()
-        held: list[Any] = []
-        real = cpu.call
-
-        def looking(*args: Any) -> None:
-            held.append(signal.getsignal(signal.SIGINT))
-            real(*args)
-
-        monkeypatch.setattr(cpu, "call", looking)
         own = signal.getsignal(signal.SIGINT)
-        other = threading.Thread(target=opt.step)
-        other.start()
-        other.join()
-        assert set(held) == {own}
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        opt.step()
-        assert held[-1] is signal.SIG_IGN
+        with launching("cpp", before=lambda _: held.append(signal.getsignal(signal.SIGINT))):
+            other = threading.Thread(target=opt.step)
+            other.start()
+            other.join()
+            assert set(held) == {own}
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            opt.step()
+            assert held[-1] is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
