@@ -195,8 +195,6 @@ def build(request: Request, track: Track | None = None) -> Outcome:
         raise _not_written(request.out or config.out, error.strerror or str(error)) from error
     if taken:
         raise _not_written(relative(str(out)), "it is not a folder")
-    if not request.check:
-        swap.recover(out)
     manifest = read_manifest(out, request.force)
     outcome = Outcome(relative(str(out)))
     outcome.warnings += load.idle(project)
