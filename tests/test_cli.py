@@ -196,7 +196,7 @@ def test_doctor(run: Run) -> None:
     code, out, _ = run("doctor", "--json")
     lines = {line["what"]: line for line in as_json(out)["lines"]}
     assert code == 0
-    assert {"optgen", "python", "torch", "triton", "gpu", "compiler", "kernel cache", "code cache"} <= set(lines)
+    assert {"optgen", "python", "torch", "triton", "gpu", "compiler", "cache"} <= set(lines)
     assert lines["optgen"]["found"].startswith(optgen.__version__)
     assert as_json(out)["verdict"].startswith("ready: ")
 
@@ -210,23 +210,19 @@ def test_doctor_says_three_where_something_is_missing(run: Run, monkeypatch: pyt
     assert as_json(out)["verdict"] == "not ready: no-such-package missing"
 
 
-def test_doctor_warns_of_a_cache_that_is_not_used(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels, code_folder = tmp_path / "kernels", tmp_path / "code/optgen"
-    kernels.mkdir()
-    code_folder.mkdir(parents=True, mode=0o777)
-    code_folder.chmod(0o777)
-    monkeypatch.setenv("OPTGEN_CACHE", str(kernels))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "code"))
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != kernels)
+@pytest.mark.parametrize("why", ["read-only", "other users"])
+def test_doctor_warns_of_a_cache_that_is_not_used(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    tmp_path.chmod(0o777 if why == "other users" else 0o700)
+    monkeypatch.setenv("OPTGEN_CACHE", str(tmp_path))
+    monkeypatch.setattr(os, "access", lambda path, mode: why != "read-only" or Path(path) != tmp_path)
     code, out, _ = run("doctor", "--json")
     data = as_json(out)
     lines = {line["what"]: line for line in data["lines"]}
-    assert (code, lines["cpu"]["verdict"]) == (0, "ok")
-    for what, folder, why in (("kernel cache", kernels, "read-only"), ("code cache", code_folder, "other users")):
-        assert lines[what]["verdict"] == "warning"
-        assert lines[what]["found"].startswith(f"{folder}, ")
-        assert lines[what]["advice"].startswith(why)
-    assert data["verdict"].endswith("; see the warning at kernel cache and code cache")
+    assert (code, lines["cpu"]["verdict"], lines["cache"]["verdict"]) == (0, "ok", "warning")
+    assert lines["cache"]["found"].startswith(f"{tmp_path}, ") and lines["cache"]["advice"].startswith(why)
+    assert data["verdict"].endswith("; see the warning at cache")
 
 
 def test_version_and_help(run: Run) -> None:

@@ -12,7 +12,6 @@ import hashlib
 import importlib
 import os
 import shutil
-import stat
 import sys
 import tempfile
 from functools import lru_cache
@@ -25,6 +24,7 @@ from optgen.driver import emit, judge, load
 from optgen.driver.project import MATHS
 from optgen.formats.plan import Plan
 from optgen.lang.spec import Spec
+from optgen.runtime.cpu import native
 from optgen.runtime.layout import plans as runtime_plans
 from optgen.runtime.records.join import Pair
 from optgen.runtime.records.warn import tell
@@ -127,31 +127,13 @@ def _put(path: Path, text: str) -> None:
 
 @lru_cache(maxsize=1)
 def cache_folder() -> Path:
-    """Return $XDG_CACHE_HOME/optgen (~/.cache/optgen) if it is private, else a new folder for this process.
+    """Return the folder of compiled kernels if it can be used, else a new folder for this process.
 
     Code is imported from there: a folder that others own or may write to is not used.
     """
-    folder = wanted_cache_folder()
-    with contextlib.suppress(OSError):
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if is_private(folder):
-            # Python writes its own files only where it can.
-            with tempfile.TemporaryFile(dir=folder):
-                return folder
+    folder = native.usable_folder()
+    if folder is not None and os.access(folder, os.W_OK):
+        return folder
     fresh = Path(tempfile.mkdtemp(prefix="optgen-"))
     atexit.register(shutil.rmtree, fresh, ignore_errors=True)
     return fresh
-
-
-def wanted_cache_folder() -> Path:
-    """Return the cache folder of the environment, before it is made or checked."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    home = Path(base) if os.path.isabs(base) else Path("~/.cache").expanduser()
-    return home / "optgen"
-
-
-def is_private(folder: Path) -> bool:
-    """Return True if a folder is the user's own, no link, and writable by nobody else."""
-    found = folder.lstat()
-    owned = not hasattr(os, "geteuid") or found.st_uid == os.geteuid()
-    return stat.S_ISDIR(found.st_mode) and owned and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)

@@ -13,7 +13,6 @@ from typing import Literal
 
 import optgen
 from optgen.base import ready
-from optgen.driver import compile as compiling
 
 Verdict = Literal["ok", "note", "warning", "missing"]
 NEEDED = ("torch", "numpy", "sympy", "jinja2", "typer", "rich", "hypothesis")
@@ -37,7 +36,7 @@ def doctor() -> list[Line]:
     ]
     lines += [_package(name, "missing") for name in NEEDED]
     lines.append(_package("triton", "note", "without Triton optimizers step in eager PyTorch on GPUs: right, but slow"))
-    looks = {"gpu": _gpu, "cpu": _cpu, "compiler": _compiler, "kernel cache": _kernel_cache, "code cache": _code_cache}
+    looks = {"gpu": _gpu, "cpu": _cpu, "compiler": _compiler, "cache": _cache}
     lines += [_guarded(what, look) for what, look in looks.items()]
     if os.environ.get("TRITON_INTERPRET") == "1":
         lines.append(Line("TRITON_INTERPRET", "1", "note", "Triton kernels are interpreted: right, but very slow"))
@@ -100,25 +99,13 @@ def _compiler() -> Line:
     return Line("compiler", f"{path}, for Triton's launchers")
 
 
-def _kernel_cache() -> Line:
+def _cache() -> Line:
     from optgen.runtime.cpu import native
 
     found = native.describe()
-    text = f"{found['cache']}, {found['kernels']} compiled C++ kernels"
-    advice = "kernels are compiled again in every process; OPTGEN_CACHE names another folder"
-    return _cache("kernel cache", text, found["private"], found["writable"], advice)
-
-
-def _code_cache() -> Line:
-    folder = compiling.wanted_cache_folder()
-    present = next(place for place in (folder, *folder.parents) if place.exists())
-    private = present != folder or compiling.is_private(folder)
-    text = f"{folder}, generated code of optgen.compile" + ("" if present == folder else " (not there yet)")
-    advice = "code is kept for one process only; XDG_CACHE_HOME names another folder"
-    return _cache("code cache", text, private, os.access(present, os.W_OK), advice)
-
-
-def _cache(what: str, text: str, private: bool, writable: bool, advice: str) -> Line:
-    if not private:
-        return Line(what, text, "warning", f"other users can write to it, so it is not used: {advice}")
-    return Line(what, text) if writable else Line(what, text, "warning", f"read-only: {advice}")
+    text = f"{found['cache']}, generated code and {found['kernels']} compiled kernels"
+    if found["writable"]:
+        return Line("cache", text)
+    why = "read-only" if found["private"] else "other users can write to it, so it is not used"
+    advice = f"{why}: all is made again in every process; OPTGEN_CACHE names another folder"
+    return Line("cache", text, "warning", advice)

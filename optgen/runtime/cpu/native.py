@@ -256,11 +256,12 @@ def cache_folder() -> Path:
 
 def _ours(status: os.stat_result) -> bool:
     """Return True if nobody else could have written it."""
-    return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    owned = not hasattr(os, "geteuid") or status.st_uid == os.geteuid()
+    return owned and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
-def _usable_folder() -> Path | None:
-    """The cache folder, made where it is missing; None, with one warning, where it is not ours alone."""
+def usable_folder() -> Path | None:
+    """The cache folder, of code too, made where it is missing; None, with one warning, where it is not ours alone."""
     folder = cache_folder()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -430,7 +431,7 @@ def load(jobs: Sequence[Job], *, quiet: bool = False) -> list[ctypes.CDLL | Unav
         return [Unavailable(no_compiler())] * len(jobs)
     keys = [(job, by, best) for job in jobs]
     new = list(dict.fromkeys(key for key in keys if key not in _known))
-    folder = _usable_folder() if new else None
+    folder = usable_folder() if new else None
     stamps = [_stamp(*key) for key in new]
     names = [f"{key[0].name}-{best.name}-{stamp.hex()[:32]}.so" for key, stamp in zip(new, stamps, strict=True)]
     paths = [None if folder is None else folder / name for name in names]
