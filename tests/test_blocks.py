@@ -121,7 +121,7 @@ def test_blocks_of_rows_are_rows_of_another_shape(spec: Spec, plan: str, backend
     """(rows, columns) in n blocks takes the steps of (n, all of a block), bit for bit: codes, scales, random bits."""
     draw = torch.Generator().manual_seed(3)
     params, views, whole, blocks = {}, {}, {}, {}
-    for k, (shape, count) in enumerate(SHAPES[1:5:3] if backend == "triton" else SHAPES):
+    for k, (shape, count) in enumerate([((4, 83), 2), SHAPES[4]] if backend == "triton" else SHAPES):
         value = torch.randn(shape, generator=draw).bfloat16()
         params[f"w{k}"], blocks[f"w{k}"] = nn.Parameter(value), count
         views[f"w{k}"] = nn.Parameter(value.clone().view(count, -1))

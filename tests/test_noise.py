@@ -260,17 +260,6 @@ def test_windows_do_not_resonate_with_grids_that_move(beta: float) -> None:
     assert ratio.mean() <= 0.75
 
 
-def test_one_element_over_many_steps_is_uniform() -> None:
-    """What a weight sees: the same index at every step; the first of each window are draws of their own."""
-    stream = stream_key("w")
-    draws = torch.stack([words(stream, step_key(0, t * WINDOW + 7), count=64) for t in range(1, 1025)])
-    for shift in (20, 8, 0):
-        cell = (draws >> shift) & 15
-        counts = torch.stack([(cell == c).sum(0) for c in range(16)]).double()
-        expected = draws.shape[0] / 16
-        assert (counts - expected).abs().max() <= SIGMAS * math.sqrt(expected * 15 / 16)
-
-
 def test_bits_are_dealt_without_overlap_and_words_are_added_as_needed() -> None:
     noise, used = deal({"exp_avg_sq": 12, "exp_avg": 12, "p": 8})
     assert len(used) == 1

@@ -33,7 +33,6 @@ from tests.oracles import REDUCING, WHOLE
 from tests.product import Cell, Run, allowed_distance, at_shape, build, spec_of
 
 SHAPE, AT = (4, 6), (1, 2)
-FACTORED = ("adafactor", "adafactor_paper", "came", "sm3")
 
 E = torch.zeros(SHAPE, dtype=torch.bool).index_put_((torch.tensor(AT[0]), torch.tensor(AT[1])), torch.tensor(True))
 ROW = E.any(1, keepdim=True).expand(SHAPE)
@@ -108,25 +107,6 @@ def test_a_line_without_gradient_and_weight_stays_finite_and_keeps_its_zeros(nam
     assert run.buffers["p"].abs().max() < 1e9
 
 
-@pytest.mark.parametrize("name", FACTORED)
-def test_a_matrix_of_one_element_is_its_own_row_and_column(name: str) -> None:
-    """Both statistics are the square itself (or the largest of it): what a vector of one element keeps."""
-    draw = torch.Generator().manual_seed(0)
-    p = torch.randn((), generator=draw, dtype=torch.float64)
-    spec = spec_of(name)
-    matrix, vector = p.reshape(1, 1), p.reshape(1)
-    kept: tuple[dict, dict] = ({}, {})
-    for t in range(1, 6):
-        g = torch.randn((), generator=draw, dtype=torch.float64)
-        matrix, m, _ = spec.evaluate(matrix, g.reshape(1, 1), t, kept[0])
-        vector, v, _ = spec.evaluate(vector, g.reshape(1), t, kept[1])
-        kept = (m, v)
-        if name == "came":  # whose confidence is for matrices only
-            assert float(m["exp_avg"]) == pytest.approx(float(v["exp_avg"]), rel=1e-12)
-        else:
-            assert float(matrix) == pytest.approx(float(vector), rel=1e-12)
-
-
 @pytest.mark.parametrize("name", sorted(WHOLE))
 def test_no_gradient_at_the_first_step_moves_nothing_and_divides_nothing_by_0(name: str) -> None:
     """Of rules of the whole model and of matrices: on every kind of tensor, and then a step that goes on from there."""
@@ -164,14 +144,6 @@ def stateless(p, g, *, lr=hyper(1e-2, ge=0)):
     return p
 
 
-@optimizer(cite="nobody")
-def guarded(p, g, *, lr=hyper(1e-2, ge=0), matrix=shape_flag(lambda shape: len(shape) >= 2)):
-    """The same, with something to do for a vector."""
-    scale = 1 + row_sum(abs(g)) if matrix else 1 + abs(g)
-    p = p - lr * g / scale
-    return p
-
-
 @pytest.mark.parametrize("spec", [unguarded, stateless], ids=lambda s: s.name)
 @pytest.mark.parametrize("shape", [(), (7,)], ids=str)
 def test_a_vector_is_refused_by_a_rule_of_rows_when_the_optimizer_is_made(spec, shape) -> None:
@@ -193,17 +165,6 @@ def test_a_vector_is_refused_by_a_rule_of_rows_when_the_optimizer_is_made(spec, 
     with pytest.raises(ValueError, match=text):
         optimizer_.step()
     assert torch.equal(good, torch.ones(2, 3)) and not optimizer_.state
-
-
-def test_a_shape_flag_makes_vectors_welcome() -> None:
-    cls = compile_class(guarded, plan_of("fp32"))
-    vector = torch.nn.Parameter(torch.ones(3))
-    matrix = torch.nn.Parameter(torch.ones(2, 3))
-    step = cls([vector, matrix], lr=1.0)
-    vector.grad, matrix.grad = torch.full((3,), 2.0), torch.full((2, 3), 2.0)
-    step.step()
-    assert torch.allclose(vector, torch.full((3,), 1 - 2 / 3))
-    assert torch.allclose(matrix, torch.full((2, 3), 1 - 2 / 7))
 
 
 # -- which matrix
@@ -276,13 +237,6 @@ def test_torchs_adafactor_goes_on_here(shape: tuple[int, ...]) -> None:
 
 
 # -- sizes
-
-
-def test_sizes_are_those_of_the_matrix() -> None:
-    x = torch.zeros(2, 3, 4)
-    assert (rows(x), columns(x), elements(x)) == (3.0, 4.0, 24.0)
-    assert (rows(torch.zeros(5)), columns(torch.zeros(5)), elements(torch.zeros(()))) == (1.0, 5.0, 1.0)
-    assert rows(1.5) == columns(1.5) == elements(1.5) == 1.0
 
 
 @optimizer(cite="nobody", matrix="first")
