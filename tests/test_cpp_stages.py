@@ -30,7 +30,7 @@ from optgen.lang import (
     rsqrt,
     state,
 )  # fmt: skip
-from optgen.runtime.cpu import cpu, cpu_stages, native
+from optgen.runtime.cpu import cpu, native
 from optgen.verify.intervals import FAST
 from specs import plans
 from tests import product
@@ -245,31 +245,3 @@ def plan_module(opt: Any, part: Any) -> Any:
     from optgen.runtime.layout import plans as loaded
 
     return loaded.load(type(opt), "int8_split24")
-
-
-def test_room_is_kept_while_shapes_are_the_same() -> None:
-    cls = optgen.compile("came", "int8_split24", maths="strict")
-    params, _, opt = train(cls, "cpp", torch.bfloat16, "int8_split24", [(130, 150)])
-    (tables,) = opt._stepper.launcher._used.values()
-    room, rows = tables.table.room, tables.table.rows
-    p = opt.param_groups[0]["params"][0]
-    p.data = p.data.clone()
-    opt.step()
-    (tables,) = opt._stepper.launcher._used.values()
-    assert tables.table.room is room
-    assert tables.table.rows is not rows
-    assert params[0].data_ptr() == rows[0] != tables.table.rows[0] == p.data_ptr()
-
-
-def test_dense_copies_are_made_only_where_tiles_cannot_be_summed() -> None:
-    pair = pair_of("came", "int8_split24")
-    variant = next(v for v in pair.variants if v.param == "bfloat16" and v.flags["factored"] and not v.small)
-    sizes = {s: cpu_stages.dense_copies(variant, torch.Size(s)) for s in [*MATRICES, (4096, 4096)]}
-    assert {s for s, n in sizes.items() if n} == {(70, 3, 3, 3), (2, 70, 70)}
-    assert set(sizes.values()) == {0, 2}
-
-
-def pair_of(name: str, plan: str) -> Any:
-    from optgen.runtime.layout import plans as loaded
-
-    return loaded.load(optgen.compile(name, plan, maths="strict"), plan)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import random
@@ -15,7 +14,6 @@ import pytest
 
 from optgen import passes
 from optgen.driver import load, record_text, targets, triton_text
-from optgen.driver.record_text import written
 from optgen.driver.targets import Case
 from optgen.formats import Blocked, Plan, scales, softsign
 from optgen.formats.plan import field_names
@@ -24,8 +22,7 @@ from optgen.lang.spec import Spec
 from optgen.lower import lower, matrix_of, needs_matrix
 from optgen.ops import spaces
 from optgen.runtime import records
-from optgen.runtime.records import Field, Variant, join
-from optgen.runtime.records.join import FormatRecord, PlanRecord, RuleRecord, StateRecord
+from optgen.runtime.records import Variant, join
 from tests import harness
 
 ROOT = Path(__file__).parents[1]
@@ -129,24 +126,6 @@ def test_the_committed_records_are_those_that_are_joined() -> None:
         exec(compile(text, name, "exec"), made)
         assert made["PLAN"] == record_text.plan_record(PLANS[name])
         assert max(map(len, text.splitlines())) <= record_text.WIDTH
-
-
-def test_text_of_records_leaves_out_defaults_and_fits_its_width() -> None:
-    assert list(written("", StateRecord("m"))) == ['StateRecord("m")']
-    assert list(written("x = ", Field("codes", "uint8", low=1 << 20))) == ['x = Field("codes", "uint8", low=0x100000)']
-    long = PlanRecord(0, overrides={f"a_state_{k}": FormatRecord("c", noise=k) for k in range(9)})
-    lines = list(written("PLAN = ", long))
-    assert max(map(len, lines)) <= record_text.WIDTH
-    assert eval("\n".join(lines).removeprefix("PLAN = "), vars(join) | vars(records)) == long
-
-
-def test_a_state_without_a_positive_second_moment_is_kept_as_it_is() -> None:
-    relative = FormatRecord("signed", relative=True)
-    plan = PlanRecord(0, signed=relative, nonneg=FormatRecord("nonneg", positive=True))
-    states = StateRecord("m", normalized_by="v"), StateRecord("v", nonneg=True)
-    rule = RuleRecord("r", "", flags={}, step="r", scalars=(), host=lambda *_: (), states=states)
-    assert plan.formats(rule, False)["m"].relative
-    assert not plan.formats(dataclasses.replace(rule, states=states[:1]), False)["m"].relative
 
 
 STALE = """

@@ -45,12 +45,9 @@ from optgen.formats.fp8 import numbers
 from optgen.lang import (
     Spec,
     col_mean,
-    equal,
     exp,
     flag,
     hyper,
-    minimum,
-    nonneg,
     optimizer,
     row_mean,
     scalar,
@@ -65,14 +62,9 @@ from optgen.ops import dtypes, spaces
 from optgen.verify import bounds, lint
 from optgen.verify.lint import Recurrence
 from specs import plans
-from specs.adagrad import adagrad
-from specs.adam import adam
-from specs.adamax import adamax
 from specs.adamw import adamw
 from specs.lion import lion
 from specs.madgrad import madgrad
-from specs.rprop import rprop
-from specs.sgd import sgd
 
 EMA9, EMA999 = Recurrence("ema", 0.9), Recurrence("ema", 0.999)
 NEAREST = Blocked(8, 64, softsign(1), rounding="nearest")
@@ -278,59 +270,6 @@ def test_weights_are_judged() -> None:
         found = lint.lint({}, plan.storage((), dtypes.bf16, False))
         assert [(f.code, f.severity) for f in found] == ([(code, severity)] if code else []), plan.name
         assert lint.lint({}, plan.storage((), dtypes.f32, False)) == []
-
-
-def test_recurrences_come_from_the_spec() -> None:
-    assert lint.recurrences(adam, {"amsgrad": True}) == {
-        "exp_avg": EMA9,
-        "exp_avg_sq": EMA999,
-        "max_exp_avg_sq": Recurrence("max", 1.0),
-    }
-    assert lint.recurrences(adagrad)["sum"].kind == "sum"
-    assert lint.recurrences(adamax)["exp_inf"] == Recurrence("max", 0.999)
-    assert lint.recurrences(lion)["exp_avg"] == Recurrence("ema", 0.99)
-    assert lint.recurrences(rprop)["step_size"].kind == "multiplicative"
-    # A flag that says that momentum is not 0 rules its default of 0 out.
-    assert lint.recurrences(sgd, {"has_momentum": True})["momentum_buffer"] == EMA9
-
-
-@optimizer()
-def forgetful(p, g, acc=state(nonneg), *, lr=hyper(1e-2, ge=0), rho=hyper(1.0, ge=0, le=1), eps=hyper(1e-8, gt=0)):
-    acc = rho * acc + g * g
-    p = p - lr * g / (sqrt(acc) + eps)
-    return p, acc
-
-
-@optimizer()
-def lazy(p, g, v=state(nonneg), *, lr=hyper(1e-2, ge=0), beta=hyper(0.999, ge=0, lt=1), eps=hyper(1e-8, gt=0)):
-    v = where(equal(g, 0.0), v, beta * v + (1 - beta) * g * g)
-    p = p - lr * g / (sqrt(v) + eps)
-    return p, v
-
-
-@optimizer()
-def chosen_extremes(p, g, top=state(nonneg), low=state(nonneg), *, lr=hyper(1e-2, ge=0), eps=hyper(1e-8, gt=0)):
-    top = where(abs(g) > top, abs(g), top)
-    low = minimum(low, abs(g))
-    p = p - lr * low * g / (top + eps)
-    return p, top, low
-
-
-def test_rules_that_only_look_otherwise_are_judged_alike() -> None:
-    """A forgetting factor that is off by default makes a sum, an average that waits for gradients is one."""
-    for fmt in (plain_bf16, ROOTS):
-        plan = Plan("To nearest.", nonneg=fmt)
-        for spec, code in ((forgetful, "L8"), (lazy, "L2")):
-            with pytest.raises(UserError, match=f"{code}, `"):
-                judge(spec, plan)
-
-
-def test_chosen_extremes_are_rounded_to_nearest() -> None:
-    recurs = lint.recurrences(chosen_extremes)
-    assert recurs == {"top": Recurrence("max", 1.0), "low": Recurrence("min", 1.0)}
-    kept = plans.int8.storage(chosen_extremes.states, dtypes.f32, False, recurs).states
-    assert {f.rounding for f in kept.values()} == {"nearest"}
-    assert not look(chosen_extremes, plans.int8).refused
 
 
 def test_findings_about_vectors_say_so() -> None:

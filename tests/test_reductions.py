@@ -31,6 +31,7 @@ from optgen.runtime.cpu import native
 from tests.harness import plan_of
 from tests.oracles import REDUCING, WHOLE
 from tests.product import Cell, Run, allowed_distance, at_shape, build, spec_of
+from tests.test_rows_and_columns import at_times
 
 SHAPE, AT = (4, 6), (1, 2)
 
@@ -144,7 +145,7 @@ def stateless(p, g, *, lr=hyper(1e-2, ge=0)):
     return p
 
 
-@pytest.mark.parametrize("spec", [unguarded, stateless], ids=lambda s: s.name)
+@pytest.mark.parametrize("spec", [unguarded, stateless, at_times], ids=lambda s: s.name)
 @pytest.mark.parametrize("shape", [(), (7,)], ids=str)
 def test_a_vector_is_refused_by_a_rule_of_rows_when_the_optimizer_is_made(spec, shape) -> None:
     cls = compile_class(spec, plan_of("fp32"))

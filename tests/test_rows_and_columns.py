@@ -484,20 +484,3 @@ def test_rows_are_the_same_at_the_steps_that_do_not_look_at_them(plan: str) -> N
         opt.step()
         rows, columns = (opt.state[p][f"v_{name}"] for name in ("row", "col"))
         assert (rows.numel(), columns.numel()) == (16, 8 * 8 * 8)  # as the rule counts them
-
-
-@pytest.mark.parametrize("plan", ["fp32", "int4_factored_split24", "lpmm4_factor"])
-def test_a_vector_is_refused_before_the_first_step_that_looks_at_its_rows(plan: str) -> None:
-    cls = compiled(at_times, plan=plan)
-    good, bad = (torch.nn.Parameter(torch.ones(*shape).bfloat16()) for shape in [(64, 64), (8192,)])
-    text = r"parameter 1 \(bfloat16 \[8192\]\) has no rows and columns"
-    with pytest.raises(ValueError, match=text):
-        cls([good, bad], plan=plan, backend="reference")
-    bad.requires_grad_(False)
-    opt = cls([good, bad], plan=plan, backend="reference")  # frozen parameters may be anything
-    bad.requires_grad_()
-    for p in (good, bad):
-        p.grad = torch.ones_like(p)
-    with pytest.raises(ValueError, match=text):
-        opt.step()
-    assert not opt.state and all(bool((p == 1).all()) for p in (good, bad))

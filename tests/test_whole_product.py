@@ -1,4 +1,4 @@
-"""The tool that runs the whole product: its order, the results it keeps between runs, and its report."""
+"""The tool that runs the whole product: the results it keeps between runs, and the kernels that it compiles."""
 
 from __future__ import annotations
 
