@@ -8,11 +8,14 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 import sympy
 import torch
 
 from optgen.backends import cpp, reference, triton
+from optgen.driver import emit
+from optgen.driver.build import Request, build
 from optgen.driver.compile import compile
 from optgen.driver.explain import UNKNOWN, memory
 from optgen.formats import Plan
@@ -22,6 +25,7 @@ from optgen.lang import hyper, optimizer, state
 from optgen.lang.plain import plain_formulas
 from optgen.lang.symbolic import expression
 from optgen.ops import dtypes, prims, spaces
+from optgen.optim import AdamW
 from optgen.verify import bounds, lint
 from optgen.verify.differential import stored
 from optgen.verify.intervals import Interval
@@ -104,10 +108,71 @@ def test_what_a_format_states_does_not_hold_of_one_that_encodes_otherwise(tmp_pa
         bounds.one_step_bound(Other())
 
 
+BACKEND = """
+import numpy as np
+
+from optgen.backends.printer import ATOM, Printer, number
+from optgen.driver import eager_text, emit
+
+SPELL = {
+    "const": lambda p, n: (f"np.float32({number(n)})", ATOM),
+    "sym": lambda p, n: (n.attr, ATOM),
+    "load": lambda p, n: (n.attr, ATOM),
+    "kept": lambda p, n: p.express(n.args[0]),  # fp32 as it is
+    "sqrt": lambda p, n: p.call("np.sqrt", *n.args),
+    "max": lambda p, n: p.call("np.maximum", *n.args),
+}
+
+
+def text(spec, maths):
+    functions = {}
+    for flags in spec.settings():
+        step = eager_text.rule_step(spec, flags)
+        (only,) = step.stages
+        program, sweep, printer = only.schedule.program, only.schedule.sweep, Printer(SPELL, {})
+        arguments = [b.name for b in program.buffers] + [let.name for let in step.host]
+        name = eager_text.function_of(spec, flags)
+        functions[name] = [f"def {name}({', '.join(arguments)}):"]
+        functions[name] += [f"    {let.name} = {printer.bind(let)}" for let in sweep.lets]
+        results = ", ".join(f"{s.buffer}={printer.text(s.node)}" for s in sweep.stores)
+        functions[name] += [f"    return dict({results})"]
+    return {"numpy_text.py": "\\n".join(["import numpy as np", *(x for f in functions.values() for x in ("", *f)), ""])}
+
+
+emit.BACKENDS["numpy"] = emit.Backend(text, names=("numpy_text.py",))
+"""
+
+
+def test_a_backend_in_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NumPy text of AdamW has the bits of the eager reference."""
+    monkeypatch.setitem(emit.BACKENDS, "numpy", emit.BACKENDS["reference"])  # it is gone after the test
+    monkeypatch.chdir(tmp_path)
+    module(tmp_path, "numpy_backend", BACKEND)
+    build(Request(names=("adamw",), plans=("fp32",), backends=("numpy",), out="made"))
+    texts = {file.name: file.read_text() for file in (tmp_path / "made/adamw").glob("*.*")}
+    assert texts.keys() >= {"numpy_text.py", "eager.py"} and not texts.keys() & {"triton.py", "kernels.h"}
+    rule, records = (module(tmp_path, name, texts[f"{name}.py"]) for name in ("numpy_text", "records"))
+
+    options = {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
+    generator = torch.Generator().manual_seed(0)
+    p = torch.nn.Parameter(torch.randn(70, 90, generator=generator))
+    mine = {"p": p.detach().numpy().copy(), **{x: np.zeros(p.shape, "float32") for x in ("exp_avg", "exp_avg_sq")}}
+    optimizer_made = AdamW([p], plan="fp32", backend="reference", **options)
+    for step in range(1, 4):
+        p.grad = torch.randn(p.shape, generator=generator)
+        optimizer_made.step()
+        scalars = map(np.float32, records.host_scalars(step, 1.0, **options))
+        mine = rule.adamw(mine["p"], p.grad.numpy(), mine["exp_avg"], mine["exp_avg_sq"], *scalars)
+    kept = {"p": p.detach(), **optimizer_made.state[p]}
+    assert all(np.array_equal(mine[x], kept[x].numpy()) for x in mine)
+
+
 PRIMITIVES = """
 import math
 
 from optgen.backends import cpp, reference, triton
+from optgen.driver import emit
+from optgen.driver.build import Request, build
 from optgen.backends.printer import ATOM
 from optgen.lang.values import exp2, primitive
 from optgen.ops.prims import Prim

@@ -393,7 +393,7 @@ def _jobs(units: Sequence[Unit], maths: Maths, backends: tuple[str, ...], whole:
 
     whole   all of this repository is built: include the files beside its generated folder
     """
-    others = {file for backend, own in emit.FILES.items() if backend not in backends for file in own}
+    others = {file for name, backend in emit.BACKENDS.items() if name not in backends for file in backend.names}
     jobs: list[Job] = []
 
     def add(folder: str, make: Job, left: Collection[str] = others) -> None:

@@ -120,10 +120,10 @@ def build(
             _standalone(t, names or [], plan or [], out, force, [name for name, value in given.items() if value])
             return
         from optgen.driver import build as b
-        from optgen.driver.project import BACKENDS
+        from optgen.driver.emit import BACKENDS
 
         for name in backend or ():
-            _choice("--backend", name, BACKENDS)
+            _choice("--backend", name, tuple(BACKENDS))
         if watch and check:
             raise UserError("E411", option="--watch", want="for building, not for --check", got="--check")
         chosen = None if maths is None else _maths(maths)
@@ -150,6 +150,10 @@ def _standalone(t: Terminal, names: list[str], plans: list[str], out: str | None
     if len(names) != 1 or len(plans) != 1:
         got = " ".join([*names, *plans])
         raise UserError("E411", option="--standalone", want="for one spec and one --plan", got=got)
+    if find_spec("triton") is None:
+        raise Missing("Triton, of whose functions the file is made; `optgen doctor` says what is here")
+    if find_spec("triton") is None:
+        raise Missing("Triton, of whose functions the file is made; `optgen doctor` says what is here")
     text = standalone.text(load.find_spec(names[0]), load.find_plan(plans[0]), force)
     t.result["text"] = text
     if out is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,8 +20,39 @@ from optgen.ir.program import Program, Step
 from optgen.lang.spec import Spec
 from optgen.lower import lower
 
-FILES = {"triton": (triton_text.FILE,), "cpp": (cpp_text.RULE, cpp_text.CODECS, cpp_text.STAGES)}
-"""The files that each backend beside the reference adds to the packages of rules, of plans and of the two."""
+Files = dict[str, str]
+"""File name -> text."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A kind of generated text: the files of a rule and of a plan, of which those without text are left out.
+
+    names  those of files that only a build with this backend has
+    """
+
+    rule: Callable[[Spec, Maths], Files]
+    plan: Callable[[Plan, Maths, Sequence[Plan]], Files] = lambda plan, maths, others: {}
+    names: tuple[str, ...] = ()
+
+
+BACKENDS = {
+    "triton": Backend(
+        lambda spec, maths: {triton_text.FILE: triton_text.rule_text(spec, maths)},
+        lambda plan, maths, others: {triton_text.FILE: triton_text.codec_text(plan, maths, others)},
+        (triton_text.FILE,),
+    ),
+    "cpp": Backend(
+        lambda spec, maths: {cpp_text.RULE: cpp_text.rule_text(spec, maths)},
+        lambda plan, maths, _: {cpp_text.CODECS: cpp_text.codec_text(plan, maths)},
+        (cpp_text.RULE, cpp_text.CODECS, cpp_text.STAGES),
+    ),
+    "reference": Backend(
+        lambda spec, _: {eager_text.FILE: eager_text.rule_text(spec)},
+        lambda plan, _, others: {eager_text.FILE: eager_text.codec_text(plan, others)},
+    ),
+}
+"""Name -> backend; what a build writes for a rule and a plan together, `emit_plan` says."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +109,7 @@ def header(spec: Spec, plan: Plan, backend: str, compiled: list[Compiled], maths
 
 def emit_plan(
     spec: Spec, plan: Plan, *, maths: Maths = "fast", cases: Iterable[Case] | None = None
-) -> dict[str, str]:
+) -> Files:
     """Return file name -> text of generated/<spec>/<plan>/, {} if all that it needs is of the rule or of the plan.
 
     cases  those to generate, all of them by default
@@ -160,7 +191,7 @@ def _evaluation(spec: Spec) -> tuple[str, ...]:
 
 def emit_package(
     spec: Spec, plan: Plan, *, maths: Maths = "fast", cases: Iterable[Case] | None = None
-) -> dict[str, str]:
+) -> Files:
     """Path -> text of a package of its own: the class, its rule, one plan, and the plan's package if it is the
     user's."""
     own = {} if comes_with(plan, maths) else plan_files(plan, maths)
@@ -174,26 +205,24 @@ def comes_with(plan: Plan, maths: Maths) -> bool:
     return maths == "fast" and is_ready(plan)
 
 
-def rule_files(spec: Spec, plans: tuple[str, ...], own: Mapping[str, str], maths: Maths) -> dict[str, str]:
-    """Return file name -> text of what a rule has for all plans: the class, its records, its eager text."""
-    return {
+def rule_files(spec: Spec, plans: tuple[str, ...], own: Mapping[str, str], maths: Maths) -> Files:
+    """Return file name -> text of what a rule has for all plans: the class, its records, its text for each backend."""
+    files = {
         "__init__.py": emit_class(spec, plans, own),
         record_text.RULE: record_text.rule_text(spec),
-        eager_text.FILE: eager_text.rule_text(spec),
         kernel_text.FILE: kernel_text.record_text(spec, maths),
-        triton_text.FILE: triton_text.rule_text(spec, maths),
-        **({cpp_text.RULE: cpp} if (cpp := cpp_text.rule_text(spec, maths)) else {}),
     }
+    for backend in BACKENDS.values():
+        files |= backend.rule(spec, maths)
+    return {name: text for name, text in files.items() if text}
 
 
-def plan_files(plan: Plan, maths: Maths = "fast", others: Sequence[Plan] = ()) -> dict[str, str]:
+def plan_files(plan: Plan, maths: Maths = "fast", others: Sequence[Plan] = ()) -> Files:
     """Return file name -> text of a plan's package: its record and its codecs, but for those that `others` have."""
-    return {
-        record_text.PLAN: record_text.plan_text(plan),
-        eager_text.FILE: eager_text.codec_text(plan, others),
-        triton_text.FILE: triton_text.codec_text(plan, maths, others),
-        cpp_text.CODECS: cpp_text.codec_text(plan, maths),
-    }
+    files = {record_text.PLAN: record_text.plan_text(plan)}
+    for backend in BACKENDS.values():
+        files |= backend.plan(plan, maths, others)
+    return files
 
 
 def emit_class(spec: Spec, plans: tuple[str, ...], own: Mapping[str, str]) -> str:

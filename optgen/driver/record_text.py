@@ -60,17 +60,18 @@ def _parts(value: Any) -> tuple[str, list[tuple[str, Any]], str] | None:
     return f"{kind.__name__}(", list(itertools.compress(parts, given)), ")"
 
 
-def _line(value: Any) -> str:
+def line(value: Any) -> str:
+    """Return the text that makes a record, without what is the default, in one line."""
     parts = _parts(value)
     if parts is None:
         return _leaf(value)
-    inside = ", ".join(f"{lead}{_line(x)}" for lead, x in parts[1])
+    inside = ", ".join(f"{lead}{line(x)}" for lead, x in parts[1])
     return f"{parts[0]}{inside}{',' if isinstance(value, tuple) and len(value) == 1 else ''}{parts[2]}"
 
 
 def written(lead: str, value: Any, tail: str = "", indent: str = "") -> Iterator[str]:
     """Yield `lead` and the text that makes a record, without what is the default, in lines of at most WIDTH columns."""
-    one = f"{indent}{lead}{_line(value)}{tail}"
+    one = f"{indent}{lead}{line(value)}{tail}"
     parts = _parts(value)
     if len(one) <= WIDTH or parts is None:
         yield one

@@ -236,6 +236,8 @@ class _Records:
         return self.codecs.setdefault(text, (name if x.word >= 0 else f"{name}_nearest").upper())
 
     def add(self, variant: Variant, sweep: Any) -> None:
+        from optgen.driver import standalone_kernels as kernels
+
         assert variant.single is not None
         (stage,) = variant.single.stages
         parts = (RULE, variant.step), (HOST, str(variant.host)), (TILES, f"{stage.kernel}_tile")
@@ -244,21 +246,18 @@ class _Records:
         given = zip(("eager", "host", "tile", "tile_host"), names, strict=True)
         text = f"Record({', '.join(f'{k}={v}' for k, v in given)}, stores={tuple(order)})"
         step = self.steps.setdefault(text, f"STEP_{len(self.steps) + 1}" if self.steps else "STEP")
-        values = []
-        for x in sweep.values:
-            more: dict[str, Any] = {"base": x.base, "word": x.word, "shift": x.shift, "plus": x.plus}
-            more["guarded"] = x.guarded
-            usual = {"base": -1, "word": -1, "shift": 0, "plus": False, "guarded": False}
-            shown = [f"{k}={v}" for k, v in more.items() if v != usual[k]]
-            values.append(f"Value({', '.join([repr(x.name), self.codec(variant, x), *shown])})")
+        values = tuple(
+            kernels.Value(x.name, Name(self.codec(variant, x)), x.base, x.word, x.shift, x.plus, x.guarded)
+            for x in sweep.values
+        )
         words = tuple(
             (keys.signed(keys.salt(k)) if k else 0, keys.signed(at)) for k, (at, *_) in enumerate(sweep.words)
         )
-        more = {"words": words, "small": variant.small, "vector": variant.vector, "block": variant.block}
-        more |= {"flags": dict(variant.flags), "host_states": variant.host_states}
-        shown = [f"{k}={v!r}" for k, v in more.items() if v and v != 1 or v is True]
-        shown = [repr(variant.param), step, f"({', '.join(values)})", *shown]
-        self.variants.append(f"Variant({', '.join(shown)}),")
+        row = kernels.Variant(
+            variant.param, Name(step), values, words, variant.small, variant.vector, variant.block,
+            dict(variant.flags), variant.host_states,
+        )  # fmt: skip
+        self.variants.append(record_text.line(row) + ",")
 
     def lines(self) -> list[str]:
         def named(text: str) -> str:
