@@ -134,7 +134,7 @@ def candidates(path: Path, room: str) -> Iterator[dict[str, Any]]:
             for kind, row, start, end, new in _edits_of(node, lines):
                 before = lines[row - 1]
                 after = before[:start] + new + before[end:]
-                if before.isascii() and body.count(before) == 1:
+                if before.isascii() and body.count(before) == 1 and after != before:
                     place = {"file": str(path.relative_to(ROOT)), "function": name, "kind": kind}
                     yield {"room": room, **place, "before": before.strip(), "after": after.strip()}
 
