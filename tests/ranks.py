@@ -144,6 +144,17 @@ class Runs:
             p.grad = gradient(piece)
             q.grad = piece.of(p.grad)
 
+    def sides(self) -> list[tuple[list[nn.Parameter], Any]]:
+        return [(self.alone, self.one), (self.parts, self.many)]
+
+    def another(self, saved: dict[str, Any], params: Sequence[nn.Parameter]) -> tuple[list[nn.Parameter], Any]:
+        """Copies of parameters, and an optimizer of theirs that has loaded a state dict."""
+        copies = [nn.Parameter(p.detach().clone()) for p in params]
+        group = self.one.param_groups[0]
+        opt = type(self.one)(copies, lr=group["lr"], plan=group["plan"], backend=self.here.backend)
+        opt.load_state_dict(saved)
+        return copies, opt
+
     def same(self) -> None:
         """The parts are those of the run on one rank, bit for bit."""
         for k, (p, q) in enumerate(zip(self.alone, self.parts, strict=True)):
@@ -281,7 +292,8 @@ def whole_matrices(here: Here) -> None:
 def enclosed(here: Here, name: str, plan_name: str, pieces: Sequence[Piece], steps: int = 2) -> None:
     """Each step of each parameter lies where running error analysis says that it may, sums taken in any order; what all
     ranks keep is the same on all of them."""
-    cls, spec, plan = getattr(generated, SUMMING[name]), spec_of(name), plan_of(plan_name)
+    spec, plan = spec_of(name), plan_of(plan_name)
+    cls = getattr(generated, spec.class_name)
     params = [piece.parameter(True) for piece in pieces]
     opt = cls(params, plan=plan_name, backend=here.backend)
     group = opt.param_groups[0]
@@ -368,11 +380,9 @@ def rows_and_columns_of_formats(here: Here) -> None:
             cls([piece.parameter(True) for piece in pieces], plan=plan, backend=backend).load_state_dict(bad)
 
 
-SUMMING = {
-    "came": "CAME", "adafactor": "Adafactor", "lamb": "LAMB", "stable_adamw": "StableAdamW", "sm3": "SM3",
-    "lars": "LARS", "novograd": "NovoGrad", "fromage": "Fromage", "cautious_adamw": "CautiousAdamW",
-    "adam_mini": "AdamMini",
-}  # fmt: skip
+SUMMING = (
+    "came", "adafactor", "lamb", "stable_adamw", "sm3", "lars", "novograd", "fromage", "cautious_adamw", "adam_mini"
+)  # fmt: skip
 
 
 @case(2, 4)
@@ -718,66 +728,39 @@ def keeps_what_matters(here: Here) -> None:
 @case(2)
 def full_weights_come_and_go(here: Here) -> None:
     """load_master_state_dict before the first step and after it, and weights that flashoptim kept."""
-    mesh = here.mesh(2)
+    mesh, narrow = here.mesh(2), {"dtype": torch.bfloat16}
     # Rows in blocks, and a vector whose halves cut them: its states are on all ranks.
-    shapes = [(97, 130), (4160,), (7,)]
-    exact = {f"p{k}": here.values(*shape) for k, shape in enumerate(shapes)}
-
-    def bag(sharded: bool) -> nn.Module:
-        made = nn.Module()
-        for name, value in exact.items():
-            narrow = torch.zeros_like(value, dtype=torch.bfloat16)
-            made.register_parameter(name, Piece(narrow, mesh, [Shard(0)]).parameter(sharded))
-        return made
-
-    def step(module: nn.Module, opt: Any, g: Sequence[Tensor]) -> None:
-        for p, value in zip(module.parameters(), g, strict=True):
-            p.grad = distribute_tensor(value, mesh, [Shard(0)]) if isinstance(p, DTensor) else value.clone()
-        opt.step()
-
+    exact = {f"p{k}": here.values(*shape) for k, shape in enumerate([(97, 130), (4160,), (7,)])}
     for early in (True, False):
-        pairs = []
-        gradients = [here.values(*shape, dtype=torch.bfloat16) for shape in shapes]
-        for sharded in (False, True):
-            module = bag(sharded)
-            opt = generated.AdamW(module.named_parameters(), lr=1e-3, plan="int8_split24", backend=here.backend)
-            if not early:
-                step(module, opt, gradients)
+        pieces = [Piece(torch.zeros_like(value, **narrow), mesh, [Shard(0)]) for value in exact.values()]
+        runs = Runs(here, generated.AdamW, pieces, plan="int8_split24")
+        if not early:
+            runs.step()
+        sides = [(nn.ParameterDict(zip(exact, x, strict=True)), opt) for x, opt in runs.sides()]
+        for module, opt in sides:
             opt.load_master_state_dict(module, exact)
-            pairs.append((module, opt))
-        (one, alone), (many, parts) = pairs
-        for again in (False, True):
-            full, cut = alone.master_state_dict(one), parts.master_state_dict(many)
+        for waits in (early, False):
+            full, cut = (opt.master_state_dict(module) for module, opt in sides)
             for name, value in full.items():
-                # Before a state has taken them, all 32 bits wait; then 24 are kept.
-                kept = alone.state.get(getattr(one, name))
-                if not again and not kept:
-                    rounded = (value - whole(cut[name])).abs() <= 2.0**-16 * value.abs()
-                    assert rounded.all(), name
-                    continue
-                alike(value, cut[name], f"weight {name}")
-            if not again:
-                for module, opt in pairs:
-                    step(module, opt, gradients)
+                if waits:  # all 32 bits, until a state has taken them; then 24 are kept
+                    assert ((value - whole(cut[name])).abs() <= 2.0**-16 * value.abs()).all(), name
+                else:
+                    alike(value, cut[name], f"weight {name}")
+            runs.step()
 
-    codes = torch.randint(-127, 128, shapes[0], generator=here.random).to(torch.bfloat16)
-    vector = torch.randint(-127, 128, shapes[1], generator=here.random).to(torch.bfloat16)
-    entries = {
-        k: {"step": 3, "exp_avg": here.values(*shape), "exp_avg_sq": here.values(*shape).square(), "error_bits": bits}
-        for k, (shape, bits) in enumerate(zip(shapes, (codes, vector), strict=False))
-    }
-    saved = {"state": entries, "param_groups": [{"lr": 1e-3, "master_bytewidth": 3, "params": [0, 1]}]}
-    pairs = []
-    for sharded in (False, True):
-        pieces = [Piece(exact[f"p{k}"].to(torch.bfloat16), mesh, [Shard(0)]).parameter(sharded) for k in range(2)]
-        opt = generated.AdamW(pieces, plan="int8_split24", backend=here.backend)
-        opt.load_state_dict(saved)
-        pairs.append((pieces, opt))
-    (one, alone), (many, parts) = pairs
-    for p, q in zip(one, many, strict=True):
-        alike(p.detach(), q.detach(), "weight")
-        assert not torch.equal(alone.state[p]["weight_low"], torch.zeros_like(alone.state[p]["weight_low"]))
-        alike_states(alone, p, parts, q, "a state of flashoptim")
+    pieces = [Piece(value.to(torch.bfloat16), mesh, [Shard(0)]) for value in list(exact.values())[:2]]
+    entries = {}
+    for k, piece in enumerate(pieces):
+        shape = piece.value.shape
+        codes = torch.randint(-127, 128, shape, generator=here.random).to(here.device, torch.bfloat16)
+        moments = {"exp_avg": here.values(*shape), "exp_avg_sq": here.values(*shape).square()}
+        entries[k] = {"step": 3, "error_bits": codes, **moments}
+    runs = Runs(here, generated.AdamW, pieces, plan="int8_split24")
+    for opt in (runs.one, runs.many):
+        groups = [{"lr": 1e-3, "master_bytewidth": 3, "params": [0, 1]}]
+        opt.load_state_dict({"state": dict(entries), "param_groups": groups})
+    runs.same()
+    assert all(bool(entry["weight_low"].any()) for entry in runs.one.state.values())
 
 
 @case(2)
@@ -885,13 +868,9 @@ def loads_whole_and_dense(here: Here) -> None:
     runs = Runs(here, generated.AdamW, pieces, plan="int8_split24")
     runs.step()
     for saved in (runs.many.state_dict(), runs.one.state_dict()):
-        params = [nn.Parameter(p.detach().clone()) for p in runs.parts]
-        other = generated.AdamW(params, lr=1e-2, plan="int8_split24", backend=here.backend)
-        other.load_state_dict(saved)
-        for p, q in zip(runs.parts, params, strict=True):
-            for key, value in runs.many.state[p].items():
-                if isinstance(value, Tensor):
-                    alike(whole(value), other.state[q][key], key)
+        params, other = runs.another(saved, runs.parts)
+        for p, q in zip(runs.alone, params, strict=True):
+            alike_states(runs.one, p, other, q, "loaded")
     alone, parts = runs.one.master_weights(), runs.many.master_weights()
     for name, value in alone.items():
         alike(value, parts[name], f"weight {name}")
@@ -899,14 +878,9 @@ def loads_whole_and_dense(here: Here) -> None:
     for number, entry in dense["state"].items():
         for key, value in entry.items():
             alike(value, cut["state"][number][key], key)
-    params = [nn.Parameter(p.detach().clone()) for p in runs.parts]
-    other = generated.AdamW(params, lr=1e-2, plan="int8_split24", backend=here.backend)
-    other.load_state_dict(dense)
-    one = generated.AdamW(
-        [nn.Parameter(p.detach().clone()) for p in runs.alone], lr=1e-2, plan="int8_split24", backend=here.backend
-    )
-    one.load_state_dict(dense)
-    for p, q in zip(one.param_groups[0]["params"], params, strict=True):
+    params, other = runs.another(dense, runs.parts)
+    whole_params, one = runs.another(dense, runs.alone)
+    for p, q in zip(whole_params, params, strict=True):
         alike_states(one, p, other, q, "dense")
     with refused(ValueError, "exp_avg", "nothing was loaded"):
         bad = runs.one.state_dict()
