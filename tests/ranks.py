@@ -151,7 +151,7 @@ class Runs:
         """Copies of parameters, and an optimizer of theirs that has loaded a state dict."""
         copies = [nn.Parameter(p.detach().clone()) for p in params]
         group = self.one.param_groups[0]
-        opt = type(self.one)(copies, lr=group["lr"], plan=group["plan"], backend=self.here.backend)
+        opt = type(self.one)(copies, lr=group["lr"], plan=group["plan"], backend=group["backend"])
         opt.load_state_dict(saved)
         return copies, opt
 
@@ -338,46 +338,36 @@ def decoded(cls: Any, group: dict[str, Any], p: Tensor, entry: dict[str, Any]) -
 @case(2)
 def rows_and_columns_of_formats(here: Here) -> None:
     """Statistics that a format keeps are those of the whole tensor: maxima bit for bit, sums where eager torch has all
-    of it; states saved on two ranks are those of one, dense ones become what they are on one."""
+    of it; dense states become what they are on one rank."""
     mesh = here.mesh(here.world)
     for plan, backend in (("lpmm4", here.backend), ("int4_factored_split24", "reference")):
-        cls = generated.AdamW
         pieces = rows(here, mesh, [(97, 130), (3, 1500), (1, 5000)], torch.bfloat16)
         if plan == "lpmm4":
             pieces += rows(here, mesh, [(7, 3, 16, 16)], torch.bfloat16)
             cut = Piece(here.values(7, 2 * here.world, 16, 16, dtype=torch.bfloat16), mesh, [Shard(1)])
             with refused(ValueError, "shard it along dimension 0"):
-                Runs(here, cls, [cut], plan=plan, backend=backend).step()
+                Runs(here, generated.AdamW, [cut], plan=plan, backend=backend).step()
         pieces.append(Piece(here.values(70, 128 * here.world, dtype=torch.bfloat16), mesh, [Shard(1)]))
-        runs = Runs(here, cls, pieces, plan=plan, backend=backend)
+        runs = Runs(here, generated.AdamW, pieces, plan=plan, backend=backend)
         runs.step(3)
-        saved = {
-            number: {key: whole(x) if isinstance(x, Tensor) else x for key, x in entry.items()}
-            for number, entry in runs.many.state_dict()["state"].items()
-        }
-        groups = runs.many.state_dict()["param_groups"]
-        runs.one.load_state_dict({"state": saved, "param_groups": groups})
-        runs.same()
         # Dense states, whole or in parts, are encoded as on one rank.
+        alone, one = runs.another(runs.one.dense_state_dict(), runs.alone)
         for dense in (runs.one.dense_state_dict(), runs.many.dense_state_dict()):
-            one = cls([piece.parameter(False) for piece in pieces], plan=plan, backend=backend)
-            one.load_state_dict(runs.one.dense_state_dict())
-            many = cls([piece.parameter(True) for piece in pieces], plan=plan, backend=backend)
-            many.load_state_dict(dense)
-            for p, q in zip(*(opt.param_groups[0]["params"] for opt in (one, many)), strict=True):
+            parts, many = runs.another(dense, runs.parts)
+            for p, q in zip(alone, parts, strict=True):
                 alike_states(one, p, many, q, f"{list(p.shape)} under {plan}")
         # A part that only one rank finds wrong is found by all.
         bad = runs.many.dense_state_dict()
         if here.rank == 0:
             bad["state"][0]["exp_avg"].to_local()[0, 0] = torch.nan
         with refused(ValueError, "exp_avg: expected numbers, 1 of 12610 are NaN"):
-            cls([piece.parameter(True) for piece in pieces], plan=plan, backend=backend).load_state_dict(bad)
+            runs.another(bad, runs.parts)
         # Nor does any wait for one that finds something wrong beforehand, or load what that refuses.
         bad = runs.many.dense_state_dict()
         if here.rank == 0:
             bad["state"][0]["step"] = -1
         with refused(ValueError, "step: expected" if here.rank == 0 else "another rank found", "nothing was loaded"):
-            cls([piece.parameter(True) for piece in pieces], plan=plan, backend=backend).load_state_dict(bad)
+            runs.another(bad, runs.parts)
 
 
 SUMMING = (
