@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ import optgen.optim as optim
 from optgen.runtime import Optimizer
 from optgen.runtime.modes import offload
 from optgen.runtime.states import state
+from tests import harness
 from tests.harness import same_bits
 from tests.test_release import Net, net, pair, train
 from tests.training import same, through_file
@@ -46,6 +47,13 @@ def moved(opt: Optimizer, events: list[str] | None = None, pause: float = 0.0) -
     for group in opt.param_groups:
         group["offload"] = True
     return opt
+
+
+@pytest.fixture(autouse=True, scope="module")
+def unoptimized() -> Iterator[None]:
+    """The same kernels step what moves and what does not: they compile faster so."""
+    with harness.unoptimized():
+        yield
 
 
 @pytest.fixture
