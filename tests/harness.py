@@ -179,6 +179,8 @@ class Pair:
         """One launch over several tensors (buffers, gradient, stream key), all ragged or none of them."""
         import triton.language as tl
 
+        from optgen.runtime.gpu.walk import launched
+
         variant, kernels = self.triton
         name, block = variant.function, self.schedule.program.block
         assert variant.single is not None
@@ -201,11 +203,10 @@ class Pair:
         values = {h.name: h.default for h in self.spec.hypers} | dict(program.host_states) | dict(hypers)
         made = variant.single.host(step, 1.0, **values)
         scalars = [made[k] for k in variant.single.stages[0].scalars]
-        constants = {"GRAD": grad, "TILES": tiles, "RAGGED": ragged, "ALIGNED": aligned, "TILE": size}
+        how: dict[str, Any] = dict(grad=grad, tiles=tiles, tile=size, ragged=ragged, aligned=aligned)
+        sweep = launched(kernels.CONSTANTS[name]["SWEEP"], **how)
         launch = getattr(kernels, name)[(len(work),)]
-        launch(
-            pointers, items, *scalars, key, **constants, **kernels.CONSTANTS[name], num_warps=1, enable_fp_fusion=False
-        )
+        launch(pointers, items, *scalars, key, SWEEP=sweep, num_warps=1, enable_fp_fusion=False)
 
     @cached_property
     def joined(self) -> tuple[Variant, Rule]:

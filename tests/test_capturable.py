@@ -492,6 +492,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from generated import SGD
 from optgen.runtime.gpu import compiled
+from optgen.runtime.gpu.walk import launched
 from optgen.runtime.layout import plans
 from optgen.runtime.work import counting
 from tests.training import params_of
@@ -504,13 +505,13 @@ class Device:
 driver.set_active(Device())
 kernels = compiled.kernels(plans.load(SGD, "fp32"))
 fn = kernels.sgd_float32
-count = fn.arg_names.index("GRAD") - 2 - ("step_key" in fn.arg_names)
+count = fn.arg_names.index("SWEEP") - 2 - ("step_key" in fn.arg_names)
 tables = torch.zeros(16, dtype=torch.int64), torch.zeros(16, dtype=torch.int32)
 scalars = counting.Control(count, torch.device("cpu"))
 found = []
 for grad, tiles in ((tl.bfloat16, 4), (tl.float32, 4), (tl.float32, 8), (tl.float32, 4)):
-    constants = {"GRAD": grad, "TILES": tiles, "RAGGED": False, "ALIGNED": True}
-    constants |= {"TILE": 256, **kernels.CONSTANTS["sgd_float32"]}
+    sweep = kernels.CONSTANTS["sgd_float32"]["SWEEP"]
+    constants = {"SWEEP": launched(sweep, grad=grad, tiles=tiles, aligned=True)}
     key = 1 if "step_key" in fn.arg_names else None
     outer, given, told = compiled._call(fn, tables, scalars, range(count), key, constants)
     made = outer.warmup(*given, grid=(1,), **told, enable_fp_fusion=False, num_warps=1)

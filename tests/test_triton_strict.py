@@ -73,6 +73,7 @@ from pathlib import Path
 sys.path.insert(0, "tools")
 import kernel_stats
 import triton.language as tl
+from optgen.runtime.gpu.walk import launched
 from tests import harness, test_triton_strict
 
 found = []
@@ -82,8 +83,8 @@ for name, plan, param in (("stepped", "fp32", "float32"), ("adamw", "int8_split2
     schedule = harness.schedule(spec, harness.plan_of(plan), param, "strict")
     variant, kernels = harness.Pair(spec, schedule, Path(sys.argv[1])).triton
     fn = getattr(kernels, variant.function)
-    constants = {"GRAD": getattr(tl, param), "TILES": 4, "RAGGED": False, "ALIGNED": True, "TILE": 256}
-    constants |= kernels.CONSTANTS[variant.function]
+    sweep = kernels.CONSTANTS[variant.function]["SWEEP"]
+    constants = {"SWEEP": launched(sweep, grad=getattr(tl, param), tiles=4, aligned=True)}
     signature = {a: kernel_stats._POINTERS.get(a, "fp32") for a in fn.arg_names if a not in constants}
     kernel_stats.compile_for(fn, signature, constants, kernel_stats.TARGETS["sm_90"], aligned=("table", "work"))
 print(json.dumps(found))

@@ -425,20 +425,21 @@ def jobs_of(name: str, module: Any, function: str, grad: str) -> Iterable[Job]:
     """A generated kernel as jobs: `tile` elements for 32 lanes, as many for each on targets with more."""
     import triton.language as tl
 
-    fn, tile = getattr(module, function), module.TILE[function]
+    from optgen.runtime.gpu.walk import launched
     from optgen.runtime.step import launch
 
+    fn, tile = getattr(module, function), module.TILE[function]
+
     limits = {t: launch.limits(module, function, gpu.arch // 10) for t, gpu in TARGETS.items() if gpu.backend == "cuda"}
-    constants = {"GRAD": getattr(tl, grad), "TILES": 16, "RAGGED": False, "ALIGNED": True}
-    constants |= module.CONSTANTS[function]
-    signature = {a: _POINTERS.get(a, "fp32") for a in fn.arg_names if a not in {*constants, "TILE"}}
+    sweep = module.CONSTANTS[function]["SWEEP"]
+    signature = {a: _POINTERS.get(a, "fp32") for a in fn.arg_names if a != "SWEEP"}
     for target, gpu in TARGETS.items():
         size = tile * gpu.warp_size // 32
         yield Job(
             name,
             fn,
             signature,
-            {**constants, "TILE": size},
+            {"SWEEP": launched(sweep, grad=getattr(tl, grad), tiles=16, tile=size, aligned=True)},
             elements=2 * size,  # pairs of tiles
             aligned=("table", "work"),
             targets=(target,),
@@ -549,6 +550,9 @@ def of_several_sweeps(spec_name: str, plan_name: str, param: str) -> Iterable[Jo
 
 def of_stages(name: str, module: Any, variant: Any) -> Iterable[Job]:
     """The kernels of a variant's stages: <name>.<number>, and <name>.<number>_flat for tensors that no panels fit."""
+    import triton.language as tl
+
+    from optgen.runtime.gpu.walk import launched
     from optgen.runtime.step import launch
 
     for number, stage in enumerate(variant.stages, 1):
@@ -558,20 +562,13 @@ def of_stages(name: str, module: Any, variant: Any) -> Iterable[Job]:
         if stage.kernel in module.TILE:
             yield from jobs_of(f"{name}.{number}", module, stage.kernel, variant.param)
         elif "LEVEL" in known:
-            yield from _staged(f"{name}.{number}", module, stage.kernel, {**known, "LANES": 256, "ROUND": -1}, 2048,
-                               launch.stages.BETWEEN)  # fmt: skip
+            yield from _staged(f"{name}.{number}", module, stage.kernel, known, 2048, launch.stages.BETWEEN)
         else:
-            of = {**known, "GRAD": _dtype(variant.param), "TILES": 16, "RAGGED": False, "ALIGNED": True, "TILE": 1}
-            panel, warps = known["SWEEP"].panel(), module.WARPS[stage.kernel]
-            yield from _staged(f"{name}.{number}", module, stage.kernel, of, panel, warps, True)
-            of |= {"RAGGED": True, "ALIGNED": False}
+            sweep, warps, grad = known["SWEEP"], module.WARPS[stage.kernel], getattr(tl, variant.param)
+            of = {"SWEEP": launched(sweep, grad=grad, tiles=16, tile=1, aligned=True)}
+            yield from _staged(f"{name}.{number}", module, stage.kernel, of, sweep.panel(), warps, True)
+            of = {"SWEEP": launched(sweep, grad=grad, tiles=16, tile=1, ragged=True)}
             yield from _staged(f"{name}.{number}_flat", module, stage.kernel, of, 256, 1)
-
-
-def _dtype(name: str) -> Any:
-    import triton.language as tl
-
-    return getattr(tl, name)
 
 
 def _staged(

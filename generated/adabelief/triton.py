@@ -34,12 +34,11 @@ def adabelief_tile(
 def adabelief_sweep(
     table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, grad_scale: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    one_minus_beta2: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
+    one_minus_beta2: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32, step_key: tl.int32,
+    SWEEP: tl.constexpr,
 ):
     """adabelief: the tiles of one work item."""
     walk(
         table, work, adabelief_tile, SWEEP, (beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
-        one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4), step_key, GRAD, TILES, RAGGED, ALIGNED,
-        TILE,
+        one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4), step_key,
     )

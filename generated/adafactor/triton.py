@@ -21,12 +21,9 @@ def adafactor_1_tile(PLAN: tl.constexpr, p, g, live, MASKED: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["step_key"])
-def adafactor_1_sweep(
-    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
-):
+def adafactor_1_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
     """adafactor: the tiles of one work item."""
-    walk_matrices(table, work, adafactor_1_tile, SWEEP, (), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE)
+    walk_matrices(table, work, adafactor_1_tile, SWEEP, (), step_key)
 
 
 @triton.jit
@@ -83,20 +80,20 @@ def adafactor_6_values(row_var, mat_sum_of_row_var_over_rows_max_eps1):
 def adafactor_2_between(
     table, work, grad_scale_times_grad_scale: tl.float32, one_minus_t_pow_beta2_decay: tl.float32,
     one_minus_beta2: tl.float32, eps2: tl.float32, lr_min_t_pow_m0p5: tl.float32, eps1: tl.float32,
-    LANES: tl.constexpr, LEVEL: tl.constexpr, ROUND: tl.constexpr = -1,
+    LEVEL: tl.constexpr,
 ):
     """adafactor: matrices of one tensor."""
     rounds(
         table, work, adafactor_2_values, LEVEL, 0, (grad_scale_times_grad_scale, one_minus_t_pow_beta2_decay,
-        one_minus_beta2), LANES, ROUND,
+        one_minus_beta2),
     )
     rounds(
         table, work, adafactor_3_values, LEVEL, 1, (grad_scale_times_grad_scale, one_minus_t_pow_beta2_decay,
-        one_minus_beta2), LANES, ROUND,
+        one_minus_beta2),
     )
-    rounds(table, work, adafactor_4_values, LEVEL, 2, (eps2, lr_min_t_pow_m0p5), LANES, ROUND)
-    rounds(table, work, adafactor_5_values, LEVEL, 3, (eps1,), LANES, ROUND)
-    rounds(table, work, adafactor_6_values, LEVEL, 4, (), LANES, ROUND)
+    rounds(table, work, adafactor_4_values, LEVEL, 2, (eps2, lr_min_t_pow_m0p5))
+    rounds(table, work, adafactor_5_values, LEVEL, 3, (eps1,))
+    rounds(table, work, adafactor_6_values, LEVEL, 4, ())
 
 
 @triton.jit
@@ -108,14 +105,9 @@ def adafactor_7_tile(PLAN: tl.constexpr, g, col_var, row_div, eps1_times_eps1, l
 
 
 @triton.jit(do_not_specialize=["step_key"])
-def adafactor_7_sweep(
-    table, work, eps1_times_eps1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
-):
+def adafactor_7_sweep(table, work, eps1_times_eps1: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr):
     """adafactor: the tiles of one work item."""
-    walk_matrices(
-        table, work, adafactor_7_tile, SWEEP, (eps1_times_eps1,), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
-    )
+    walk_matrices(table, work, adafactor_7_tile, SWEEP, (eps1_times_eps1,), step_key)
 
 
 @triton.jit
@@ -136,13 +128,10 @@ def adafactor_9_values(alpha, tensor_sum_of_g, extent_elements, d, grad_scale_ti
 
 
 @triton.jit
-def adafactor_8_between(
-    table, work, d: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr, LEVEL: tl.constexpr,
-    ROUND: tl.constexpr = -1,
-):
+def adafactor_8_between(table, work, d: tl.float32, grad_scale_times_grad_scale: tl.float32, LEVEL: tl.constexpr):
     """adafactor: matrices of one tensor."""
-    rounds(table, work, adafactor_8_values, LEVEL, 0, (), LANES, ROUND)
-    rounds(table, work, adafactor_9_values, LEVEL, 1, (d, grad_scale_times_grad_scale), LANES, ROUND)
+    rounds(table, work, adafactor_8_values, LEVEL, 0, ())
+    rounds(table, work, adafactor_9_values, LEVEL, 1, (d, grad_scale_times_grad_scale))
 
 
 @triton.jit
@@ -164,13 +153,11 @@ def adafactor_10_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def adafactor_10_sweep(
     table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32, eps1_times_eps1: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr, SWEEP: tl.constexpr,
+    step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """adafactor: the tiles of one work item."""
     walk_matrices(
         table, work, adafactor_10_tile, SWEEP, (grad_scale, one_minus_lr_times_weight_decay, eps1_times_eps1), step_key,
-        GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
@@ -191,13 +178,12 @@ def adafactor_no_factored_1_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def adafactor_no_factored_1_sweep(
     table, work, scalar_0: tl.float32, one_minus_t_pow_beta2_decay: tl.float32, eps1_times_eps1: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr, SWEEP: tl.constexpr,
+    step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """adafactor: the tiles of one work item."""
     walk(
         table, work, adafactor_no_factored_1_tile, SWEEP, (scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1),
-        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        step_key,
     )
 
 
@@ -221,12 +207,12 @@ def adafactor_no_factored_2_values(
 @triton.jit
 def adafactor_no_factored_2_between(
     table, work, eps2: tl.float32, d: tl.float32, lr_min_t_pow_m0p5: tl.float32,
-    grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr, LEVEL: tl.constexpr, ROUND: tl.constexpr = -1,
+    grad_scale_times_grad_scale: tl.float32, LEVEL: tl.constexpr,
 ):
     """adafactor: matrices of one tensor."""
     rounds(
         table, work, adafactor_no_factored_2_values, LEVEL, 0, (eps2, d, lr_min_t_pow_m0p5,
-        grad_scale_times_grad_scale), LANES, ROUND,
+        grad_scale_times_grad_scale),
     )
 
 
@@ -252,11 +238,10 @@ def adafactor_no_factored_3_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def adafactor_no_factored_3_sweep(
     table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32, scalar_0: tl.float32,
-    one_minus_t_pow_beta2_decay: tl.float32, eps1_times_eps1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
+    one_minus_t_pow_beta2_decay: tl.float32, eps1_times_eps1: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """adafactor: the tiles of one work item."""
     walk(
         table, work, adafactor_no_factored_3_tile, SWEEP, (grad_scale, one_minus_lr_times_weight_decay, scalar_0,
-        one_minus_t_pow_beta2_decay, eps1_times_eps1), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        one_minus_t_pow_beta2_decay, eps1_times_eps1), step_key,
     )

@@ -30,11 +30,7 @@ def adagrad_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def adagrad_sweep(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32, scalar_1: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr, SWEEP: tl.constexpr,
+    step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """adagrad: the tiles of one work item."""
-    walk(
-        table, work, adagrad_tile, SWEEP, (weight_decay, grad_scale, scalar_0, scalar_1), step_key, GRAD, TILES, RAGGED,
-        ALIGNED, TILE,
-    )
+    walk(table, work, adagrad_tile, SWEEP, (weight_decay, grad_scale, scalar_0, scalar_1), step_key)

@@ -34,13 +34,12 @@ def adam_tile(
 def adam_sweep(
     table, work, beta1: tl.float32, beta2: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     one_minus_beta1: tl.float32, one_minus_beta2: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr, SWEEP: tl.constexpr,
+    step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """adam: the tiles of one work item."""
     walk(
         table, work, adam_tile, SWEEP, (beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
-        scalar_2, scalar_3), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        scalar_2, scalar_3), step_key,
     )
 
 
@@ -65,13 +64,12 @@ def adam_decoupled_weight_decay_tile(
 def adam_decoupled_weight_decay_sweep(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr, SWEEP: tl.constexpr,
+    step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """adam: the tiles of one work item."""
     walk(
         table, work, adam_decoupled_weight_decay_tile, SWEEP, (beta1, beta2, one_minus_lr_times_weight_decay,
-        one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4), step_key,
     )
 
 
@@ -102,13 +100,12 @@ def adam_amsgrad_tile(
 def adam_amsgrad_sweep(
     table, work, beta1: tl.float32, beta2: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     one_minus_beta1: tl.float32, one_minus_beta2: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr, SWEEP: tl.constexpr,
+    step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """adam: the tiles of one work item."""
     walk(
         table, work, adam_amsgrad_tile, SWEEP, (beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
-        one_minus_beta2, scalar_2, scalar_3), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        one_minus_beta2, scalar_2, scalar_3), step_key,
     )
 
 
@@ -138,11 +135,10 @@ def adam_amsgrad_decoupled_weight_decay_tile(
 def adam_amsgrad_decoupled_weight_decay_sweep(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr, SWEEP: tl.constexpr,
+    step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """adam: the tiles of one work item."""
     walk(
         table, work, adam_amsgrad_decoupled_weight_decay_tile, SWEEP, (beta1, beta2, one_minus_lr_times_weight_decay,
-        one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4), step_key,
     )

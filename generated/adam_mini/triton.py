@@ -25,14 +25,10 @@ def adam_mini_1_tile(PLAN: tl.constexpr, g, m, beta1, one_minus_beta1_times_grad
 @triton.jit(do_not_specialize=["step_key"])
 def adam_mini_1_sweep(
     table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
     SWEEP: tl.constexpr,
 ):
     """adam_mini: the tiles of one work item."""
-    walk_matrices(
-        table, work, adam_mini_1_tile, SWEEP, (beta1, one_minus_beta1_times_grad_scale), step_key, GRAD, TILES, RAGGED,
-        ALIGNED, TILE,
-    )
+    walk_matrices(table, work, adam_mini_1_tile, SWEEP, (beta1, one_minus_beta1_times_grad_scale), step_key)
 
 
 @triton.jit
@@ -52,13 +48,12 @@ def adam_mini_2_values(
 @triton.jit
 def adam_mini_2_between(
     table, work, beta2: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
-    one_minus_beta2: tl.float32, sqrt_one_minus_beta2_pow_t: tl.float32, LANES: tl.constexpr, LEVEL: tl.constexpr,
-    ROUND: tl.constexpr = -1,
+    one_minus_beta2: tl.float32, sqrt_one_minus_beta2_pow_t: tl.float32, LEVEL: tl.constexpr,
 ):
     """adam_mini: matrices of one tensor."""
     rounds(
         table, work, adam_mini_2_values, LEVEL, 0, (beta2, eps, grad_scale_times_grad_scale, one_minus_beta2,
-        sqrt_one_minus_beta2_pow_t), LANES, ROUND,
+        sqrt_one_minus_beta2_pow_t),
     )
 
 
@@ -78,13 +73,12 @@ def adam_mini_3_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def adam_mini_3_sweep(
     table, work, one_minus_lr_times_weight_decay: tl.float32, lr_over_one_minus_beta1_pow_t: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr, SWEEP: tl.constexpr,
+    step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """adam_mini: the tiles of one work item."""
     walk_matrices(
         table, work, adam_mini_3_tile, SWEEP, (one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t),
-        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        step_key,
     )
 
 
@@ -101,14 +95,10 @@ def adam_mini_no_by_rows_1_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def adam_mini_no_by_rows_1_sweep(
     table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
     SWEEP: tl.constexpr,
 ):
     """adam_mini: the tiles of one work item."""
-    walk(
-        table, work, adam_mini_no_by_rows_1_tile, SWEEP, (beta1, one_minus_beta1_times_grad_scale), step_key, GRAD,
-        TILES, RAGGED, ALIGNED, TILE,
-    )
+    walk(table, work, adam_mini_no_by_rows_1_tile, SWEEP, (beta1, one_minus_beta1_times_grad_scale), step_key)
 
 
 @triton.jit
@@ -126,13 +116,12 @@ def adam_mini_no_by_rows_2_values(
 @triton.jit
 def adam_mini_no_by_rows_2_between(
     table, work, beta2: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
-    one_minus_beta2: tl.float32, sqrt_one_minus_beta2_pow_t: tl.float32, LANES: tl.constexpr, LEVEL: tl.constexpr,
-    ROUND: tl.constexpr = -1,
+    one_minus_beta2: tl.float32, sqrt_one_minus_beta2_pow_t: tl.float32, LEVEL: tl.constexpr,
 ):
     """adam_mini: matrices of one tensor."""
     rounds(
         table, work, adam_mini_no_by_rows_2_values, LEVEL, 0, (beta2, eps, grad_scale_times_grad_scale, one_minus_beta2,
-        sqrt_one_minus_beta2_pow_t), LANES, ROUND,
+        sqrt_one_minus_beta2_pow_t),
     )
 
 
@@ -152,11 +141,10 @@ def adam_mini_no_by_rows_3_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def adam_mini_no_by_rows_3_sweep(
     table, work, one_minus_lr_times_weight_decay: tl.float32, lr_over_one_minus_beta1_pow_t: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr, SWEEP: tl.constexpr,
+    step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """adam_mini: the tiles of one work item."""
     walk(
         table, work, adam_mini_no_by_rows_3_tile, SWEEP, (one_minus_lr_times_weight_decay,
-        lr_over_one_minus_beta1_pow_t), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        lr_over_one_minus_beta1_pow_t), step_key,
     )

@@ -34,11 +34,10 @@ def adamax_tile(
 def adamax_sweep(
     table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, weight_decay: tl.float32,
     grad_scale: tl.float32, one_minus_beta1: tl.float32, lr_over_one_minus_beta1_pow_t: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr, SWEEP: tl.constexpr,
+    step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """adamax: the tiles of one work item."""
     walk(
         table, work, adamax_tile, SWEEP, (beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
-        lr_over_one_minus_beta1_pow_t), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        lr_over_one_minus_beta1_pow_t), step_key,
     )

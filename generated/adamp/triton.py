@@ -34,13 +34,12 @@ def adamp_1_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def adamp_1_sweep(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
+    scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """adamp: the tiles of one work item."""
     walk_matrices(
         table, work, adamp_1_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
-        scalar_3), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        scalar_3), step_key,
     )
 
 
@@ -107,14 +106,14 @@ def adamp_6_values(tensor_lt, row_sum_of_p_over_row_mul_3, tensor_sum_of_p_over_
 def adamp_2_between(
     table, work, eps: tl.float32, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32,
     delta: tl.float32, weight_decay: tl.float32, minus_one_minus_wd_ratio: tl.float32, minus_lr: tl.float32,
-    LANES: tl.constexpr, LEVEL: tl.constexpr, ROUND: tl.constexpr = -1,
+    LEVEL: tl.constexpr,
 ):
     """adamp: matrices of one tensor."""
-    rounds(table, work, adamp_2_values, LEVEL, 0, (eps, grad_scale, grad_scale_times_grad_scale), LANES, ROUND)
-    rounds(table, work, adamp_3_values, LEVEL, 1, (delta,), LANES, ROUND)
-    rounds(table, work, adamp_4_values, LEVEL, 2, (eps, grad_scale, grad_scale_times_grad_scale), LANES, ROUND)
-    rounds(table, work, adamp_5_values, LEVEL, 3, (weight_decay, minus_one_minus_wd_ratio, minus_lr), LANES, ROUND)
-    rounds(table, work, adamp_6_values, LEVEL, 4, (), LANES, ROUND)
+    rounds(table, work, adamp_2_values, LEVEL, 0, (eps, grad_scale, grad_scale_times_grad_scale))
+    rounds(table, work, adamp_3_values, LEVEL, 1, (delta,))
+    rounds(table, work, adamp_4_values, LEVEL, 2, (eps, grad_scale, grad_scale_times_grad_scale))
+    rounds(table, work, adamp_5_values, LEVEL, 3, (weight_decay, minus_one_minus_wd_ratio, minus_lr))
+    rounds(table, work, adamp_6_values, LEVEL, 4, ())
 
 
 @triton.jit
@@ -138,14 +137,10 @@ def adamp_7_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def adamp_7_sweep(
     table, work, scalar_2: tl.float32, scalar_3: tl.float32, minus_lr_over_one_minus_beta1_pow_t: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr, SWEEP: tl.constexpr,
+    step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """adamp: the tiles of one work item."""
-    walk_matrices(
-        table, work, adamp_7_tile, SWEEP, (scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t), step_key, GRAD,
-        TILES, RAGGED, ALIGNED, TILE,
-    )
+    walk_matrices(table, work, adamp_7_tile, SWEEP, (scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t), step_key)
 
 
 @triton.jit
@@ -171,14 +166,12 @@ def adamp_no_projected_tile(
 def adamp_no_projected_sweep(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    minus_lr_over_one_minus_beta1_pow_t: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
+    minus_lr_over_one_minus_beta1_pow_t: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """adamp: the tiles of one work item."""
     walk(
         table, work, adamp_no_projected_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
-        scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t), step_key, GRAD,
-        TILES, RAGGED, ALIGNED, TILE,
+        scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t), step_key,
     )
 
 
@@ -204,14 +197,12 @@ def adamp_nesterov_1_tile(
 def adamp_nesterov_1_sweep(
     table, work, beta2: tl.float32, scalar_0: tl.float32, beta1_times_beta1: tl.float32,
     beta1_times_one_minus_beta1_times_grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    scalar_4: tl.float32, scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
+    scalar_4: tl.float32, scalar_5: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """adamp: the tiles of one work item."""
     walk_matrices(
         table, work, adamp_nesterov_1_tile, SWEEP, (beta2, scalar_0, beta1_times_beta1,
         beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5), step_key,
-        GRAD, TILES, RAGGED, ALIGNED, TILE,
     )
 
 
@@ -240,13 +231,12 @@ def adamp_nesterov_7_tile(
 def adamp_nesterov_7_sweep(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_0: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
-    minus_lr_over_one_minus_beta1_pow_t: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
+    minus_lr_over_one_minus_beta1_pow_t: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """adamp: the tiles of one work item."""
     walk_matrices(
         table, work, adamp_nesterov_7_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale, scalar_0, scalar_4,
-        scalar_5, minus_lr_over_one_minus_beta1_pow_t), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        scalar_5, minus_lr_over_one_minus_beta1_pow_t), step_key,
     )
 
 
@@ -273,12 +263,10 @@ def adamp_nesterov_no_projected_tile(
 def adamp_nesterov_no_projected_sweep(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    minus_lr_over_one_minus_beta1_pow_t: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
+    minus_lr_over_one_minus_beta1_pow_t: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """adamp: the tiles of one work item."""
     walk(
         table, work, adamp_nesterov_no_projected_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
-        scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t), step_key, GRAD,
-        TILES, RAGGED, ALIGNED, TILE,
+        scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t), step_key,
     )

@@ -46,12 +46,11 @@ def adan_sweep(
     where_lt_one_t_one_zero: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, one_minus_beta2: tl.float32,
     one_minus_beta3: tl.float32, avg_lr: tl.float32, diff_lr: tl.float32, scalar_6: tl.float32,
     scalar_7: tl.float32, one_over_one_plus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
     SWEEP: tl.constexpr,
 ):
     """adan: the tiles of one work item."""
     walk(
         table, work, adan_tile, SWEEP, (beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
         one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7,
-        one_over_one_plus_lr_times_weight_decay), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        one_over_one_plus_lr_times_weight_decay), step_key,
     )

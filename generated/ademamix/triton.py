@@ -40,12 +40,11 @@ def ademamix_sweep(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, beta3_now: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32,
     lr_times_one_over_one_minus_beta1_pow_t: tl.float32, scalar_6: tl.float32, scalar_7: tl.float32,
-    scalar_8: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
+    scalar_8: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """ademamix: the tiles of one work item."""
     walk(
         table, work, ademamix_tile, SWEEP, (beta1, beta2, one_minus_lr_times_weight_decay,
         one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4, lr_times_one_over_one_minus_beta1_pow_t,
-        scalar_6, scalar_7, scalar_8), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        scalar_6, scalar_7, scalar_8), step_key,
     )

@@ -41,14 +41,12 @@ def adopt_tile(
 def adopt_sweep(
     table, work, beta1: tl.float32, eps: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     minus_t_minus_one_pow_0p25: tl.float32, bound: tl.float32, one_minus_beta1: tl.float32, minus_lr: tl.float32,
-    one_minus_where_lt_one_t_beta2_zero: tl.float32, decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
+    one_minus_where_lt_one_t_beta2_zero: tl.float32, decay: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """adopt: the tiles of one work item."""
     walk(
         table, work, adopt_tile, SWEEP, (beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound,
-        one_minus_beta1, minus_lr, one_minus_where_lt_one_t_beta2_zero, decay), step_key, GRAD, TILES, RAGGED, ALIGNED,
-        TILE,
+        one_minus_beta1, minus_lr, one_minus_where_lt_one_t_beta2_zero, decay), step_key,
     )
 
 
@@ -82,12 +80,10 @@ def adopt_decoupled_weight_decay_tile(
 def adopt_decoupled_weight_decay_sweep(
     table, work, beta1: tl.float32, eps: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32,
     minus_t_minus_one_pow_0p25: tl.float32, bound: tl.float32, one_minus_beta1: tl.float32, minus_lr: tl.float32,
-    scalar_5: tl.float32, decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
+    scalar_5: tl.float32, decay: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """adopt: the tiles of one work item."""
     walk(
         table, work, adopt_decoupled_weight_decay_tile, SWEEP, (beta1, eps, grad_scale, scalar_0,
-        minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, scalar_5, decay), step_key, GRAD, TILES, RAGGED,
-        ALIGNED, TILE,
+        minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, scalar_5, decay), step_key,
     )

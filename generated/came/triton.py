@@ -21,12 +21,9 @@ def came_1_tile(PLAN: tl.constexpr, g, live, MASKED: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["step_key"])
-def came_1_sweep(
-    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
-):
+def came_1_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
     """came: the tiles of one work item."""
-    walk_matrices(table, work, came_1_tile, SWEEP, (), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE)
+    walk_matrices(table, work, came_1_tile, SWEEP, (), step_key)
 
 
 @triton.jit
@@ -72,17 +69,13 @@ def came_5_values(exp_avg_sq_row, mat_sum_of_exp_avg_sq_row_over_rows):
 @triton.jit
 def came_2_between(
     table, work, eps1: tl.float32, beta2: tl.float32, grad_scale_times_grad_scale: tl.float32,
-    one_minus_beta2: tl.float32, LANES: tl.constexpr, LEVEL: tl.constexpr, ROUND: tl.constexpr = -1,
+    one_minus_beta2: tl.float32, LEVEL: tl.constexpr,
 ):
     """came: matrices of one tensor."""
-    rounds(
-        table, work, came_2_values, LEVEL, 0, (eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2), LANES, ROUND,
-    )
-    rounds(
-        table, work, came_3_values, LEVEL, 1, (eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2), LANES, ROUND,
-    )
-    rounds(table, work, came_4_values, LEVEL, 2, (), LANES, ROUND)
-    rounds(table, work, came_5_values, LEVEL, 3, (), LANES, ROUND)
+    rounds(table, work, came_2_values, LEVEL, 0, (eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2))
+    rounds(table, work, came_3_values, LEVEL, 1, (eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2))
+    rounds(table, work, came_4_values, LEVEL, 2, ())
+    rounds(table, work, came_5_values, LEVEL, 3, ())
 
 
 @triton.jit
@@ -95,12 +88,9 @@ def came_6_tile(
 
 
 @triton.jit(do_not_specialize=["step_key"])
-def came_6_sweep(
-    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
-):
+def came_6_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
     """came: the tiles of one work item."""
-    walk_matrices(table, work, came_6_tile, SWEEP, (), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE)
+    walk_matrices(table, work, came_6_tile, SWEEP, (), step_key)
 
 
 @triton.jit
@@ -128,13 +118,12 @@ def came_9_values(one_over_sqrt_row_div, one_over_one_max_tensor_div):
 
 @triton.jit
 def came_7_between(
-    table, work, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
-    LEVEL: tl.constexpr, ROUND: tl.constexpr = -1,
+    table, work, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32, LEVEL: tl.constexpr,
 ):
     """came: matrices of one tensor."""
-    rounds(table, work, came_7_values, LEVEL, 0, (), LANES, ROUND)
-    rounds(table, work, came_8_values, LEVEL, 1, (clip_threshold, grad_scale_times_grad_scale), LANES, ROUND)
-    rounds(table, work, came_9_values, LEVEL, 2, (), LANES, ROUND)
+    rounds(table, work, came_7_values, LEVEL, 0, ())
+    rounds(table, work, came_8_values, LEVEL, 1, (clip_threshold, grad_scale_times_grad_scale))
+    rounds(table, work, came_9_values, LEVEL, 2, ())
 
 
 @triton.jit
@@ -153,14 +142,10 @@ def came_10_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def came_10_sweep(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr, SWEEP: tl.constexpr,
+    step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """came: the tiles of one work item."""
-    walk_matrices(
-        table, work, came_10_tile, SWEEP, (beta1, grad_scale, one_minus_beta1_times_grad_scale), step_key, GRAD, TILES,
-        RAGGED, ALIGNED, TILE,
-    )
+    walk_matrices(table, work, came_10_tile, SWEEP, (beta1, grad_scale, one_minus_beta1_times_grad_scale), step_key)
 
 
 @triton.jit
@@ -195,14 +180,13 @@ def came_14_values(exp_avg_res_row, mat_sum_of_exp_avg_res_row_over_rows):
 
 @triton.jit
 def came_11_between(
-    table, work, eps2: tl.float32, beta3: tl.float32, one_minus_beta3: tl.float32, LANES: tl.constexpr,
-    LEVEL: tl.constexpr, ROUND: tl.constexpr = -1,
+    table, work, eps2: tl.float32, beta3: tl.float32, one_minus_beta3: tl.float32, LEVEL: tl.constexpr,
 ):
     """came: matrices of one tensor."""
-    rounds(table, work, came_11_values, LEVEL, 0, (eps2, beta3, one_minus_beta3), LANES, ROUND)
-    rounds(table, work, came_12_values, LEVEL, 1, (eps2, beta3, one_minus_beta3), LANES, ROUND)
-    rounds(table, work, came_13_values, LEVEL, 2, (), LANES, ROUND)
-    rounds(table, work, came_14_values, LEVEL, 3, (), LANES, ROUND)
+    rounds(table, work, came_11_values, LEVEL, 0, (eps2, beta3, one_minus_beta3))
+    rounds(table, work, came_12_values, LEVEL, 1, (eps2, beta3, one_minus_beta3))
+    rounds(table, work, came_13_values, LEVEL, 2, ())
+    rounds(table, work, came_14_values, LEVEL, 3, ())
 
 
 @triton.jit
@@ -221,14 +205,10 @@ def came_15_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def came_15_sweep(
     table, work, lr: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
     SWEEP: tl.constexpr,
 ):
     """came: the tiles of one work item."""
-    walk_matrices(
-        table, work, came_15_tile, SWEEP, (lr, one_minus_lr_times_weight_decay), step_key, GRAD, TILES, RAGGED, ALIGNED,
-        TILE,
-    )
+    walk_matrices(table, work, came_15_tile, SWEEP, (lr, one_minus_lr_times_weight_decay), step_key)
 
 
 @triton.jit
@@ -248,13 +228,12 @@ def came_no_factored_1_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def came_no_factored_1_sweep(
     table, work, eps1: tl.float32, beta2: tl.float32, grad_scale_times_grad_scale: tl.float32,
-    one_minus_beta2: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
+    one_minus_beta2: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """came: the tiles of one work item."""
     walk(
         table, work, came_no_factored_1_tile, SWEEP, (eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2),
-        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        step_key,
     )
 
 
@@ -271,13 +250,10 @@ def came_no_factored_2_values(tensor_sum_of_g, extent_elements, clip_threshold, 
 
 @triton.jit
 def came_no_factored_2_between(
-    table, work, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
-    LEVEL: tl.constexpr, ROUND: tl.constexpr = -1,
+    table, work, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32, LEVEL: tl.constexpr,
 ):
     """came: matrices of one tensor."""
-    rounds(
-        table, work, came_no_factored_2_values, LEVEL, 0, (clip_threshold, grad_scale_times_grad_scale), LANES, ROUND,
-    )
+    rounds(table, work, came_no_factored_2_values, LEVEL, 0, (clip_threshold, grad_scale_times_grad_scale))
 
 
 @triton.jit
@@ -305,12 +281,10 @@ def came_no_factored_3_tile(
 def came_no_factored_3_sweep(
     table, work, eps1: tl.float32, beta1: tl.float32, beta2: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_beta2: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
+    one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """came: the tiles of one work item."""
     walk(
         table, work, came_no_factored_3_tile, SWEEP, (eps1, beta1, beta2, grad_scale_times_grad_scale, one_minus_beta2,
-        one_minus_beta1_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr), step_key, GRAD, TILES, RAGGED,
-        ALIGNED, TILE,
+        one_minus_beta1_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr), step_key,
     )

@@ -28,14 +28,10 @@ def cautious_lion_1_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def cautious_lion_1_sweep(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr, SWEEP: tl.constexpr,
+    step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """cautious_lion: the tiles of one work item."""
-    walk(
-        table, work, cautious_lion_1_tile, SWEEP, (beta1, grad_scale, one_minus_beta1_times_grad_scale), step_key, GRAD,
-        TILES, RAGGED, ALIGNED, TILE,
-    )
+    walk(table, work, cautious_lion_1_tile, SWEEP, (beta1, grad_scale, one_minus_beta1_times_grad_scale), step_key)
 
 
 @triton.jit
@@ -45,11 +41,9 @@ def cautious_lion_2_values(tensor_sum_of_agrees, extent_elements, lr):
 
 
 @triton.jit
-def cautious_lion_2_between(
-    table, work, lr: tl.float32, LANES: tl.constexpr, LEVEL: tl.constexpr, ROUND: tl.constexpr = -1,
-):
+def cautious_lion_2_between(table, work, lr: tl.float32, LEVEL: tl.constexpr):
     """cautious_lion: matrices of one tensor."""
-    rounds(table, work, cautious_lion_2_values, LEVEL, 0, (lr,), LANES, ROUND)
+    rounds(table, work, cautious_lion_2_values, LEVEL, 0, (lr,))
 
 
 @triton.jit
@@ -74,12 +68,10 @@ def cautious_lion_3_tile(
 def cautious_lion_3_sweep(
     table, work, beta1: tl.float32, beta2: tl.float32, grad_scale: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
-    one_minus_beta2_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
+    one_minus_beta2_times_grad_scale: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """cautious_lion: the tiles of one work item."""
     walk(
         table, work, cautious_lion_3_tile, SWEEP, (beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
-        one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale), step_key, GRAD, TILES, RAGGED, ALIGNED,
-        TILE,
+        one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale), step_key,
     )

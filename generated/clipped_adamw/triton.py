@@ -21,14 +21,10 @@ def clipped_adamw_1_tile(PLAN: tl.constexpr, g, grad_scale_times_grad_scale, liv
 
 @triton.jit(do_not_specialize=["step_key"])
 def clipped_adamw_1_sweep(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
+    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """clipped_adamw: the tiles of one work item."""
-    walk(
-        table, work, clipped_adamw_1_tile, SWEEP, (grad_scale_times_grad_scale,), step_key, GRAD, TILES, RAGGED,
-        ALIGNED, TILE,
-    )
+    walk(table, work, clipped_adamw_1_tile, SWEEP, (grad_scale_times_grad_scale,), step_key)
 
 
 @triton.jit
@@ -38,9 +34,9 @@ def clipped_adamw_2_values(tensor_sum_of_g):
 
 
 @triton.jit
-def clipped_adamw_2_between(table, work, LANES: tl.constexpr, LEVEL: tl.constexpr, ROUND: tl.constexpr = -1):
+def clipped_adamw_2_between(table, work, LEVEL: tl.constexpr):
     """clipped_adamw: matrices of one tensor."""
-    rounds(table, work, clipped_adamw_2_values, LEVEL, 0, (), LANES, ROUND)
+    rounds(table, work, clipped_adamw_2_values, LEVEL, 0, ())
 
 
 @triton.jit
@@ -50,11 +46,9 @@ def clipped_adamw_3_values(model_sum_of_g, max_norm):
 
 
 @triton.jit
-def clipped_adamw_3_between(
-    table, work, max_norm: tl.float32, LANES: tl.constexpr, LEVEL: tl.constexpr, ROUND: tl.constexpr = -1,
-):
+def clipped_adamw_3_between(table, work, max_norm: tl.float32, LEVEL: tl.constexpr):
     """clipped_adamw: matrices of one tensor."""
-    rounds(table, work, clipped_adamw_3_values, LEVEL, 0, (max_norm,), LANES, ROUND)
+    rounds(table, work, clipped_adamw_3_values, LEVEL, 0, (max_norm,))
 
 
 @triton.jit
@@ -78,13 +72,12 @@ def clipped_adamw_4_tile(
 def clipped_adamw_4_sweep(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr, SWEEP: tl.constexpr,
+    step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """clipped_adamw: the tiles of one work item."""
     walk(
         table, work, clipped_adamw_4_tile, SWEEP, (beta1, beta2, one_minus_lr_times_weight_decay,
-        one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4), step_key,
     )
 
 
@@ -115,11 +108,10 @@ def clipped_adamw_amsgrad_4_tile(
 def clipped_adamw_amsgrad_4_sweep(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr, SWEEP: tl.constexpr,
+    step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """clipped_adamw: the tiles of one work item."""
     walk(
         table, work, clipped_adamw_amsgrad_4_tile, SWEEP, (beta1, beta2, one_minus_lr_times_weight_decay,
-        one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4), step_key,
     )

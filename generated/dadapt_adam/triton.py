@@ -24,10 +24,10 @@ def dadapt_adam_1_values(d, lr, weight_decay, gain1, gain3):
 @triton.jit
 def dadapt_adam_1_between(
     table, work, lr: tl.float32, weight_decay: tl.float32, gain1: tl.float32, gain3: tl.float32,
-    LANES: tl.constexpr, LEVEL: tl.constexpr, ROUND: tl.constexpr = -1,
+    LEVEL: tl.constexpr,
 ):
     """dadapt_adam: matrices of one tensor."""
-    rounds(table, work, dadapt_adam_1_values, LEVEL, 0, (lr, weight_decay, gain1, gain3), LANES, ROUND)
+    rounds(table, work, dadapt_adam_1_values, LEVEL, 0, (lr, weight_decay, gain1, gain3))
 
 
 @triton.jit
@@ -58,13 +58,12 @@ def dadapt_adam_2_tile(
 def dadapt_adam_2_sweep(
     table, work, lr: tl.float32, eps: tl.float32, grad_scale: tl.float32, moves: tl.float32, keep1: tl.float32,
     gain2: tl.float32, keep2: tl.float32, keep3: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr, SWEEP: tl.constexpr,
+    step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """dadapt_adam: the tiles of one work item."""
     walk(
         table, work, dadapt_adam_2_tile, SWEEP, (lr, eps, grad_scale, moves, keep1, gain2, keep2, keep3, scalar_5,
-        scalar_6), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        scalar_6), step_key,
     )
 
 
@@ -75,9 +74,9 @@ def dadapt_adam_3_values(tensor_sum_for_numerator, tensor_sum_for_total):
 
 
 @triton.jit
-def dadapt_adam_3_between(table, work, LANES: tl.constexpr, LEVEL: tl.constexpr, ROUND: tl.constexpr = -1):
+def dadapt_adam_3_between(table, work, LEVEL: tl.constexpr):
     """dadapt_adam: matrices of one tensor."""
-    rounds(table, work, dadapt_adam_3_values, LEVEL, 0, (), LANES, ROUND)
+    rounds(table, work, dadapt_adam_3_values, LEVEL, 0, ())
 
 
 @triton.jit
@@ -104,11 +103,10 @@ def dadapt_adam_4_values(
 
 @triton.jit
 def dadapt_adam_4_between(
-    table, work, growth_rate: tl.float32, beta3: tl.float32, one_minus_sqrt_beta2: tl.float32, LANES: tl.constexpr,
-    LEVEL: tl.constexpr, ROUND: tl.constexpr = -1,
+    table, work, growth_rate: tl.float32, beta3: tl.float32, one_minus_sqrt_beta2: tl.float32, LEVEL: tl.constexpr,
 ):
     """dadapt_adam: matrices of one tensor."""
-    rounds(table, work, dadapt_adam_4_values, LEVEL, 0, (growth_rate, beta3, one_minus_sqrt_beta2), LANES, ROUND)
+    rounds(table, work, dadapt_adam_4_values, LEVEL, 0, (growth_rate, beta3, one_minus_sqrt_beta2))
 
 
 @triton.jit
@@ -122,13 +120,10 @@ def dadapt_adam_use_bias_correction_1_values(d, weight_decay, own, gain1, gain3)
 @triton.jit
 def dadapt_adam_use_bias_correction_1_between(
     table, work, weight_decay: tl.float32, own: tl.float32, gain1: tl.float32, gain3: tl.float32,
-    LANES: tl.constexpr, LEVEL: tl.constexpr, ROUND: tl.constexpr = -1,
+    LEVEL: tl.constexpr,
 ):
     """dadapt_adam: matrices of one tensor."""
-    rounds(
-        table, work, dadapt_adam_use_bias_correction_1_values, LEVEL, 0, (weight_decay, own, gain1, gain3), LANES,
-        ROUND,
-    )
+    rounds(table, work, dadapt_adam_use_bias_correction_1_values, LEVEL, 0, (weight_decay, own, gain1, gain3))
 
 
 @triton.jit
@@ -159,11 +154,10 @@ def dadapt_adam_use_bias_correction_2_tile(
 def dadapt_adam_use_bias_correction_2_sweep(
     table, work, eps: tl.float32, grad_scale: tl.float32, moves: tl.float32, keep1: tl.float32, gain2: tl.float32,
     keep2: tl.float32, keep3: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32, own: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr, SWEEP: tl.constexpr,
+    step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """dadapt_adam: the tiles of one work item."""
     walk(
         table, work, dadapt_adam_use_bias_correction_2_tile, SWEEP, (eps, grad_scale, moves, keep1, gain2, keep2, keep3,
-        scalar_5, scalar_6, own), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        scalar_5, scalar_6, own), step_key,
     )

@@ -19,12 +19,9 @@ def fromage_1_tile(PLAN: tl.constexpr, p, g, live, MASKED: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["step_key"])
-def fromage_1_sweep(
-    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
-):
+def fromage_1_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
     """fromage: the tiles of one work item."""
-    walk(table, work, fromage_1_tile, SWEEP, (), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE)
+    walk(table, work, fromage_1_tile, SWEEP, (), step_key)
 
 
 @triton.jit
@@ -46,13 +43,11 @@ def fromage_2_values(
 @triton.jit
 def fromage_2_between(
     table, work, lr: tl.float32, grad_scale_times_grad_scale: tl.float32,
-    one_over_sqrt_one_plus_lr_times_lr: tl.float32, LANES: tl.constexpr, LEVEL: tl.constexpr,
-    ROUND: tl.constexpr = -1,
+    one_over_sqrt_one_plus_lr_times_lr: tl.float32, LEVEL: tl.constexpr,
 ):
     """fromage: matrices of one tensor."""
     rounds(
         table, work, fromage_2_values, LEVEL, 0, (lr, grad_scale_times_grad_scale, one_over_sqrt_one_plus_lr_times_lr),
-        LANES, ROUND,
     )
 
 
@@ -64,9 +59,6 @@ def fromage_3_tile(PLAN: tl.constexpr, p, g, lr_times_ratio, shrink, grad_scale,
 
 
 @triton.jit(do_not_specialize=["step_key"])
-def fromage_3_sweep(
-    table, work, grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
-):
+def fromage_3_sweep(table, work, grad_scale: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr):
     """fromage: the tiles of one work item."""
-    walk(table, work, fromage_3_tile, SWEEP, (grad_scale,), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE)
+    walk(table, work, fromage_3_tile, SWEEP, (grad_scale,), step_key)

@@ -33,13 +33,12 @@ def lamb_1_tile(
 def lamb_1_sweep(
     table, work, beta1: tl.float32, beta2: tl.float32, weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr, SWEEP: tl.constexpr,
+    step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """lamb: the tiles of one work item."""
     walk(
         table, work, lamb_1_tile, SWEEP, (beta1, beta2, weight_decay, one_minus_beta1_times_grad_scale, scalar_1,
-        scalar_2, scalar_3), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        scalar_2, scalar_3), step_key,
     )
 
 
@@ -58,12 +57,9 @@ def lamb_2_values(tensor_sum_for_weight_norm, tensor_sum_for_update_norm, lr, mi
 
 
 @triton.jit
-def lamb_2_between(
-    table, work, lr: tl.float32, min_norm: tl.float32, max_norm: tl.float32, LANES: tl.constexpr,
-    LEVEL: tl.constexpr, ROUND: tl.constexpr = -1,
-):
+def lamb_2_between(table, work, lr: tl.float32, min_norm: tl.float32, max_norm: tl.float32, LEVEL: tl.constexpr):
     """lamb: matrices of one tensor."""
-    rounds(table, work, lamb_2_values, LEVEL, 0, (lr, min_norm, max_norm), LANES, ROUND)
+    rounds(table, work, lamb_2_values, LEVEL, 0, (lr, min_norm, max_norm))
 
 
 @triton.jit
@@ -84,11 +80,7 @@ def lamb_3_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def lamb_3_sweep(
     table, work, weight_decay: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
     SWEEP: tl.constexpr,
 ):
     """lamb: the tiles of one work item."""
-    walk(
-        table, work, lamb_3_tile, SWEEP, (weight_decay, scalar_2, scalar_3), step_key, GRAD, TILES, RAGGED, ALIGNED,
-        TILE,
-    )
+    walk(table, work, lamb_3_tile, SWEEP, (weight_decay, scalar_2, scalar_3), step_key)

@@ -31,11 +31,10 @@ def lion_tile(
 def lion_sweep(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, one_minus_beta2_times_grad_scale: tl.float32,
-    minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
+    minus_lr: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """lion: the tiles of one work item."""
     walk(
         table, work, lion_tile, SWEEP, (beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-        one_minus_beta2_times_grad_scale, minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        one_minus_beta2_times_grad_scale, minus_lr), step_key,
     )

@@ -85,14 +85,10 @@ def madgrad_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def madgrad_sweep(
     table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32, weight: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr, SWEEP: tl.constexpr,
+    step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """madgrad: the tiles of one work item."""
-    walk(
-        table, work, madgrad_tile, SWEEP, (weight_decay, eps, grad_scale, weight), step_key, GRAD, TILES, RAGGED,
-        ALIGNED, TILE,
-    )
+    walk(table, work, madgrad_tile, SWEEP, (weight_decay, eps, grad_scale, weight), step_key)
 
 
 @triton.jit
@@ -149,11 +145,10 @@ def madgrad_has_momentum_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def madgrad_has_momentum_sweep(
     table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32, weight: tl.float32,
-    one_minus_momentum: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
+    one_minus_momentum: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """madgrad: the tiles of one work item."""
     walk(
         table, work, madgrad_has_momentum_tile, SWEEP, (weight_decay, eps, grad_scale, weight, one_minus_momentum),
-        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        step_key,
     )

@@ -31,13 +31,12 @@ def mars_1_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def mars_1_sweep(
     table, work, grad_scale: tl.float32, where_lt_one_t_one_zero: tl.float32,
-    gamma_times_beta1_over_one_minus_beta1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
+    gamma_times_beta1_over_one_minus_beta1: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """mars: the tiles of one work item."""
     walk(
         table, work, mars_1_tile, SWEEP, (grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1),
-        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        step_key,
     )
 
 
@@ -48,9 +47,9 @@ def mars_2_values(tensor_sum_of_c):
 
 
 @triton.jit
-def mars_2_between(table, work, LANES: tl.constexpr, LEVEL: tl.constexpr, ROUND: tl.constexpr = -1):
+def mars_2_between(table, work, LEVEL: tl.constexpr):
     """mars: matrices of one tensor."""
-    rounds(table, work, mars_2_values, LEVEL, 0, (), LANES, ROUND)
+    rounds(table, work, mars_2_values, LEVEL, 0, ())
 
 
 @triton.jit
@@ -85,12 +84,11 @@ def mars_3_sweep(
     table, work, beta1: tl.float32, beta2: tl.float32, grad_scale: tl.float32, where_lt_one_t_one_zero: tl.float32,
     gamma_times_beta1_over_one_minus_beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1: tl.float32, one_minus_beta2: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr, SWEEP: tl.constexpr,
+    step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """mars: the tiles of one work item."""
     walk(
         table, work, mars_3_tile, SWEEP, (beta1, beta2, grad_scale, where_lt_one_t_one_zero,
         gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
-        scalar_5, scalar_6), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        scalar_5, scalar_6), step_key,
     )

@@ -22,9 +22,9 @@ def muon_1_values(extent_rows, extent_columns, lr):
 
 
 @triton.jit
-def muon_1_between(table, work, lr: tl.float32, LANES: tl.constexpr, LEVEL: tl.constexpr, ROUND: tl.constexpr = -1):
+def muon_1_between(table, work, lr: tl.float32, LEVEL: tl.constexpr):
     """muon: matrices of one tensor."""
-    rounds(table, work, muon_1_values, LEVEL, 0, (lr,), LANES, ROUND)
+    rounds(table, work, muon_1_values, LEVEL, 0, (lr,))
 
 
 @triton.jit
@@ -47,14 +47,10 @@ def muon_2_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def muon_2_sweep(
     table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
     SWEEP: tl.constexpr,
 ):
     """muon: the tiles of one work item."""
-    walk(
-        table, work, muon_2_tile, SWEEP, (momentum, one_minus_momentum_times_grad_scale), step_key, GRAD, TILES, RAGGED,
-        ALIGNED, TILE,
-    )
+    walk(table, work, muon_2_tile, SWEEP, (momentum, one_minus_momentum_times_grad_scale), step_key)
 
 
 @triton.jit
@@ -71,15 +67,9 @@ def muon_4_tile(
 
 
 @triton.jit(do_not_specialize=["step_key"])
-def muon_4_sweep(
-    table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
-):
+def muon_4_sweep(table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr):
     """muon: the tiles of one work item."""
-    walk(
-        table, work, muon_4_tile, SWEEP, (one_minus_lr_times_weight_decay,), step_key, GRAD, TILES, RAGGED, ALIGNED,
-        TILE,
-    )
+    walk(table, work, muon_4_tile, SWEEP, (one_minus_lr_times_weight_decay,), step_key)
 
 
 @triton.jit
@@ -111,14 +101,14 @@ def muon_no_matrix_tile(
 def muon_no_matrix_sweep(
     table, work, adamw_betas_0: tl.float32, adamw_betas_1: tl.float32,
     one_minus_adamw_betas_0_times_grad_scale: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32,
-    scalar_3: tl.float32, one_minus_adamw_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
+    scalar_3: tl.float32, one_minus_adamw_lr_times_weight_decay: tl.float32, step_key: tl.int32,
+    SWEEP: tl.constexpr,
 ):
     """muon: the tiles of one work item."""
     walk(
         table, work, muon_no_matrix_tile, SWEEP, (adamw_betas_0, adamw_betas_1,
         one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3, one_minus_adamw_lr_times_weight_decay),
-        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        step_key,
     )
 
 
@@ -131,11 +121,9 @@ def muon_match_rms_adamw_1_values(extent_rows, extent_columns, lr):
 
 
 @triton.jit
-def muon_match_rms_adamw_1_between(
-    table, work, lr: tl.float32, LANES: tl.constexpr, LEVEL: tl.constexpr, ROUND: tl.constexpr = -1,
-):
+def muon_match_rms_adamw_1_between(table, work, lr: tl.float32, LEVEL: tl.constexpr):
     """muon: matrices of one tensor."""
-    rounds(table, work, muon_match_rms_adamw_1_values, LEVEL, 0, (lr,), LANES, ROUND)
+    rounds(table, work, muon_match_rms_adamw_1_values, LEVEL, 0, (lr,))
 
 
 @triton.jit
@@ -161,11 +149,7 @@ def muon_no_nesterov_2_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def muon_no_nesterov_2_sweep(
     table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
     SWEEP: tl.constexpr,
 ):
     """muon: the tiles of one work item."""
-    walk(
-        table, work, muon_no_nesterov_2_tile, SWEEP, (momentum, one_minus_momentum_times_grad_scale), step_key, GRAD,
-        TILES, RAGGED, ALIGNED, TILE,
-    )
+    walk(table, work, muon_no_nesterov_2_tile, SWEEP, (momentum, one_minus_momentum_times_grad_scale), step_key)

@@ -20,12 +20,9 @@ def orthograd_1_tile(PLAN: tl.constexpr, p, g, live, MASKED: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["step_key"])
-def orthograd_1_sweep(
-    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
-):
+def orthograd_1_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
     """orthograd: the tiles of one work item."""
-    walk(table, work, orthograd_1_tile, SWEEP, (), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE)
+    walk(table, work, orthograd_1_tile, SWEEP, (), step_key)
 
 
 @triton.jit
@@ -42,11 +39,10 @@ def orthograd_2_values(
 
 @triton.jit
 def orthograd_2_between(
-    table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
-    LEVEL: tl.constexpr, ROUND: tl.constexpr = -1,
+    table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, LEVEL: tl.constexpr,
 ):
     """orthograd: matrices of one tensor."""
-    rounds(table, work, orthograd_2_values, LEVEL, 0, (grad_scale, grad_scale_times_grad_scale), LANES, ROUND)
+    rounds(table, work, orthograd_2_values, LEVEL, 0, (grad_scale, grad_scale_times_grad_scale))
 
 
 @triton.jit
@@ -58,12 +54,9 @@ def orthograd_3_tile(PLAN: tl.constexpr, p, g, radial, grad_scale, live, MASKED:
 
 
 @triton.jit(do_not_specialize=["step_key"])
-def orthograd_3_sweep(
-    table, work, grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
-):
+def orthograd_3_sweep(table, work, grad_scale: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr):
     """orthograd: the tiles of one work item."""
-    walk(table, work, orthograd_3_tile, SWEEP, (grad_scale,), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE)
+    walk(table, work, orthograd_3_tile, SWEEP, (grad_scale,), step_key)
 
 
 @triton.jit
@@ -76,9 +69,9 @@ def orthograd_4_values(by_1em05_times_g_norm, tensor_sum_for_tangent_norm, g_nor
 
 
 @triton.jit
-def orthograd_4_between(table, work, LANES: tl.constexpr, LEVEL: tl.constexpr, ROUND: tl.constexpr = -1):
+def orthograd_4_between(table, work, LEVEL: tl.constexpr):
     """orthograd: matrices of one tensor."""
-    rounds(table, work, orthograd_4_values, LEVEL, 0, (), LANES, ROUND)
+    rounds(table, work, orthograd_4_values, LEVEL, 0, ())
 
 
 @triton.jit
@@ -96,14 +89,10 @@ def orthograd_5_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def orthograd_5_sweep(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
     SWEEP: tl.constexpr,
 ):
     """orthograd: the tiles of one work item."""
-    walk(
-        table, work, orthograd_5_tile, SWEEP, (weight_decay, grad_scale, minus_lr), step_key, GRAD, TILES, RAGGED,
-        ALIGNED, TILE,
-    )
+    walk(table, work, orthograd_5_tile, SWEEP, (weight_decay, grad_scale, minus_lr), step_key)
 
 
 @triton.jit
@@ -128,13 +117,12 @@ def orthograd_has_momentum_5_tile(
 def orthograd_has_momentum_5_sweep(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, where_lt_one_t_momentum_zero: tl.float32,
     where_lt_one_t_one_minus_dampening_one: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
     SWEEP: tl.constexpr,
 ):
     """orthograd: the tiles of one work item."""
     walk(
         table, work, orthograd_has_momentum_5_tile, SWEEP, (weight_decay, grad_scale, where_lt_one_t_momentum_zero,
-        where_lt_one_t_one_minus_dampening_one, minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        where_lt_one_t_one_minus_dampening_one, minus_lr), step_key,
     )
 
 
@@ -162,12 +150,10 @@ def orthograd_nesterov_has_momentum_5_tile(
 def orthograd_nesterov_has_momentum_5_sweep(
     table, work, momentum: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     where_lt_one_t_momentum_zero: tl.float32, where_lt_one_t_one_minus_dampening_one: tl.float32,
-    minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
+    minus_lr: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """orthograd: the tiles of one work item."""
     walk(
         table, work, orthograd_nesterov_has_momentum_5_tile, SWEEP, (momentum, weight_decay, grad_scale,
-        where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr), step_key, GRAD, TILES, RAGGED,
-        ALIGNED, TILE,
+        where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr), step_key,
     )

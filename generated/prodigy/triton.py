@@ -24,11 +24,10 @@ def prodigy_1_values(d, lr, weight_decay, d0, gain1):
 
 @triton.jit
 def prodigy_1_between(
-    table, work, lr: tl.float32, weight_decay: tl.float32, d0: tl.float32, gain1: tl.float32, LANES: tl.constexpr,
-    LEVEL: tl.constexpr, ROUND: tl.constexpr = -1,
+    table, work, lr: tl.float32, weight_decay: tl.float32, d0: tl.float32, gain1: tl.float32, LEVEL: tl.constexpr,
 ):
     """prodigy: matrices of one tensor."""
-    rounds(table, work, prodigy_1_values, LEVEL, 0, (lr, weight_decay, d0, gain1), LANES, ROUND)
+    rounds(table, work, prodigy_1_values, LEVEL, 0, (lr, weight_decay, d0, gain1))
 
 
 @triton.jit
@@ -47,14 +46,10 @@ def prodigy_2_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def prodigy_2_sweep(
     table, work, lr: tl.float32, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
     SWEEP: tl.constexpr,
 ):
     """prodigy: the tiles of one work item."""
-    walk(
-        table, work, prodigy_2_tile, SWEEP, (lr, grad_scale, moves, keep3), step_key, GRAD, TILES, RAGGED, ALIGNED,
-        TILE,
-    )
+    walk(table, work, prodigy_2_tile, SWEEP, (lr, grad_scale, moves, keep3), step_key)
 
 
 @triton.jit
@@ -64,9 +59,9 @@ def prodigy_3_values(tensor_sum_for_numerator, tensor_sum_for_d_denom):
 
 
 @triton.jit
-def prodigy_3_between(table, work, LANES: tl.constexpr, LEVEL: tl.constexpr, ROUND: tl.constexpr = -1):
+def prodigy_3_between(table, work, LEVEL: tl.constexpr):
     """prodigy: matrices of one tensor."""
-    rounds(table, work, prodigy_3_values, LEVEL, 0, (), LANES, ROUND)
+    rounds(table, work, prodigy_3_values, LEVEL, 0, ())
 
 
 @triton.jit
@@ -91,10 +86,10 @@ def prodigy_4_values(d, d_max, d_numerator, d_denom, model_sum_for_numerator, ep
 @triton.jit
 def prodigy_4_between(
     table, work, eps: tl.float32, d0: tl.float32, d_coef: tl.float32, growth_rate: tl.float32, beta3: tl.float32,
-    LANES: tl.constexpr, LEVEL: tl.constexpr, ROUND: tl.constexpr = -1,
+    LEVEL: tl.constexpr,
 ):
     """prodigy: matrices of one tensor."""
-    rounds(table, work, prodigy_4_values, LEVEL, 0, (eps, d0, d_coef, growth_rate, beta3), LANES, ROUND)
+    rounds(table, work, prodigy_4_values, LEVEL, 0, (eps, d0, d_coef, growth_rate, beta3))
 
 
 @triton.jit
@@ -121,14 +116,10 @@ def prodigy_5_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def prodigy_5_sweep(
     table, work, grad_scale: tl.float32, moves: tl.float32, keep1: tl.float32, gain2: tl.float32, keep2: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr, SWEEP: tl.constexpr,
+    step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """prodigy: the tiles of one work item."""
-    walk(
-        table, work, prodigy_5_tile, SWEEP, (grad_scale, moves, keep1, gain2, keep2), step_key, GRAD, TILES, RAGGED,
-        ALIGNED, TILE,
-    )
+    walk(table, work, prodigy_5_tile, SWEEP, (grad_scale, moves, keep1, gain2, keep2), step_key)
 
 
 @triton.jit
@@ -138,9 +129,9 @@ def prodigy_6_values(d_2):
 
 
 @triton.jit
-def prodigy_6_between(table, work, LANES: tl.constexpr, LEVEL: tl.constexpr, ROUND: tl.constexpr = -1):
+def prodigy_6_between(table, work, LEVEL: tl.constexpr):
     """prodigy: matrices of one tensor."""
-    rounds(table, work, prodigy_6_values, LEVEL, 0, (), LANES, ROUND)
+    rounds(table, work, prodigy_6_values, LEVEL, 0, ())
 
 
 @triton.jit
@@ -155,10 +146,10 @@ def prodigy_safeguard_warmup_1_values(d, lr, weight_decay, d0, gain1, moves):
 @triton.jit
 def prodigy_safeguard_warmup_1_between(
     table, work, lr: tl.float32, weight_decay: tl.float32, d0: tl.float32, gain1: tl.float32, moves: tl.float32,
-    LANES: tl.constexpr, LEVEL: tl.constexpr, ROUND: tl.constexpr = -1,
+    LEVEL: tl.constexpr,
 ):
     """prodigy: matrices of one tensor."""
-    rounds(table, work, prodigy_safeguard_warmup_1_values, LEVEL, 0, (lr, weight_decay, d0, gain1, moves), LANES, ROUND)
+    rounds(table, work, prodigy_safeguard_warmup_1_values, LEVEL, 0, (lr, weight_decay, d0, gain1, moves))
 
 
 @triton.jit
@@ -178,14 +169,10 @@ def prodigy_safeguard_warmup_2_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def prodigy_safeguard_warmup_2_sweep(
     table, work, lr: tl.float32, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
     SWEEP: tl.constexpr,
 ):
     """prodigy: the tiles of one work item."""
-    walk(
-        table, work, prodigy_safeguard_warmup_2_tile, SWEEP, (lr, grad_scale, moves, keep3), step_key, GRAD, TILES,
-        RAGGED, ALIGNED, TILE,
-    )
+    walk(table, work, prodigy_safeguard_warmup_2_tile, SWEEP, (lr, grad_scale, moves, keep3), step_key)
 
 
 @triton.jit
@@ -199,11 +186,10 @@ def prodigy_use_bias_correction_1_values(d, weight_decay, d0, own, gain1):
 
 @triton.jit
 def prodigy_use_bias_correction_1_between(
-    table, work, weight_decay: tl.float32, d0: tl.float32, own: tl.float32, gain1: tl.float32, LANES: tl.constexpr,
-    LEVEL: tl.constexpr, ROUND: tl.constexpr = -1,
+    table, work, weight_decay: tl.float32, d0: tl.float32, own: tl.float32, gain1: tl.float32, LEVEL: tl.constexpr,
 ):
     """prodigy: matrices of one tensor."""
-    rounds(table, work, prodigy_use_bias_correction_1_values, LEVEL, 0, (weight_decay, d0, own, gain1), LANES, ROUND)
+    rounds(table, work, prodigy_use_bias_correction_1_values, LEVEL, 0, (weight_decay, d0, own, gain1))
 
 
 @triton.jit
@@ -223,14 +209,10 @@ def prodigy_use_bias_correction_2_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def prodigy_use_bias_correction_2_sweep(
     table, work, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32, own: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
     SWEEP: tl.constexpr,
 ):
     """prodigy: the tiles of one work item."""
-    walk(
-        table, work, prodigy_use_bias_correction_2_tile, SWEEP, (grad_scale, moves, keep3, own), step_key, GRAD, TILES,
-        RAGGED, ALIGNED, TILE,
-    )
+    walk(table, work, prodigy_use_bias_correction_2_tile, SWEEP, (grad_scale, moves, keep3, own), step_key)
 
 
 @triton.jit
@@ -245,12 +227,12 @@ def prodigy_use_bias_correction_safeguard_warmup_1_values(d, weight_decay, d0, o
 @triton.jit
 def prodigy_use_bias_correction_safeguard_warmup_1_between(
     table, work, weight_decay: tl.float32, d0: tl.float32, own: tl.float32, gain1: tl.float32, moves: tl.float32,
-    LANES: tl.constexpr, LEVEL: tl.constexpr, ROUND: tl.constexpr = -1,
+    LEVEL: tl.constexpr,
 ):
     """prodigy: matrices of one tensor."""
     rounds(
         table, work, prodigy_use_bias_correction_safeguard_warmup_1_values, LEVEL, 0, (weight_decay, d0, own, gain1,
-        moves), LANES, ROUND,
+        moves),
     )
 
 
@@ -271,11 +253,10 @@ def prodigy_use_bias_correction_safeguard_warmup_2_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def prodigy_use_bias_correction_safeguard_warmup_2_sweep(
     table, work, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32, own: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
     SWEEP: tl.constexpr,
 ):
     """prodigy: the tiles of one work item."""
     walk(
         table, work, prodigy_use_bias_correction_safeguard_warmup_2_tile, SWEEP, (grad_scale, moves, keep3, own),
-        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        step_key,
     )

@@ -36,13 +36,12 @@ def radam_tile(
 def radam_sweep(
     table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, weight_decay: tl.float32,
     grad_scale: tl.float32, one_minus_beta1: tl.float32, one_minus_beta2: tl.float32, adaptive: tl.float32,
-    scalar_3: tl.float32, lr_over_one_minus_beta1_pow_t: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
+    scalar_3: tl.float32, lr_over_one_minus_beta1_pow_t: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """radam: the tiles of one work item."""
     walk(
         table, work, radam_tile, SWEEP, (beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
-        adaptive, scalar_3, lr_over_one_minus_beta1_pow_t), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        adaptive, scalar_3, lr_over_one_minus_beta1_pow_t), step_key,
     )
 
 
@@ -70,12 +69,10 @@ def radam_decoupled_weight_decay_tile(
 def radam_decoupled_weight_decay_sweep(
     table, work, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, adaptive: tl.float32, scalar_4: tl.float32,
-    lr_over_one_minus_beta1_pow_t: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
+    lr_over_one_minus_beta1_pow_t: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """radam: the tiles of one work item."""
     walk(
         table, work, radam_decoupled_weight_decay_tile, SWEEP, (beta1, beta2, eps, one_minus_lr_times_weight_decay,
-        one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4, lr_over_one_minus_beta1_pow_t), step_key, GRAD,
-        TILES, RAGGED, ALIGNED, TILE,
+        one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4, lr_over_one_minus_beta1_pow_t), step_key,
     )

@@ -32,14 +32,10 @@ def rmsprop_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def rmsprop_sweep(
     table, work, alpha: tl.float32, eps: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
-    one_minus_alpha: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
+    one_minus_alpha: tl.float32, minus_lr: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """rmsprop: the tiles of one work item."""
-    walk(
-        table, work, rmsprop_tile, SWEEP, (alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr), step_key,
-        GRAD, TILES, RAGGED, ALIGNED, TILE,
-    )
+    walk(table, work, rmsprop_tile, SWEEP, (alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr), step_key)
 
 
 @triton.jit
@@ -66,13 +62,12 @@ def rmsprop_has_momentum_tile(
 def rmsprop_has_momentum_sweep(
     table, work, alpha: tl.float32, eps: tl.float32, weight_decay: tl.float32, momentum: tl.float32,
     grad_scale: tl.float32, one_minus_alpha: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
     SWEEP: tl.constexpr,
 ):
     """rmsprop: the tiles of one work item."""
     walk(
         table, work, rmsprop_has_momentum_tile, SWEEP, (alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha,
-        minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        minus_lr), step_key,
     )
 
 
@@ -101,13 +96,12 @@ def rmsprop_centered_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def rmsprop_centered_sweep(
     table, work, alpha: tl.float32, eps: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
-    one_minus_alpha: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
+    one_minus_alpha: tl.float32, minus_lr: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """rmsprop: the tiles of one work item."""
     walk(
         table, work, rmsprop_centered_tile, SWEEP, (alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr),
-        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        step_key,
     )
 
 
@@ -140,11 +134,10 @@ def rmsprop_centered_has_momentum_tile(
 def rmsprop_centered_has_momentum_sweep(
     table, work, alpha: tl.float32, eps: tl.float32, weight_decay: tl.float32, momentum: tl.float32,
     grad_scale: tl.float32, one_minus_alpha: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
     SWEEP: tl.constexpr,
 ):
     """rmsprop: the tiles of one work item."""
     walk(
         table, work, rmsprop_centered_has_momentum_tile, SWEEP, (alpha, eps, weight_decay, momentum, grad_scale,
-        one_minus_alpha, minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        one_minus_alpha, minus_lr), step_key,
     )

@@ -31,14 +31,10 @@ def sgdp_1_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def sgdp_1_sweep(
     table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
     SWEEP: tl.constexpr,
 ):
     """sgdp: the tiles of one work item."""
-    walk_matrices(
-        table, work, sgdp_1_tile, SWEEP, (momentum, one_minus_dampening_times_grad_scale), step_key, GRAD, TILES,
-        RAGGED, ALIGNED, TILE,
-    )
+    walk_matrices(table, work, sgdp_1_tile, SWEEP, (momentum, one_minus_dampening_times_grad_scale), step_key)
 
 
 @triton.jit
@@ -104,14 +100,14 @@ def sgdp_6_values(tensor_lt, row_sum_of_p_over_row_mul_3, tensor_sum_of_p_over_t
 def sgdp_2_between(
     table, work, eps: tl.float32, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32,
     delta: tl.float32, minus_one_minus_wd_ratio: tl.float32, weight_decay_2: tl.float32, minus_lr: tl.float32,
-    LANES: tl.constexpr, LEVEL: tl.constexpr, ROUND: tl.constexpr = -1,
+    LEVEL: tl.constexpr,
 ):
     """sgdp: matrices of one tensor."""
-    rounds(table, work, sgdp_2_values, LEVEL, 0, (eps, grad_scale, grad_scale_times_grad_scale), LANES, ROUND)
-    rounds(table, work, sgdp_3_values, LEVEL, 1, (delta,), LANES, ROUND)
-    rounds(table, work, sgdp_4_values, LEVEL, 2, (eps, grad_scale, grad_scale_times_grad_scale), LANES, ROUND)
-    rounds(table, work, sgdp_5_values, LEVEL, 3, (minus_one_minus_wd_ratio, weight_decay_2, minus_lr), LANES, ROUND)
-    rounds(table, work, sgdp_6_values, LEVEL, 4, (), LANES, ROUND)
+    rounds(table, work, sgdp_2_values, LEVEL, 0, (eps, grad_scale, grad_scale_times_grad_scale))
+    rounds(table, work, sgdp_3_values, LEVEL, 1, (delta,))
+    rounds(table, work, sgdp_4_values, LEVEL, 2, (eps, grad_scale, grad_scale_times_grad_scale))
+    rounds(table, work, sgdp_5_values, LEVEL, 3, (minus_one_minus_wd_ratio, weight_decay_2, minus_lr))
+    rounds(table, work, sgdp_6_values, LEVEL, 4, ())
 
 
 @triton.jit
@@ -129,12 +125,9 @@ def sgdp_7_tile(
 
 
 @triton.jit(do_not_specialize=["step_key"])
-def sgdp_7_sweep(
-    table, work, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
-):
+def sgdp_7_sweep(table, work, minus_lr: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr):
     """sgdp: the tiles of one work item."""
-    walk_matrices(table, work, sgdp_7_tile, SWEEP, (minus_lr,), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE)
+    walk_matrices(table, work, sgdp_7_tile, SWEEP, (minus_lr,), step_key)
 
 
 @triton.jit
@@ -155,13 +148,12 @@ def sgdp_no_projected_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def sgdp_no_projected_sweep(
     table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32, scalar_1: tl.float32,
-    minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
+    minus_lr: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """sgdp: the tiles of one work item."""
     walk(
         table, work, sgdp_no_projected_tile, SWEEP, (momentum, one_minus_dampening_times_grad_scale, scalar_1,
-        minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        minus_lr), step_key,
     )
 
 
@@ -181,14 +173,10 @@ def sgdp_nesterov_1_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def sgdp_nesterov_1_sweep(
     table, work, grad_scale: tl.float32, momentum_times_momentum: tl.float32, scalar_1: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr, SWEEP: tl.constexpr,
+    step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """sgdp: the tiles of one work item."""
-    walk_matrices(
-        table, work, sgdp_nesterov_1_tile, SWEEP, (grad_scale, momentum_times_momentum, scalar_1), step_key, GRAD,
-        TILES, RAGGED, ALIGNED, TILE,
-    )
+    walk_matrices(table, work, sgdp_nesterov_1_tile, SWEEP, (grad_scale, momentum_times_momentum, scalar_1), step_key)
 
 
 @triton.jit
@@ -214,13 +202,12 @@ def sgdp_nesterov_7_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def sgdp_nesterov_7_sweep(
     table, work, momentum: tl.float32, grad_scale: tl.float32, one_minus_dampening_times_grad_scale: tl.float32,
-    minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
+    minus_lr: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """sgdp: the tiles of one work item."""
     walk_matrices(
         table, work, sgdp_nesterov_7_tile, SWEEP, (momentum, grad_scale, one_minus_dampening_times_grad_scale,
-        minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        minus_lr), step_key,
     )
 
 
@@ -243,11 +230,10 @@ def sgdp_nesterov_no_projected_tile(
 def sgdp_nesterov_no_projected_sweep(
     table, work, momentum: tl.float32, one_minus_dampening_times_grad_scale: tl.float32,
     lr_times_grad_scale: tl.float32, lr_times_momentum: tl.float32, scalar_3: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
     SWEEP: tl.constexpr,
 ):
     """sgdp: the tiles of one work item."""
     walk(
         table, work, sgdp_nesterov_no_projected_tile, SWEEP, (momentum, one_minus_dampening_times_grad_scale,
-        lr_times_grad_scale, lr_times_momentum, scalar_3), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        lr_times_grad_scale, lr_times_momentum, scalar_3), step_key,
     )

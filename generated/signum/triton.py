@@ -26,14 +26,10 @@ def signum_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def signum_sweep(
     table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr, SWEEP: tl.constexpr,
+    step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """signum: the tiles of one work item."""
-    walk(
-        table, work, signum_tile, SWEEP, (grad_scale, one_minus_lr_times_weight_decay, minus_lr), step_key, GRAD, TILES,
-        RAGGED, ALIGNED, TILE,
-    )
+    walk(table, work, signum_tile, SWEEP, (grad_scale, one_minus_lr_times_weight_decay, minus_lr), step_key)
 
 
 @triton.jit
@@ -54,11 +50,10 @@ def signum_has_momentum_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def signum_has_momentum_sweep(
     table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32,
-    one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
+    one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """signum: the tiles of one work item."""
     walk(
         table, work, signum_has_momentum_tile, SWEEP, (momentum, one_minus_momentum_times_grad_scale,
-        one_minus_lr_times_weight_decay, minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        one_minus_lr_times_weight_decay, minus_lr), step_key,
     )

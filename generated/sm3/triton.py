@@ -33,13 +33,11 @@ def sm3_1_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def sm3_1_sweep(
     table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32, minus_lr_times_grad_scale: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr, SWEEP: tl.constexpr,
+    step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """sm3: the tiles of one work item."""
     walk_matrices(
-        table, work, sm3_1_tile, SWEEP, (eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale), step_key, GRAD,
-        TILES, RAGGED, ALIGNED, TILE,
+        table, work, sm3_1_tile, SWEEP, (eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale), step_key,
     )
 
 
@@ -56,10 +54,10 @@ def sm3_3_values(accumulator_col_2):
 
 
 @triton.jit
-def sm3_2_between(table, work, LANES: tl.constexpr, LEVEL: tl.constexpr, ROUND: tl.constexpr = -1):
+def sm3_2_between(table, work, LEVEL: tl.constexpr):
     """sm3: matrices of one tensor."""
-    rounds(table, work, sm3_2_values, LEVEL, 0, (), LANES, ROUND)
-    rounds(table, work, sm3_3_values, LEVEL, 1, (), LANES, ROUND)
+    rounds(table, work, sm3_2_values, LEVEL, 0, ())
+    rounds(table, work, sm3_3_values, LEVEL, 1, ())
 
 
 @triton.jit
@@ -79,13 +77,12 @@ def sm3_no_factored_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def sm3_no_factored_sweep(
     table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32, minus_lr_times_grad_scale: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr, SWEEP: tl.constexpr,
+    step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """sm3: the tiles of one work item."""
     walk(
         table, work, sm3_no_factored_tile, SWEEP, (eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale),
-        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        step_key,
     )
 
 
@@ -112,13 +109,12 @@ def sm3_has_momentum_1_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def sm3_has_momentum_1_sweep(
     table, work, momentum: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
-    one_minus_momentum_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
+    one_minus_momentum_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """sm3: the tiles of one work item."""
     walk_matrices(
         table, work, sm3_has_momentum_1_tile, SWEEP, (momentum, eps, grad_scale_times_grad_scale,
-        one_minus_momentum_times_grad_scale, minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        one_minus_momentum_times_grad_scale, minus_lr), step_key,
     )
 
 
@@ -143,11 +139,10 @@ def sm3_has_momentum_no_factored_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def sm3_has_momentum_no_factored_sweep(
     table, work, momentum: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
-    one_minus_momentum_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
+    one_minus_momentum_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """sm3: the tiles of one work item."""
     walk(
         table, work, sm3_has_momentum_no_factored_tile, SWEEP, (momentum, eps, grad_scale_times_grad_scale,
-        one_minus_momentum_times_grad_scale, minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        one_minus_momentum_times_grad_scale, minus_lr), step_key,
     )

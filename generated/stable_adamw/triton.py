@@ -33,14 +33,10 @@ def stable_adamw_1_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def stable_adamw_1_sweep(
     table, work, beta1_hat: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32, beta2_hat: tl.float32,
-    eps_times_eps: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
+    eps_times_eps: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """stable_adamw: the tiles of one work item."""
-    walk(
-        table, work, stable_adamw_1_tile, SWEEP, (beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps), step_key,
-        GRAD, TILES, RAGGED, ALIGNED, TILE,
-    )
+    walk(table, work, stable_adamw_1_tile, SWEEP, (beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps), step_key)
 
 
 @triton.jit
@@ -56,10 +52,10 @@ def stable_adamw_2_values(tensor_sum_for_surprise, extent_elements, lr, weight_d
 @triton.jit
 def stable_adamw_2_between(
     table, work, lr: tl.float32, weight_decay: tl.float32, grad_scale_times_grad_scale: tl.float32,
-    LANES: tl.constexpr, LEVEL: tl.constexpr, ROUND: tl.constexpr = -1,
+    LEVEL: tl.constexpr,
 ):
     """stable_adamw: matrices of one tensor."""
-    rounds(table, work, stable_adamw_2_values, LEVEL, 0, (lr, weight_decay, grad_scale_times_grad_scale), LANES, ROUND)
+    rounds(table, work, stable_adamw_2_values, LEVEL, 0, (lr, weight_decay, grad_scale_times_grad_scale))
 
 
 @triton.jit
@@ -78,9 +74,6 @@ def stable_adamw_3_tile(
 
 
 @triton.jit(do_not_specialize=["step_key"])
-def stable_adamw_3_sweep(
-    table, work, eps: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
-):
+def stable_adamw_3_sweep(table, work, eps: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr):
     """stable_adamw: the tiles of one work item."""
-    walk(table, work, stable_adamw_3_tile, SWEEP, (eps,), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE)
+    walk(table, work, stable_adamw_3_tile, SWEEP, (eps,), step_key)

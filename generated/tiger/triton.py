@@ -28,11 +28,10 @@ def tiger_tile(
 @triton.jit(do_not_specialize=["step_key"])
 def tiger_sweep(
     table, work, beta: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    one_minus_beta_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
+    one_minus_beta_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """tiger: the tiles of one work item."""
     walk(
         table, work, tiger_tile, SWEEP, (beta, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale,
-        minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        minus_lr), step_key,
     )

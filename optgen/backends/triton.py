@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from optgen.backends.idioms import lanes, printed
-from optgen.backends.printer import ATOM, Printer, Spelling, Text, number, shortest, taken_away, with_more, wrapped
+from optgen.backends.printer import ATOM, Printer, Spelling, Text, number, shortest, taken_away, with_more
 from optgen.ir import node as ir
 from optgen.ir.node import Node, postorder
 from optgen.ir.program import Buffer, Let, Program, Schedule
@@ -423,7 +423,7 @@ def scalar_ranges(program: Program) -> dict[str, Interval]:
 
 # What a kernel names itself: a scalar of that name is spelled with an underscore there.
 LOCALS = frozenset(
-    "walk walk_panels walk_any walk_matrices rounds SWEEP LEVEL LANES ROUND table work item row rows columns first end "
+    "walk walk_panels walk_any walk_matrices rounds SWEEP LEVEL table work item row rows columns first end "
     "axes indices at live at_mat lane number start group extent_rows extent_columns extent_elements".split()
 )
 
@@ -431,13 +431,6 @@ LOCALS = frozenset(
 def scalars(program: Program) -> list[str]:
     """The host scalars as a kernel names its arguments."""
     return [f"{let.name}_" if let.name in LOCALS else let.name for let in program.host]
-
-
-def walked(walker: str, function: str, host: Sequence[str], constants: Sequence[str]) -> list[str]:
-    """The call of a walker."""
-    given = ["table", "work", f"{function}_tile", "SWEEP", *in_tuple(host)]
-    given += ["step_key", *constants]
-    return [f"    {x}" for x in wrapped(f"{walker}(", given, close=")")]
 
 
 def as_tuple(names: Sequence[str]) -> str:

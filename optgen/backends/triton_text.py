@@ -147,12 +147,12 @@ def sweep_functions(
     out.append(f'    """{_made(schedule)}"""')
     out += [f"    {line}" for line in assemble(lines, source) if not line.startswith("# -- ")]
     scalars = triton.scalars(program)
-    args = ["table", "work", *(f"{h}: tl.float32" for h in scalars), "step_key: tl.int32"]
-    args += [f"{x}: tl.constexpr" for x in ("GRAD", "TILES", "RAGGED", "ALIGNED", "TILE", "SWEEP")]
+    args = ["table", "work", *(f"{h}: tl.float32" for h in scalars), "step_key: tl.int32", "SWEEP: tl.constexpr"]
     out += ["", "", triton.ENTRY, *wrapped(f"def {kernel}_sweep(", args)]
     out.append(f'    """{program.name}: the tiles of one work item."""')
     walker = "walk_matrices" if is_of_matrices(program) else "walk"
-    return [*out, *triton.walked(walker, kernel, scalars, ["GRAD", "TILES", "RAGGED", "ALIGNED", "TILE"])]
+    call = ["table", "work", f"{kernel}_tile", "SWEEP", *triton.in_tuple(scalars), "step_key"]
+    return [*out, *(f"    {x}" for x in wrapped(f"{walker}(", call, close=")"))]
 
 
 def is_of_matrices(program: Program) -> bool:
@@ -212,11 +212,9 @@ def level_functions(stages: Sequence[tuple[str, Schedule]]) -> list[str]:
         out += ["", ""]
         scalars = triton.scalars(program)
         host |= dict.fromkeys(scalars)
-        taken = ["table", "work", f"{kernel}_values", "LEVEL", str(k), *triton.in_tuple(scalars), "LANES", "ROUND"]
+        taken = ["table", "work", f"{kernel}_values", "LEVEL", str(k), *triton.in_tuple(scalars)]
         calls += [f"    {x}" for x in wrapped("rounds(", taken, close=")")]
-    args = ["table", "work", *(f"{h}: tl.float32" for h in host)]
-    args += [f"{x}: tl.constexpr" for x in ("LANES", "LEVEL", "ROUND")]
-    args[-1] += " = -1"
+    args = ["table", "work", *(f"{h}: tl.float32" for h in host), "LEVEL: tl.constexpr"]
     out += ["@triton.jit", *wrapped(f"def {stages[0][0]}_between(", args)]
     return [*out, f'    """{stages[0][1].program.name}: matrices of one tensor."""', *calls]
 

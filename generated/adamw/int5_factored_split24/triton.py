@@ -21,9 +21,9 @@ def adamw_1_values(exp_avg_sq_row):
 
 
 @triton.jit
-def adamw_1_between(table, work, LANES: tl.constexpr, LEVEL: tl.constexpr, ROUND: tl.constexpr = -1):
+def adamw_1_between(table, work, LEVEL: tl.constexpr):
     """adamw: matrices of one tensor."""
-    rounds(table, work, adamw_1_values, LEVEL, 0, (), LANES, ROUND)
+    rounds(table, work, adamw_1_values, LEVEL, 0, ())
 
 
 @triton.jit
@@ -40,12 +40,9 @@ def adamw_2_tile(
 
 
 @triton.jit(do_not_specialize=["step_key"])
-def adamw_2_sweep(
-    table, work, beta2: tl.float32, scalar_0: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
-):
+def adamw_2_sweep(table, work, beta2: tl.float32, scalar_0: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr):
     """adamw: the tiles of one work item."""
-    walk_matrices(table, work, adamw_2_tile, SWEEP, (beta2, scalar_0), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE)
+    walk_matrices(table, work, adamw_2_tile, SWEEP, (beta2, scalar_0), step_key)
 
 
 @triton.jit
@@ -85,12 +82,12 @@ def adamw_6_values(exp_avg_sq_row_means, mat_max):
 
 
 @triton.jit
-def adamw_3_between(table, work, LANES: tl.constexpr, LEVEL: tl.constexpr, ROUND: tl.constexpr = -1):
+def adamw_3_between(table, work, LEVEL: tl.constexpr):
     """adamw: matrices of one tensor."""
-    rounds(table, work, adamw_3_values, LEVEL, 0, (), LANES, ROUND)
-    rounds(table, work, adamw_4_values, LEVEL, 1, (), LANES, ROUND)
-    rounds(table, work, adamw_5_values, LEVEL, 2, (), LANES, ROUND)
-    rounds(table, work, adamw_6_values, LEVEL, 3, (), LANES, ROUND)
+    rounds(table, work, adamw_3_values, LEVEL, 0, ())
+    rounds(table, work, adamw_4_values, LEVEL, 1, ())
+    rounds(table, work, adamw_5_values, LEVEL, 2, ())
+    rounds(table, work, adamw_6_values, LEVEL, 3, ())
 
 
 @triton.jit
@@ -122,13 +119,12 @@ def adamw_7_tile(
 def adamw_7_sweep(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_0: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr, SWEEP: tl.constexpr,
+    step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """adamw: the tiles of one work item."""
     walk_matrices(
         table, work, adamw_7_tile, SWEEP, (beta1, beta2, one_minus_lr_times_weight_decay,
-        one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4), step_key,
     )
 
 
@@ -145,10 +141,10 @@ def adamw_9_values(exp_avg_sq_parts):
 
 
 @triton.jit
-def adamw_8_between(table, work, LANES: tl.constexpr, LEVEL: tl.constexpr, ROUND: tl.constexpr = -1):
+def adamw_8_between(table, work, LEVEL: tl.constexpr):
     """adamw: matrices of one tensor."""
-    rounds(table, work, adamw_8_values, LEVEL, 0, (), LANES, ROUND)
-    rounds(table, work, adamw_9_values, LEVEL, 1, (), LANES, ROUND)
+    rounds(table, work, adamw_8_values, LEVEL, 0, ())
+    rounds(table, work, adamw_9_values, LEVEL, 1, ())
 
 
 @triton.jit
@@ -160,9 +156,9 @@ def adamw_amsgrad_1_values(exp_avg_sq_row, max_exp_avg_sq_row):
 
 
 @triton.jit
-def adamw_amsgrad_1_between(table, work, LANES: tl.constexpr, LEVEL: tl.constexpr, ROUND: tl.constexpr = -1):
+def adamw_amsgrad_1_between(table, work, LEVEL: tl.constexpr):
     """adamw: matrices of one tensor."""
-    rounds(table, work, adamw_amsgrad_1_values, LEVEL, 0, (), LANES, ROUND)
+    rounds(table, work, adamw_amsgrad_1_values, LEVEL, 0, ())
 
 
 @triton.jit
@@ -187,13 +183,10 @@ def adamw_amsgrad_2_tile(
 
 @triton.jit(do_not_specialize=["step_key"])
 def adamw_amsgrad_2_sweep(
-    table, work, beta2: tl.float32, scalar_0: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
+    table, work, beta2: tl.float32, scalar_0: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """adamw: the tiles of one work item."""
-    walk_matrices(
-        table, work, adamw_amsgrad_2_tile, SWEEP, (beta2, scalar_0), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
-    )
+    walk_matrices(table, work, adamw_amsgrad_2_tile, SWEEP, (beta2, scalar_0), step_key)
 
 
 @triton.jit
@@ -245,12 +238,12 @@ def adamw_amsgrad_6_values(max_exp_avg_sq_row_means, mat_max_2, exp_avg_sq_row_m
 
 
 @triton.jit
-def adamw_amsgrad_3_between(table, work, LANES: tl.constexpr, LEVEL: tl.constexpr, ROUND: tl.constexpr = -1):
+def adamw_amsgrad_3_between(table, work, LEVEL: tl.constexpr):
     """adamw: matrices of one tensor."""
-    rounds(table, work, adamw_amsgrad_3_values, LEVEL, 0, (), LANES, ROUND)
-    rounds(table, work, adamw_amsgrad_4_values, LEVEL, 1, (), LANES, ROUND)
-    rounds(table, work, adamw_amsgrad_5_values, LEVEL, 2, (), LANES, ROUND)
-    rounds(table, work, adamw_amsgrad_6_values, LEVEL, 3, (), LANES, ROUND)
+    rounds(table, work, adamw_amsgrad_3_values, LEVEL, 0, ())
+    rounds(table, work, adamw_amsgrad_4_values, LEVEL, 1, ())
+    rounds(table, work, adamw_amsgrad_5_values, LEVEL, 2, ())
+    rounds(table, work, adamw_amsgrad_6_values, LEVEL, 3, ())
 
 
 @triton.jit
@@ -289,13 +282,12 @@ def adamw_amsgrad_7_tile(
 def adamw_amsgrad_7_sweep(
     table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_0: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32,
-    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr, SWEEP: tl.constexpr,
+    step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """adamw: the tiles of one work item."""
     walk_matrices(
         table, work, adamw_amsgrad_7_tile, SWEEP, (beta1, beta2, one_minus_lr_times_weight_decay,
-        one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4), step_key,
     )
 
 
@@ -312,7 +304,7 @@ def adamw_amsgrad_9_values(exp_avg_sq_parts, max_exp_avg_sq_col_factor):
 
 
 @triton.jit
-def adamw_amsgrad_8_between(table, work, LANES: tl.constexpr, LEVEL: tl.constexpr, ROUND: tl.constexpr = -1):
+def adamw_amsgrad_8_between(table, work, LEVEL: tl.constexpr):
     """adamw: matrices of one tensor."""
-    rounds(table, work, adamw_amsgrad_8_values, LEVEL, 0, (), LANES, ROUND)
-    rounds(table, work, adamw_amsgrad_9_values, LEVEL, 1, (), LANES, ROUND)
+    rounds(table, work, adamw_amsgrad_8_values, LEVEL, 0, ())
+    rounds(table, work, adamw_amsgrad_9_values, LEVEL, 1, ())

@@ -20,9 +20,9 @@ def adamw_1_values(exp_avg_sq_col):
 
 
 @triton.jit
-def adamw_1_between(table, work, LANES: tl.constexpr, LEVEL: tl.constexpr, ROUND: tl.constexpr = -1):
+def adamw_1_between(table, work, LEVEL: tl.constexpr):
     """adamw: matrices of one tensor."""
-    rounds(table, work, adamw_1_values, LEVEL, 0, (), LANES, ROUND)
+    rounds(table, work, adamw_1_values, LEVEL, 0, ())
 
 
 @triton.jit
@@ -42,13 +42,10 @@ def adamw_2_tile(
 
 @triton.jit(do_not_specialize=["step_key"])
 def adamw_2_sweep(
-    table, work, scalar_0: tl.float32, beta2_times_0p0625: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
+    table, work, scalar_0: tl.float32, beta2_times_0p0625: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """adamw: the tiles of one work item."""
-    walk_matrices(
-        table, work, adamw_2_tile, SWEEP, (scalar_0, beta2_times_0p0625), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
-    )
+    walk_matrices(table, work, adamw_2_tile, SWEEP, (scalar_0, beta2_times_0p0625), step_key)
 
 
 @triton.jit
@@ -76,11 +73,11 @@ def adamw_5_values(exp_avg_sq_col):
 
 
 @triton.jit
-def adamw_3_between(table, work, LANES: tl.constexpr, LEVEL: tl.constexpr, ROUND: tl.constexpr = -1):
+def adamw_3_between(table, work, LEVEL: tl.constexpr):
     """adamw: matrices of one tensor."""
-    rounds(table, work, adamw_3_values, LEVEL, 0, (), LANES, ROUND)
-    rounds(table, work, adamw_4_values, LEVEL, 1, (), LANES, ROUND)
-    rounds(table, work, adamw_5_values, LEVEL, 2, (), LANES, ROUND)
+    rounds(table, work, adamw_3_values, LEVEL, 0, ())
+    rounds(table, work, adamw_4_values, LEVEL, 1, ())
+    rounds(table, work, adamw_5_values, LEVEL, 2, ())
 
 
 @triton.jit
@@ -116,13 +113,12 @@ def adamw_6_tile(
 def adamw_6_sweep(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_0: tl.float32, beta2_times_0p0625: tl.float32,
-    scalar_4: tl.float32, scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
+    scalar_4: tl.float32, scalar_5: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """adamw: the tiles of one work item."""
     walk_matrices(
         table, work, adamw_6_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-        scalar_0, beta2_times_0p0625, scalar_4, scalar_5), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        scalar_0, beta2_times_0p0625, scalar_4, scalar_5), step_key,
     )
 
 
@@ -133,9 +129,9 @@ def adamw_7_values(exp_avg_sq_row_top):
 
 
 @triton.jit
-def adamw_7_between(table, work, LANES: tl.constexpr, LEVEL: tl.constexpr, ROUND: tl.constexpr = -1):
+def adamw_7_between(table, work, LEVEL: tl.constexpr):
     """adamw: matrices of one tensor."""
-    rounds(table, work, adamw_7_values, LEVEL, 0, (), LANES, ROUND)
+    rounds(table, work, adamw_7_values, LEVEL, 0, ())
 
 
 @triton.jit
@@ -145,9 +141,9 @@ def adamw_amsgrad_1_values(exp_avg_sq_col, max_exp_avg_sq_col):
 
 
 @triton.jit
-def adamw_amsgrad_1_between(table, work, LANES: tl.constexpr, LEVEL: tl.constexpr, ROUND: tl.constexpr = -1):
+def adamw_amsgrad_1_between(table, work, LEVEL: tl.constexpr):
     """adamw: matrices of one tensor."""
-    rounds(table, work, adamw_amsgrad_1_values, LEVEL, 0, (), LANES, ROUND)
+    rounds(table, work, adamw_amsgrad_1_values, LEVEL, 0, ())
 
 
 @triton.jit
@@ -175,14 +171,10 @@ def adamw_amsgrad_2_tile(
 
 @triton.jit(do_not_specialize=["step_key"])
 def adamw_amsgrad_2_sweep(
-    table, work, scalar_0: tl.float32, beta2_times_0p0625: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
+    table, work, scalar_0: tl.float32, beta2_times_0p0625: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """adamw: the tiles of one work item."""
-    walk_matrices(
-        table, work, adamw_amsgrad_2_tile, SWEEP, (scalar_0, beta2_times_0p0625), step_key, GRAD, TILES, RAGGED,
-        ALIGNED, TILE,
-    )
+    walk_matrices(table, work, adamw_amsgrad_2_tile, SWEEP, (scalar_0, beta2_times_0p0625), step_key)
 
 
 @triton.jit
@@ -216,11 +208,11 @@ def adamw_amsgrad_5_values(exp_avg_sq_col, max_exp_avg_sq_col):
 
 
 @triton.jit
-def adamw_amsgrad_3_between(table, work, LANES: tl.constexpr, LEVEL: tl.constexpr, ROUND: tl.constexpr = -1):
+def adamw_amsgrad_3_between(table, work, LEVEL: tl.constexpr):
     """adamw: matrices of one tensor."""
-    rounds(table, work, adamw_amsgrad_3_values, LEVEL, 0, (), LANES, ROUND)
-    rounds(table, work, adamw_amsgrad_4_values, LEVEL, 1, (), LANES, ROUND)
-    rounds(table, work, adamw_amsgrad_5_values, LEVEL, 2, (), LANES, ROUND)
+    rounds(table, work, adamw_amsgrad_3_values, LEVEL, 0, ())
+    rounds(table, work, adamw_amsgrad_4_values, LEVEL, 1, ())
+    rounds(table, work, adamw_amsgrad_5_values, LEVEL, 2, ())
 
 
 @triton.jit
@@ -276,14 +268,12 @@ def adamw_amsgrad_6_tile(
 def adamw_amsgrad_6_sweep(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_0: tl.float32, beta2_times_0p0625: tl.float32,
-    scalar_4: tl.float32, scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
+    scalar_4: tl.float32, scalar_5: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr,
 ):
     """adamw: the tiles of one work item."""
     walk_matrices(
         table, work, adamw_amsgrad_6_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
-        one_minus_beta1_times_grad_scale, scalar_0, beta2_times_0p0625, scalar_4, scalar_5), step_key, GRAD, TILES,
-        RAGGED, ALIGNED, TILE,
+        one_minus_beta1_times_grad_scale, scalar_0, beta2_times_0p0625, scalar_4, scalar_5), step_key,
     )
 
 
@@ -294,6 +284,6 @@ def adamw_amsgrad_7_values(exp_avg_sq_row_top, max_exp_avg_sq_row_top):
 
 
 @triton.jit
-def adamw_amsgrad_7_between(table, work, LANES: tl.constexpr, LEVEL: tl.constexpr, ROUND: tl.constexpr = -1):
+def adamw_amsgrad_7_between(table, work, LEVEL: tl.constexpr):
     """adamw: matrices of one tensor."""
-    rounds(table, work, adamw_amsgrad_7_values, LEVEL, 0, (), LANES, ROUND)
+    rounds(table, work, adamw_amsgrad_7_values, LEVEL, 0, ())

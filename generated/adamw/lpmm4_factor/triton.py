@@ -21,9 +21,9 @@ def adamw_1_values(exp_avg_sq_row):
 
 
 @triton.jit
-def adamw_1_between(table, work, LANES: tl.constexpr, LEVEL: tl.constexpr, ROUND: tl.constexpr = -1):
+def adamw_1_between(table, work, LEVEL: tl.constexpr):
     """adamw: matrices of one tensor."""
-    rounds(table, work, adamw_1_values, LEVEL, 0, (), LANES, ROUND)
+    rounds(table, work, adamw_1_values, LEVEL, 0, ())
 
 
 @triton.jit
@@ -40,12 +40,9 @@ def adamw_2_tile(
 
 
 @triton.jit(do_not_specialize=["step_key"])
-def adamw_2_sweep(
-    table, work, beta2: tl.float32, scalar_0: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
-):
+def adamw_2_sweep(table, work, beta2: tl.float32, scalar_0: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr):
     """adamw: the tiles of one work item."""
-    walk_matrices(table, work, adamw_2_tile, SWEEP, (beta2, scalar_0), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE)
+    walk_matrices(table, work, adamw_2_tile, SWEEP, (beta2, scalar_0), step_key)
 
 
 @triton.jit
@@ -86,12 +83,12 @@ def adamw_6_values(exp_avg_sq_row_means, mat_max):
 
 
 @triton.jit
-def adamw_3_between(table, work, LANES: tl.constexpr, LEVEL: tl.constexpr, ROUND: tl.constexpr = -1):
+def adamw_3_between(table, work, LEVEL: tl.constexpr):
     """adamw: matrices of one tensor."""
-    rounds(table, work, adamw_3_values, LEVEL, 0, (), LANES, ROUND)
-    rounds(table, work, adamw_4_values, LEVEL, 1, (), LANES, ROUND)
-    rounds(table, work, adamw_5_values, LEVEL, 2, (), LANES, ROUND)
-    rounds(table, work, adamw_6_values, LEVEL, 3, (), LANES, ROUND)
+    rounds(table, work, adamw_3_values, LEVEL, 0, ())
+    rounds(table, work, adamw_4_values, LEVEL, 1, ())
+    rounds(table, work, adamw_5_values, LEVEL, 2, ())
+    rounds(table, work, adamw_6_values, LEVEL, 3, ())
 
 
 @triton.jit
@@ -118,13 +115,12 @@ def adamw_7_tile(
 def adamw_7_sweep(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
     SWEEP: tl.constexpr,
 ):
     """adamw: the tiles of one work item."""
     walk_matrices(
         table, work, adamw_7_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-        scalar_2, scalar_3), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        scalar_2, scalar_3), step_key,
     )
 
 
@@ -137,9 +133,9 @@ def adamw_amsgrad_1_values(exp_avg_sq_row, max_exp_avg_sq_row):
 
 
 @triton.jit
-def adamw_amsgrad_1_between(table, work, LANES: tl.constexpr, LEVEL: tl.constexpr, ROUND: tl.constexpr = -1):
+def adamw_amsgrad_1_between(table, work, LEVEL: tl.constexpr):
     """adamw: matrices of one tensor."""
-    rounds(table, work, adamw_amsgrad_1_values, LEVEL, 0, (), LANES, ROUND)
+    rounds(table, work, adamw_amsgrad_1_values, LEVEL, 0, ())
 
 
 @triton.jit
@@ -163,12 +159,9 @@ def adamw_amsgrad_7_tile(
 
 
 @triton.jit(do_not_specialize=["step_key"])
-def adamw_amsgrad_7_sweep(
-    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr, SWEEP: tl.constexpr,
-):
+def adamw_amsgrad_7_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
     """adamw: the tiles of one work item."""
-    walk_matrices(table, work, adamw_amsgrad_7_tile, SWEEP, (), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE)
+    walk_matrices(table, work, adamw_amsgrad_7_tile, SWEEP, (), step_key)
 
 
 @triton.jit
@@ -210,12 +203,12 @@ def adamw_amsgrad_11_values(max_exp_avg_sq_row_means, mat_max_2):
 
 
 @triton.jit
-def adamw_amsgrad_8_between(table, work, LANES: tl.constexpr, LEVEL: tl.constexpr, ROUND: tl.constexpr = -1):
+def adamw_amsgrad_8_between(table, work, LEVEL: tl.constexpr):
     """adamw: matrices of one tensor."""
-    rounds(table, work, adamw_amsgrad_8_values, LEVEL, 0, (), LANES, ROUND)
-    rounds(table, work, adamw_amsgrad_9_values, LEVEL, 1, (), LANES, ROUND)
-    rounds(table, work, adamw_amsgrad_10_values, LEVEL, 2, (), LANES, ROUND)
-    rounds(table, work, adamw_amsgrad_11_values, LEVEL, 3, (), LANES, ROUND)
+    rounds(table, work, adamw_amsgrad_8_values, LEVEL, 0, ())
+    rounds(table, work, adamw_amsgrad_9_values, LEVEL, 1, ())
+    rounds(table, work, adamw_amsgrad_10_values, LEVEL, 2, ())
+    rounds(table, work, adamw_amsgrad_11_values, LEVEL, 3, ())
 
 
 @triton.jit
@@ -241,11 +234,10 @@ def adamw_amsgrad_12_tile(
 def adamw_amsgrad_12_sweep(
     table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
     SWEEP: tl.constexpr,
 ):
     """adamw: the tiles of one work item."""
     walk_matrices(
         table, work, adamw_amsgrad_12_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
-        one_minus_beta1_times_grad_scale, scalar_2, scalar_3), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+        one_minus_beta1_times_grad_scale, scalar_2, scalar_3), step_key,
     )

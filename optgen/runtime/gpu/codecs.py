@@ -87,18 +87,6 @@ class Kept:
         """The record's part of the name under which Triton keeps a compiled kernel."""
         return repr(self) + self.codec.cache_key
 
-    def many(self, name: str) -> int:
-        """Return how many `fields` or `tables` there are."""
-        return len(getattr(self, name))
-
-    def field(self, i: int) -> int:
-        """Return the position of a buffer."""
-        return self.fields[i]
-
-    def table(self, i: int) -> int:
-        """Return the position of a table."""
-        return self.tables[i]
-
 
 class Plan:
     """The values of a rule by their names, as attributes.
@@ -179,7 +167,7 @@ def kept(x, live, MASKED: tl.constexpr, VALUE: tl.constexpr):
     if VALUE.codec.as_kept:
         made = VALUE.codec.nearest(x, live, MASKED)
         fields = ()
-        for i in tl.static_range(VALUE.many("fields")):
+        for i in tl.static_range(len(VALUE.fields)):
             fields = fields + (made[i],)
         out = read((0, fields), VALUE)
     return out
@@ -217,10 +205,10 @@ def fields_of(
 ):  # fmt: skip
     """Load the fields of a value; behind them the addresses of its tables."""
     out = ()
-    for i in tl.static_range(VALUE.many("fields")):
-        out = out + (loaded(buffers[VALUE.field(i)], where, live, SWEEP, VALUE.field(i), MASKED),)
-    for i in tl.static_range(VALUE.many("tables")):
-        out = out + (tables[VALUE.table(i)],)
+    for i in tl.static_range(len(VALUE.fields)):
+        out = out + (loaded(buffers[VALUE.fields[i]], where, live, SWEEP, VALUE.fields[i], MASKED),)
+    for i in tl.static_range(len(VALUE.tables)):
+        out = out + (tables[VALUE.tables[i]],)
     return out
 
 
@@ -254,11 +242,11 @@ def put_value(
 ):  # fmt: skip
     """Store a new value; the root that is read back, where its codec has one."""
     made = encoded(x, roots, draws, live, tables, VALUE, MASKED)
-    for i in tl.static_range(VALUE.many("fields")):
-        stored(buffers[VALUE.field(i)], made[i], where, live, SWEEP, VALUE.field(i), MASKED)
+    for i in tl.static_range(len(VALUE.fields)):
+        stored(buffers[VALUE.fields[i]], made[i], where, live, SWEEP, VALUE.fields[i], MASKED)
     out = ()
     if VALUE.codec.root is not None:
-        out = (made[VALUE.many("fields")],)
+        out = (made[len(VALUE.fields)],)
     return out
 
 
@@ -275,8 +263,8 @@ def encoded(x, roots, draws, live, tables, VALUE: tl.constexpr, MASKED: tl.const
     if VALUE.plus:
         x = x + 0.0
     own = ()
-    for i in tl.static_range(VALUE.many("tables")):
-        own = own + (tables[VALUE.table(i)],)
+    for i in tl.static_range(len(VALUE.tables)):
+        own = own + (tables[VALUE.tables[i]],)
     if VALUE.word >= 0 and VALUE.codec.encode is not None:
         out = VALUE.codec.encode(x, live[0], MASKED, draws[VALUE.word], VALUE.shift, *own)
     else:
@@ -297,22 +285,22 @@ def shifted(x, BY: tl.constexpr):
 def word(index, step_key, stream_key, SWEEP: tl.constexpr, K: tl.constexpr):
     """Word K of 32 random bits of each element."""
     x = shifted(index, 3) ^ stream_key ^ step_key & -WINDOW
-    if SWEEP.anew(K):
+    if SWEEP.recipes[K][3]:
         x = x ^ (step_key & WINDOW - 1) * M2
     if K > 0:
-        x = x ^ SWEEP.salt(K)
+        x = x ^ SWEEP.recipes[K][0]
     x = x * M1
     x = (x ^ shifted(x, 16)) * M2
     x = x ^ shifted(x, 15)
     moved = x
-    if not SWEEP.anew(K):
-        moved = moved ^ (step_key & WINDOW - 1) * SWEEP.spread(K)
-        for i in tl.static_range(SWEEP.narrow(K)):
-            highest = step_key & SWEEP.narrow_mask(K, i)
-            if SWEEP.narrow_up(K, i) >= 0:
-                moved = moved ^ highest << SWEEP.narrow_up(K, i)
+    if not SWEEP.recipes[K][3]:
+        moved = moved ^ (step_key & WINDOW - 1) * SWEEP.recipes[K][1]
+        for i in tl.static_range(len(SWEEP.recipes[K][2])):
+            highest = step_key & SWEEP.recipes[K][2][i][0]
+            if SWEEP.recipes[K][2][i][1] >= 0:
+                moved = moved ^ highest << SWEEP.recipes[K][2][i][1]
             else:
-                moved = moved ^ highest >> -SWEEP.narrow_up(K, i)
+                moved = moved ^ highest >> -SWEEP.recipes[K][2][i][1]
     y = (x ^ shifted(x, 16)) * M3
     y = (y ^ shifted(y, 15)) * M1
     lane = index & 7
@@ -323,7 +311,7 @@ def word(index, step_key, stream_key, SWEEP: tl.constexpr, K: tl.constexpr):
 def words(index, step_key, stream_key, SWEEP: tl.constexpr):
     """The words of a sweep."""
     out = ()
-    for k in tl.static_range(SWEEP.many("words")):
+    for k in tl.static_range(len(SWEEP.words)):
         out = out + (word(index, step_key, stream_key, SWEEP, k),)
     return out
 

@@ -188,7 +188,7 @@ def sweep(variant: Variant, stage: Stage, frame: Frame) -> Sweep:
         words=eager.words if counted else (),
     )
     if stage.matrices:
-        sums = tuple((kind, *_results(frame, temps, names, ("row",), ("col",))) for kind, names in stage.sums)
+        sums = _terms(frame, temps, stage, ("row",), ("col",))
         part = min(max(256 * _warps(panel_columns(block)), block), panel_columns(block))
         read = [i for x in values[: len(stage.reads)] for i in x.fields]
         halves = [i for i in read if buffers[i][0] == 1 or (not buffers[i][2] and _bits(buffers[i][1]) in (8, 16))]
@@ -196,25 +196,32 @@ def sweep(variant: Variant, stage: Stage, frame: Frame) -> Sweep:
         return Panels(
             frame.width, frame.numel, buffers, sums=sums, matrices=frame.matrices, part=part, anchor=anchor, **given
         )
-    sums = tuple((kind, *_results(frame, temps, names, ("tensor", "model"))) for kind, names in stage.sums)
+    sums = _terms(frame, temps, stage, ("tensor", "model"))
     record = Sweep(frame.width, frame.numel, buffers, sums=sums, **given)
     # Masked elements come one by one, in a register each: few at a time, lest registers spill, and then with sums of
     # their own.  In strict maths sums need the lanes of a whole tile.
     return replace(record, parts=1 if record.strict else _tile(record) // LEAST)
 
 
-def _results(
-    frame: Frame, temps: Mapping[str, Temp], names: Sequence[str], *spaces: tuple[str, ...]
-) -> list[tuple[int, ...]]:
-    """Return the entries of a term's partial results of these spaces."""
-    return [tuple(frame.partials[x] for x in names if temps[x].space in some) for some in spaces]
+_FACTORS = {"square": (0, 0), "product": (0, 1)}
+"""Kinds of terms that are products -> their factors among what the tile function returns for a term."""
+
+
+def _terms(frame: Frame, temps: Mapping[str, Temp], stage: Stage, *spaces: tuple[str, ...]) -> tuple[Any, ...]:
+    """Return the terms of a sweep, see `Sweep.sums`, with the entries of partial results of these spaces."""
+    out, first = [], 0
+    for kind, names in stage.sums:
+        factors = tuple(first + k for k in _FACTORS.get(kind, (0,)))
+        entries = (tuple(frame.partials[x] for x in names if temps[x].space in some) for some in spaces)
+        out.append((kind == "max", factors, *entries))
+        first = max(factors) + 1
+    return tuple(out)
 
 
 def _level(variant: Variant, frame: Frame, stages: Sequence[Stage]) -> Level:
     """Return the record of small work between two sweeps."""
     assert variant.rule is not None
-    rounds = tuple(_round(variant, frame, stage) for stage in stages)
-    return Level(frame.width, frame.matrices, rounds, variant.rule.strict, frame.matrices - 1)
+    return Level(frame.width, tuple(_round(variant, frame, stage, variant.rule.strict) for stage in stages))
 
 
 _ONE = ("tensor", "model")
@@ -222,7 +229,7 @@ _GATHERED = {("col", "axis"): "axis_min", ("axis", "col"): "axis_max"}
 """Space of a round, space of a value that it reads -> how it gathers it."""
 
 
-def _round(variant: Variant, frame: Frame, stage: Stage) -> Round:
+def _round(variant: Variant, frame: Frame, stage: Stage, strict: bool) -> Round:
     columns = frame.columns
     spaces = {f.name: f.space for f in variant.fields} | {t.name: t.space for t in variant.temps}
 
@@ -242,6 +249,8 @@ def _round(variant: Variant, frame: Frame, stage: Stage) -> Round:
         tuple(columns[x] for x in stage.stores),
         tuple(sums),
         frame.extents(stage),
+        frame.matrices,
+        strict,
     )
 
 

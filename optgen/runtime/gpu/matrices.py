@@ -11,13 +11,12 @@ the values of their rows and columns, and what is to be summed is stored densely
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import triton
 import triton.language as tl
 
 from optgen.runtime.gpu.prelude import down, fold, joint, log2, missing, pointer, put
-from optgen.runtime.gpu.walk import Sweep, arguments, coded, joined, numbering, pointers
+from optgen.runtime.gpu.walk import Sweep, arguments, by_rows, coded, further, joined, numbering, pointers
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +26,7 @@ class Panels(Sweep):
     matrices    the entry that is the number of matrices; their rows and columns follow
     part        columns of a part
     buffers     kinds are also "row", "col" and "mat"
-    sums        (kind, entries of partial results of rows, of columns) of each term
+    sums        (maximum, factors, entries of partial results of rows, of columns) of each term
     """
 
     matrices: int = 0
@@ -37,48 +36,17 @@ class Panels(Sweep):
         """Return the columns of a panel."""
         return 1024 if self.block == 1 else 16 * self.block
 
-    def lies(self, i: int, elements: Any, blocks: Any, eights: Any, row: Any, column: Any, matrix: Any) -> Any:
-        """Return the one of these offsets that counts for a buffer."""
-        found = {"": elements, "block": blocks, "eight": eights, "row": row, "col": column, "mat": matrix}
-        return found.get(self.kind(i), 0)
-
-    def of_rows(self, i: int) -> int:
-        """Return how many partial results of rows a term has."""
-        return len(self.sums[i][1])
-
-    def of_row(self, i: int, j: int) -> int:
-        """Return the entry of a partial result of rows."""
-        return int(self.sums[i][1][j])
-
-    def of_columns(self, i: int) -> int:
-        """Return how many partial results of columns a term has."""
-        return len(self.sums[i][2])
-
-    def of_column(self, i: int, j: int) -> int:
-        """Return the entry of a partial result of columns."""
-        return int(self.sums[i][2][j])
-
     def ordered(self, i: int) -> bool:
         """Return True if a term is reduced in the order that every backend has: a column has one value at any time."""
-        return self.strict or self.largest(i)
-
-
-@triton.jit
-def moved(buffers, SWEEP: tl.constexpr, elements, blocks, eights, row, column, matrix):
-    """The addresses of what lies so much further on."""
-    out = ()
-    for i in tl.static_range(SWEEP.count()):
-        out = out + (buffers[i] + SWEEP.lies(i, elements, blocks, eights, row, column, matrix),)
-    return out
+        return self.strict or bool(self.sums[i][0])
 
 
 @triton.jit
 def operand(terms, SWEEP: tl.constexpr, I: tl.constexpr):
     """Return the value that term I reduces."""
-    if SWEEP.factors(I) == 2:
-        out = terms[SWEEP.factor(I, 0)] * terms[SWEEP.factor(I, 1)]
-    else:
-        out = terms[SWEEP.factor(I, 0)]
+    out = terms[SWEEP.sums[I][1][0]]
+    if len(SWEEP.sums[I][1]) == 2:
+        out = out * terms[SWEEP.sums[I][1][1]]
     return out
 
 
@@ -97,11 +65,11 @@ def _with_part(parts, terms, SWEEP: tl.constexpr, I: tl.constexpr, K: tl.constex
         out = ()
         for j in tl.static_range(len(parts)):
             if j == K - COUNT // 2:
-                out = out + (joint(parts[j], terms[SWEEP.factor(I, 0)], SWEEP.largest(I)),)
+                out = out + (joint(parts[j], terms[SWEEP.sums[I][1][0]], SWEEP.sums[I][0]),)
             else:
                 out = out + (parts[j],)
     else:
-        out = parts + (terms[SWEEP.factor(I, 0)],)
+        out = parts + (terms[SWEEP.sums[I][1][0]],)
     return out
 
 
@@ -118,10 +86,10 @@ def _halved(parts, MAX: tl.constexpr):
 def _of_parts(parts, ROWS: tl.constexpr, SWEEP: tl.constexpr, I: tl.constexpr):
     """[ROWS]: the sums of rows."""
     for _ in tl.static_range(log2(len(parts))):
-        parts = _halved(parts, SWEEP.largest(I))
+        parts = _halved(parts, SWEEP.sums[I][0])
     x = tl.reshape(parts[0], [ROWS, SWEEP.part])
     if SWEEP.ordered(I):
-        out = fold(x, SWEEP.largest(I))
+        out = fold(x, SWEEP.sums[I][0])
     else:
         out = tl.sum(x, 1)
     return out
@@ -130,7 +98,7 @@ def _of_parts(parts, ROWS: tl.constexpr, SWEEP: tl.constexpr, I: tl.constexpr):
 @triton.jit
 def _rows(
     start, totals, buffers, lanes, counts, edges, numbers, to_rows, given, tile: tl.constexpr, SWEEP: tl.constexpr,
-    ROWS: tl.constexpr, MASKED: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """Some rows of a panel, part by part; the totals of columns with these rows."""
     at, at_block, at_eight, at_row, row_of_block, block, eight, lane = lanes
@@ -138,17 +106,18 @@ def _rows(
     height, width, some = edges
     before, padded = numbers
     PART: tl.constexpr = SWEEP.part
+    ROWS: tl.constexpr = SWEEP.tile
     COUNT: tl.constexpr = SWEEP.panel() // PART
-    here = moved(buffers, SWEEP, start * columns, start * blocks, start * eights, start, 0, 0)
+    here = further(buffers, SWEEP, (start * columns, start * blocks, start * eights, start, 0, 0))
     if MASKED:
         live_row = at_row < height - start
         live_row_of_block = row_of_block < height - start
     new = ()
     of_rows = ()
-    for _ in tl.static_range(SWEEP.many("sums")):
+    for _ in tl.static_range(len(SWEEP.sums)):
         of_rows = of_rows + ((),)
     for k in tl.static_range(COUNT):
-        there = moved(here, SWEEP, k * PART, k * PART // SWEEP.block, k * PART // 8, 0, k * PART, 0)
+        there = further(here, SWEEP, (k * PART, k * PART // SWEEP.block, k * PART // 8, 0, k * PART, 0))
         where = at, at_block, at_eight, at_row, lane, 0
         live = at, at_block, at_eight, at_row, lane, some
         if MASKED:
@@ -163,46 +132,114 @@ def _rows(
                 number = number | lane & 7
             index = (number,)
         terms = coded(there, where, live, index, given, tile, SWEEP, MASKED)
-        if SWEEP.many("sums") > 0:
+        if len(SWEEP.sums) > 0:
             parts = ()
-            for i in tl.static_range(SWEEP.many("sums")):
-                if SWEEP.of_rows(i) > 0:
+            for i in tl.static_range(len(SWEEP.sums)):
+                if len(SWEEP.sums[i][2]) > 0:
                     parts = parts + (_with_part(of_rows[i], terms, SWEEP, i, k, COUNT),)
                 else:
                     parts = parts + ((),)
-                if SWEEP.of_columns(i) > 0:
+                if len(SWEEP.sums[i][3]) > 0:
                     total = totals[len(new)]
                     if SWEEP.ordered(i):
-                        x = tl.reshape(terms[SWEEP.factor(i, 0)], [ROWS, SWEEP.part])
-                        new = new + (down(total, x, SWEEP.largest(i)),)
+                        x = tl.reshape(terms[SWEEP.sums[i][1][0]], [ROWS, PART])
+                        new = new + (down(total, x, SWEEP.sums[i][0]),)
                     else:
                         new = new + (joined(total, terms, SWEEP, i),)
             of_rows = parts
     which = start + tl.arange(0, ROWS)
-    for i in tl.static_range(SWEEP.many("sums")):
-        if SWEEP.of_rows(i) > 0:
+    for i in tl.static_range(len(SWEEP.sums)):
+        if len(SWEEP.sums[i][2]) > 0:
             total = _of_parts(of_rows[i], ROWS, SWEEP, i)
-            for j in tl.static_range(SWEEP.of_rows(i)):
+            for j in tl.static_range(len(SWEEP.sums[i][2])):
                 put(to_rows[i][j], which, total, which < height, MASKED)
     return new
 
 
 @triton.jit
-def walk_panels(
-    table, work, tile: tl.constexpr, SWEEP: tl.constexpr, scalars, step_key, GRAD: tl.constexpr, ROWS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):  # fmt: skip
+def _lanes(columns, blocks, eights, SWEEP: tl.constexpr):
+    """The offsets of a tile's elements, blocks and eights; the rows of elements and of blocks, and the blocks, eights
+    and elements of a row.  Offsets of blocks have no dimension for elements."""
+    if SWEEP.block > 1:
+        block = tl.arange(0, SWEEP.part // SWEEP.block)[None, :]
+        row_of_block = tl.arange(0, SWEEP.tile)[:, None]
+        lane = block[:, :, None] * SWEEP.block + tl.arange(0, SWEEP.block)[None, None, :]
+        at_row = row_of_block[:, :, None]
+        eight = lane
+        if SWEEP.packed():
+            eight = block[:, :, None] * (SWEEP.block // 8) + tl.arange(0, SWEEP.block // 8)[None, None, :]
+    else:
+        lane = tl.arange(0, SWEEP.part)[None, :]
+        at_row = tl.arange(0, SWEEP.tile)[:, None]
+        row_of_block = at_row
+        block = lane
+        eight = lane
+    at = at_row * columns.to(tl.int32) + lane
+    at_block = row_of_block * blocks.to(tl.int32) + block
+    at_eight = at_row * eights.to(tl.int32) + eight
+    return at, at_block, at_eight, at_row, row_of_block, block, eight, lane
+
+
+@triton.jit
+def _results(row, of_row, of_column, SWEEP: tl.constexpr):
+    """The addresses of the partial results of a panel's rows, and those of its columns, for each term."""
+    to_rows = ()
+    to_columns = ()
+    for i in tl.static_range(len(SWEEP.sums)):
+        these = ()
+        for j in tl.static_range(len(SWEEP.sums[i][2])):
+            these = these + (pointer(row + SWEEP.sums[i][2][j], tl.float32, SWEEP.aligned) + of_row,)
+        to_rows = to_rows + (these,)
+        these = ()
+        for j in tl.static_range(len(SWEEP.sums[i][3])):
+            these = these + (pointer(row + SWEEP.sums[i][3][j], tl.float32, SWEEP.aligned) + of_column,)
+        to_columns = to_columns + (these,)
+    return to_rows, to_columns
+
+
+@triton.jit
+def _nothing(shape: tl.constexpr, SWEEP: tl.constexpr):
+    """The initial totals of columns.  In order, a column has one value; else a row's tile is added to that before."""
+    totals = ()
+    for _ in tl.static_range(SWEEP.panel() // SWEEP.part):
+        for i in tl.static_range(len(SWEEP.sums)):
+            if len(SWEEP.sums[i][3]) > 0:
+                if SWEEP.ordered(i):
+                    totals = totals + (tl.full([SWEEP.part], missing(SWEEP.sums[i][0]), tl.float32),)
+                else:
+                    totals = totals + (tl.full(shape, 0.0, tl.float32),)
+    return totals
+
+
+@triton.jit
+def _store(totals, to_columns, width, SWEEP: tl.constexpr):
+    """Store the totals of columns."""
+    lane = tl.arange(0, SWEEP.part)
+    seen = ()
+    for k in tl.static_range(SWEEP.panel() // SWEEP.part):
+        for i in tl.static_range(len(SWEEP.sums)):
+            if len(SWEEP.sums[i][3]) > 0:
+                total = totals[len(seen)]
+                if not SWEEP.ordered(i):
+                    total = tl.sum(tl.reshape(total, [SWEEP.tile, SWEEP.part]), 0)
+                for j in tl.static_range(len(SWEEP.sums[i][3])):
+                    to = to_columns[i][j] + k * SWEEP.part + lane
+                    tl.store(to, total, mask=lane < width - k * SWEEP.part)
+                seen = seen + (0,)
+
+
+@triton.jit
+def walk_panels(table, work, tile: tl.constexpr, SWEEP: tl.constexpr, scalars, step_key):
     """The panel of one work item; see optgen.runtime.gpu.stages for table and work."""
-    BLOCK: tl.constexpr = SWEEP.block
+    ROWS: tl.constexpr = SWEEP.tile
     PANEL: tl.constexpr = SWEEP.panel()
-    PART: tl.constexpr = SWEEP.part
     item = work + 2 * tl.program_id(0)
     row = table + SWEEP.width * tl.load(item).to(tl.int64)
-    buffers = pointers(row, SWEEP, GRAD, ALIGNED)
+    buffers = pointers(row, SWEEP)
     given = arguments(row, SWEEP, scalars, step_key)
     rows = tl.load(row + (SWEEP.matrices + 1))
     columns = tl.load(row + (SWEEP.matrices + 2))
-    if ALIGNED:
+    if SWEEP.aligned:
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, PANEL).to(tl.int32)
@@ -213,159 +250,70 @@ def walk_panels(
     top = matrix * rows + below
     height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, PANEL).to(tl.int32)
-    blocks = tl.cdiv(columns, BLOCK)
+    blocks = tl.cdiv(columns, SWEEP.block)
     eights = tl.cdiv(columns, 8)
-    if BLOCK > 1:
-        # Offsets of blocks have no dimension for elements.
-        block = tl.arange(0, PART // BLOCK)[None, :]
-        row_of_block = tl.arange(0, ROWS)[:, None]
-        lane = tl.arange(0, PART // BLOCK)[None, :, None] * BLOCK + tl.arange(0, BLOCK)[None, None, :]
-        at_row = tl.arange(0, ROWS)[:, None, None]
-        eight = lane
-        if SWEEP.packed():
-            eight = tl.arange(0, PART // BLOCK)[None, :, None] * (BLOCK // 8) + tl.arange(0, BLOCK // 8)[None, None, :]
-    else:
-        lane = tl.arange(0, PART)[None, :]
-        at_row = tl.arange(0, ROWS)[:, None]
-        row_of_block = at_row
-        block = lane
-        eight = lane
-    at = at_row * columns.to(tl.int32) + lane
-    at_block = row_of_block * blocks.to(tl.int32) + block
-    at_eight = at_row * eights.to(tl.int32) + eight
+    lanes = _lanes(columns, blocks, eights, SWEEP)
     # Addresses move to the panel once, in int64.
-    buffers = moved(
-        buffers, SWEEP, top * columns + left, top * blocks + left // BLOCK, top * eights + left // 8, top,
-        matrix * columns + left, matrix,
-    )  # fmt: skip
-    to_rows = ()
-    to_columns = ()
-    for i in tl.static_range(SWEEP.many("sums")):
-        these = ()
-        for j in tl.static_range(SWEEP.of_rows(i)):
-            first = pointer(row + SWEEP.of_row(i, j), tl.float32, ALIGNED)
-            these = these + (first + (number % panels * (rows * tl.load(row + SWEEP.matrices)) + top),)
-        to_rows = to_rows + (these,)
-        these = ()
-        for j in tl.static_range(SWEEP.of_columns(i)):
-            first = pointer(row + SWEEP.of_column(i, j), tl.float32, ALIGNED)
-            these = these + (first + ((number // panels).to(tl.int64) * columns + left),)
-        to_columns = to_columns + (these,)
+    block, eight = top * blocks + left // SWEEP.block, top * eights + left // 8
+    buffers = further(buffers, SWEEP, (top * columns + left, block, eight, top, matrix * columns + left, matrix))
+    of_row = number % panels * (rows * tl.load(row + SWEEP.matrices)) + top
+    to_rows, to_columns = _results(row, of_row, (number // panels).to(tl.int64) * columns + left, SWEEP)
     numbers = 0, 0
     if SWEEP.counted:
         pace, begin = numbering(row, SWEEP)
         # Rows of matrices are those of dimension 0, or follow one another.
-        padded = tl.where(columns == tl.load(row + (SWEEP.numel + 1)), pace, blocks * BLOCK).to(tl.int32)
+        padded = tl.where(columns == tl.load(row + (SWEEP.numel + 1)), pace, blocks * SWEEP.block).to(tl.int32)
         before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32)
         # Rows of blocks begin with a multiple of 8, of which compilers are to know.
-        if BLOCK > 1:
-            before = before + (lane & -8)
+        if SWEEP.block > 1:
+            before = before + (lanes[7] & -8)
         else:
-            before = before + lane
+            before = before + lanes[7]
         numbers = before, padded
-    # In order, a column has one value; else a row's tile is added to that before.
-    totals = ()
-    for _ in tl.static_range(PANEL // PART):
-        for i in tl.static_range(SWEEP.many("sums")):
-            if SWEEP.of_columns(i) > 0:
-                if SWEEP.ordered(i):
-                    totals = totals + (tl.full([PART], missing(SWEEP.largest(i)), tl.float32),)
-                else:
-                    totals = totals + (tl.full(at.shape, 0.0, tl.float32),)
-    lanes = at, at_block, at_eight, at_row, row_of_block, block, eight, lane
+    totals = _nothing(lanes[0].shape, SWEEP)
     counts = columns, blocks, eights
     edges = height, width, rows > 0
     # Tiles without masks, then the others.
     full = tl.where(width == PANEL, height // ROWS, 0)
     for k in range(full):
-        totals = _rows(
-            k * ROWS, totals, buffers, lanes, counts, edges, numbers, to_rows, given, tile, SWEEP, ROWS, False,
-        )  # fmt: skip
+        totals = _rows(k * ROWS, totals, buffers, lanes, counts, edges, numbers, to_rows, given, tile, SWEEP, False)
     for k in range(full, tl.cdiv(height, ROWS)):
-        totals = _rows(
-            k * ROWS, totals, buffers, lanes, counts, edges, numbers, to_rows, given, tile, SWEEP, ROWS, True,
-        )  # fmt: skip
-    lane = tl.arange(0, PART)
-    seen = ()
-    for k in tl.static_range(PANEL // PART):
-        for i in tl.static_range(SWEEP.many("sums")):
-            if SWEEP.of_columns(i) > 0:
-                total = totals[len(seen)]
-                if not SWEEP.ordered(i):
-                    total = tl.sum(tl.reshape(total, [ROWS, PART]), 0)
-                for j in tl.static_range(SWEEP.of_columns(i)):
-                    tl.store(to_columns[i][j] + k * PART + lane, total, mask=lane < width - k * PART)
-                seen = seen + (0,)
+        totals = _rows(k * ROWS, totals, buffers, lanes, counts, edges, numbers, to_rows, given, tile, SWEEP, True)
+    _store(totals, to_columns, width, SWEEP)
 
 
 @triton.jit
-def walk_any(
-    table, work, tile: tl.constexpr, SWEEP: tl.constexpr, scalars, step_key, GRAD: tl.constexpr, TILES: tl.constexpr,
-):  # fmt: skip
+def walk_any(table, work, tile: tl.constexpr, SWEEP: tl.constexpr, scalars, step_key):
     """Tiles of a tensor of any shape; what is to be summed is stored densely."""
-    BLOCK: tl.constexpr = SWEEP.block
-    SIZE: tl.constexpr = max(256, SWEEP.block)
+    BLOCKS: tl.constexpr = max(256, SWEEP.block) // SWEEP.block
     item = work + 2 * tl.program_id(0)
     row = table + SWEEP.width * tl.load(item).to(tl.int64)
-    buffers = pointers(row, SWEEP, GRAD, False)
+    buffers = pointers(row, SWEEP)
     given = arguments(row, SWEEP, scalars, step_key)
     height = tl.load(row + (SWEEP.matrices + 1))
     width = tl.load(row + (SWEEP.matrices + 2))
     numel = tl.load(row + SWEEP.numel)
     columns = tl.load(row + (SWEEP.numel + 1))
     first = tl.load(item + 1).to(tl.int64)
-    per_row = tl.cdiv(columns, BLOCK)
-    tiles = tl.cdiv(numel, SIZE)
-    if BLOCK > 1:
-        blocks = numel // columns * per_row
-        tiles = tl.cdiv(blocks, SIZE // BLOCK)
-    if SWEEP.counted:
-        pace, begin = numbering(row, SWEEP)
-    for k in range(first, tl.minimum(first + TILES, tiles)):
-        if BLOCK > 1:
-            block = k * (SIZE // BLOCK) + tl.arange(0, SIZE // BLOCK)
-            live_block = block < blocks
-            # A dimension more, for elements.
-            beside = k * (SIZE // BLOCK) + tl.arange(0, SIZE // BLOCK)[:, None]
-            lane = beside % per_row * BLOCK + tl.arange(0, BLOCK)[None, :]
-            at = beside // per_row * columns + lane
-            live = (beside < blocks) & (lane < columns)
-            at_eight = at
-            live_eight = live
-            if SWEEP.packed():
-                eighth = beside % per_row * BLOCK + tl.arange(0, BLOCK // 8)[None, :] * 8
-                at_eight = beside // per_row * tl.cdiv(columns, 8) + eighth // 8
-                live_eight = (beside < blocks) & (eighth < columns)
-            index = ()
-            if SWEEP.counted:
-                eights = begin + beside // per_row * pace + (lane & -8)
-                index = (eights.to(tl.int32) | (lane & 7).to(tl.int32),)
-        else:
-            at = k * SIZE + tl.arange(0, SIZE)
-            live = at < numel
-            block = at
-            live_block = live
-            at_eight = at
-            live_eight = live
-            index = ()
-            if SWEEP.counted:
-                index = ((begin + at // columns * pace + at % columns).to(tl.int32),)
+    pace, begin = numbering(row, SWEEP)
+    blocks = numel // columns * tl.cdiv(columns, SWEEP.block)
+    for k in range(first, tl.minimum(first + SWEEP.tiles, tl.cdiv(blocks, BLOCKS))):
+        offsets, masks, index = by_rows(k, numel, columns, begin, pace, SWEEP, BLOCKS)
+        at, at_block, at_eight = offsets
+        live, live_block, live_eight = masks
         at_mat = at // (height * width)
-        where = at, block, at_eight, at // width, at_mat * width + at % width, at_mat
-        masks = live, live_block, live_eight, live, live, live
-        terms = coded(buffers, where, masks, index, given, tile, SWEEP, True)
-        for i in tl.static_range(SWEEP.many("sums")):
+        where = at, at_block, at_eight, at // width, at_mat * width + at % width, at_mat
+        lives = live, live_block, live_eight, live, live, live
+        terms = coded(buffers, where, lives, index, given, tile, SWEEP, True)
+        for i in tl.static_range(len(SWEEP.sums)):
             to = pointer(row + (SWEEP.numel + 9 + i), tl.float32, False)
             put(to, at, operand(terms, SWEEP, i), live, True)
 
 
 @triton.jit
-def walk_matrices(
-    table, work, tile: tl.constexpr, SWEEP: tl.constexpr, scalars, step_key, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """One work item: TILE rows of a panel at a time, or RAGGED: TILES tiles of a tensor that no panels fit."""
-    if RAGGED:
-        walk_any(table, work, tile, SWEEP, scalars, step_key, GRAD, TILES)
+def walk_matrices(table, work, tile: tl.constexpr, SWEEP: tl.constexpr, scalars, step_key):
+    """One work item: `tile` rows of a panel at a time, or ragged: tiles of a tensor that no panels fit."""
+    if SWEEP.ragged:
+        walk_any(table, work, tile, SWEEP, scalars, step_key)
     else:
-        walk_panels(table, work, tile, SWEEP, scalars, step_key, GRAD, TILE, ALIGNED)
+        walk_panels(table, work, tile, SWEEP, scalars, step_key)

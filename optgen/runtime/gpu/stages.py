@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optgen.runtime.gpu import compiled
+from optgen.runtime.gpu.walk import launched
 from optgen.runtime.layout import layout, workspace
-from optgen.runtime.records import Stage, Temp, Variant, sums
+from optgen.runtime.records import Stage, Temp, sums
 from optgen.runtime.work import counting
 from optgen.runtime.work.bucket import Bucket
 
@@ -72,24 +72,56 @@ class Call:
     warps: int
 
 
-@dataclass(slots=True)
-class Plan:
-    """The launches of a bucket's step, and what of it may be kept.
+@dataclass(frozen=True)
+class Live:
+    """The tensors of a bucket that have elements.
 
-    ends    after how many calls a stage and all before it are done, those that are functions of matrices not counted
-    lines   the tensors' rows of the table
-    own     aligned or not, each: what of the addresses the launches depend on
-    room    kept alive: the kernels know only its addresses
+    columns  addresses: of p, of g, of each field
+    own      aligned or not, each: what of the addresses the launches depend on
     """
 
     shapes: list[torch.Size]
     streams: list[int]
+    columns: list[list[int]]
     places: list[layout.Place]
+    dims: workspace.Dims
     own: list[bool]
+
+    @classmethod
+    def of(cls, now: Now) -> Live:
+        shapes, streams, columns, places, dims = now
+        places = places or [layout.place(shape) for shape in shapes]
+        live = [i for i, place in enumerate(places) if place.numel]
+
+        def some(x: Sequence[Any]) -> list[Any]:
+            return [x[i] for i in live]
+
+        columns = [some(column) for column in columns]
+        own = [all(column[k] % 16 == 0 for column in columns) for k in range(len(live))]
+        return cls(some(shapes), some(streams), columns, some(places), dims and some(dims), own)
+
+    def is_like(self, other: Live) -> bool:
+        """Return True if only addresses differ."""
+        return replace(self, columns=[]) == replace(other, columns=[])
+
+    def rows(self, rows: Rows, room: workspace.Workspace, dense: list[list[int]]) -> list[list[int]]:
+        """Return the rows of the table, with the addresses of dense operands."""
+        made = rows(self.columns, room, self.shapes, self.streams, self.places)
+        return [line + more for line, more in zip(made, dense, strict=True)]
+
+
+@dataclass(slots=True)
+class Plan:
+    """The launches of a bucket's step, and what of it may be kept.
+
+    ends  after how many calls a stage and all before it are done, those that are functions of matrices not counted
+    room  kept alive: the kernels know only its addresses
+    """
+
+    live: Live
     room: workspace.Workspace
     dense: list[list[int]]
     table: Tensor
-    dims: workspace.Dims
     calls: list[Call] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
     kept: list[Tensor] = field(default_factory=list)
@@ -103,62 +135,32 @@ Rows = Callable[
 
 
 def build(
-    bucket: Bucket,
-    kernels: ModuleType,
-    now: Now,
-    old: Plan | None,
-    rows: Rows,
-    panel_rows: int,
+    bucket: Bucket, kernels: ModuleType, grad: Any, now: Now, old: Plan | None, rows: Rows, panel_rows: int
 ) -> Plan:
     """The launches for tensors of these shapes, stream keys, columns of addresses, places and dimensions of columns.
 
+    grad        Triton's dtype of the gradients
     old         the launches of the step before
     rows        makes the table
     panel_rows  rows per tile of a panel
     """
-    every, streams, columns, places, dims = now
-    places = places or [layout.place(shape) for shape in every]
-    live = [i for i, place in enumerate(places) if place.numel]
-    dims = dims and [dims[i] for i in live]
-    shapes, streams, places = [every[i] for i in live], [streams[i] for i in live], [places[i] for i in live]
-    columns = [[column[i] for i in live] for column in columns]
-    own = [all(column[i] % 16 == 0 for column in columns) for i in range(len(live))]
-    if old is not None and (old.shapes, old.streams, old.own, old.places, old.dims) == (
-        shapes, streams, own, places, dims
-    ):  # fmt: skip
+    live, device = Live.of(now), bucket.device
+    if old is not None and live.is_like(old.live):
         # Only addresses are new.  Earlier launches may still read the old table, so it is another one.
-        table = _table(rows(columns, old.room, shapes, streams, places), old.dense, bucket.device)
-        take(old, table)
-        return old
-    room = workspace.make(bucket.variant, shapes, bucket.device, dims)
-    room = replace(room, numbers=workspace.numbers(kernels, bucket.variant, bucket.device))
-    maker = _Maker(bucket.variant, kernels, shapes, places, own, room, bucket.device, panel_rows, bucket.in_parts)
-    table = _table(rows(columns, room, shapes, streams, places), maker.dense, bucket.device)
-    made = Plan(shapes, streams, places, own, room, maker.dense, table, dims)
-    maker.make(made)
-    return made
+        made = moved(old, _sent(live.rows(rows, old.room, old.dense), device))
+        made.live = live
+        return made
+    room = workspace.make(bucket.variant, live.shapes, device, live.dims)
+    room = replace(room, numbers=workspace.numbers(kernels, bucket.variant, device))
+    maker = _Maker(bucket, kernels, grad, live, room, panel_rows)
+    maker.make(Plan(live, room, maker.dense, _sent(live.rows(rows, room, maker.dense), device)))
+    return maker.plan
 
 
 def lines(plan: Plan, now: Now, rows: Rows) -> list[list[int]] | None:
     """The table of a plan for tensors that lie elsewhere; None where its launches are not theirs."""
-    every, streams, columns, places, _ = now
-    places = places or [layout.place(shape) for shape in every]
-    live = [i for i, place in enumerate(places) if place.numel]
-    columns = [[column[i] for i in live] for column in columns]
-    own = [all(column[i] % 16 == 0 for column in columns) for i in range(len(live))]
-    if own != plan.own:
-        return None
-    of_live = [every[i] for i in live], [streams[i] for i in live], [places[i] for i in live]
-    made = rows(columns, plan.room, *of_live)
-    return [line + more for line, more in zip(made, plan.dense, strict=True)]
-
-
-def take(plan: Plan, table: Tensor) -> None:
-    """From now on the plan has another table of addresses."""
-    for call in plan.calls:
-        if call.tables[0] is plan.table:
-            call.tables[0] = table
-    plan.table = table
+    live = Live.of(now)
+    return live.rows(rows, plan.room, plan.dense) if live.own == plan.live.own else None
 
 
 def moved(plan: Plan, table: Tensor) -> Plan:
@@ -167,30 +169,21 @@ def moved(plan: Plan, table: Tensor) -> Plan:
     return replace(plan, table=table, calls=calls)
 
 
-def _table(lines: list[list[int]], dense: list[list[int]], device: torch.device) -> Tensor:
-    whole = [line + more for line, more in zip(lines, dense, strict=True)]
-    return torch.tensor(whole, dtype=torch.int64, device="cpu").to(device)
+def _sent(lines: list[list[int]], device: torch.device) -> Tensor:
+    return torch.tensor(lines, dtype=torch.int64, device="cpu").to(device)
 
 
 class _Maker:
     """Makes the calls of a plan, stage by stage."""
 
     def __init__(
-        self,
-        variant: Variant,
-        kernels: ModuleType,
-        shapes: list[torch.Size],
-        places: list[layout.Place],
-        own: list[bool],
-        room: workspace.Workspace,
-        device: torch.device,
-        panel_rows: int,
-        apart: bool,
+        self, bucket: Bucket, kernels: ModuleType, grad: Any, live: Live, room: workspace.Workspace, panel_rows: int
     ) -> None:
-        self.variant, self.kernels, self.shapes, self.own = variant, kernels, shapes, own
-        self.places, self.apart = places, apart
-        self.room, self.device, self.panel_rows = room, device, panel_rows
-        self.sizes = [workspace.matrices(shape) for shape in shapes]
+        self.variant, self.device, self.apart = bucket.variant, bucket.device, bucket.in_parts
+        self.kernels, self.grad, self.panel_rows = kernels, grad, panel_rows
+        self.shapes, self.own, self.places = live.shapes, live.own, live.places
+        self.sizes = [workspace.matrices(shape) for shape in self.shapes]
+        variant = self.variant
         self.temps = {t.name: t for t in variant.temps}
         reduced = [t.name for t in workspace.reduced(variant)]
         self.values = {t.name: room.columns[i] for i, t in enumerate(variant.temps)}
@@ -250,60 +243,40 @@ class _Maker:
         scalars: tuple[int, ...] = (), key: bool = False,
     ) -> None:  # fmt: skip
         if work.shape[0]:
-            constants |= self.kernels.CONSTANTS[kernel] if isinstance(kernel, str) else {}
             tables = [table, work.to(self.device)]
             self.plan.calls.append(Call(kernel, tables, work.shape[0], scalars, key, constants, warps))
 
-    def _small_table(self, lines: list[list[int]]) -> Tensor:
-        return torch.tensor(lines, dtype=torch.int64, device="cpu").to(self.device)
-
     def _sweep(self, stage: Stage) -> None:
-        if stage.matrices:
-            self._panels(stage)
-            self._gathered(stage)
-            return
-        tile = self.kernels.TILE[stage.kernel]
-        sums_up = any(name in self.partials for name in stage.temps)
-        per_item = sums.SEGMENT // tile if sums_up else 4
-        groups: dict[tuple[bool, bool], list[int]] = {}
-        for i, shape in enumerate(self.shapes):
-            ragged = is_ragged(shape, stage.block, self.places[i], self.variant.stochastic)
-            groups.setdefault((self.own[i], ragged), []).append(i)
-        for (aligned, ragged), tensors in groups.items():
-            counts = [tiles(self.shapes[i], stage.block, tile) for i in tensors]
-            constants = {"GRAD": None, "TILES": per_item, "RAGGED": ragged, "ALIGNED": aligned, "TILE": tile}
-            work = work_items(tensors, counts, per_item)
-            self._add(stage.kernel, self.plan.table, work, 1, constants, stage.scalars, True)
+        groups: dict[tuple[int, int, int, bool, bool], dict[int, int]] = {}
+        for i in range(len(self.shapes)):
+            how, count = self._walked(stage, i)
+            groups.setdefault(how, {})[i] = count
+        for (warps, per_item, tile, ragged, aligned), counts in groups.items():
+            work = work_items(tuple(counts), tuple(counts.values()), per_item)
+            sweep = self.kernels.CONSTANTS[stage.kernel]["SWEEP"]
+            record = launched(sweep, grad=self.grad, tiles=per_item, tile=tile, ragged=ragged, aligned=aligned)
+            self._add(stage.kernel, self.plan.table, work, warps, {"SWEEP": record}, stage.scalars, True)
+        gathered = [i for i in range(len(self.shapes)) if stage.matrices and not self._fits(stage, i)]
+        for name, k in self._operands(stage).items() if gathered else ():
+            self._partials(stage, self.temps[name], k, gathered)
 
-    def _panels(self, stage: Stage) -> None:
-        width = sums.panel_columns(stage.block)
-        groups: dict[bool, list[int]] = {}
-        for i, (_, _, columns) in enumerate(self.sizes):
-            if self._fits(stage, i):
-                groups.setdefault(self.own[i] and columns % 16 == 0, []).append(i)
-        for aligned, tensors in groups.items():
-            sizes = [self.sizes[i] for i in tensors]
-            counts = [
-                matrices * -(-height // sums.PANEL_ROWS) * -(-columns // width) for matrices, height, columns in sizes
-            ]
-            constants = {"GRAD": None, "TILES": 1, "RAGGED": False, "ALIGNED": aligned, "TILE": self.panel_rows}
-            work = work_items(tensors, counts)
-            warps = self.kernels.WARPS[stage.kernel]
-            if torch.version.hip is not None:
-                warps = max(warps // 2, 1)  # of 64 lanes
-            self._add(stage.kernel, self.plan.table, work, warps, constants, stage.scalars, True)
-
-    def _gathered(self, stage: Stage) -> None:
-        tensors = [i for i in range(len(self.shapes)) if not self._fits(stage, i)]
-        if not tensors:
-            return
-        tile = max(256, stage.block)
-        counts = [tiles(self.shapes[i], stage.block, tile) for i in tensors]
-        work = work_items(tensors, counts, FLAT_TILES)
-        constants = {"GRAD": None, "TILES": FLAT_TILES, "RAGGED": True, "ALIGNED": False, "TILE": 1}
-        self._add(stage.kernel, self.plan.table, work, 1, constants, stage.scalars, True)
-        for name, k in self._operands(stage).items():
-            self._partials(stage, self.temps[name], k, tensors)
+    def _walked(self, stage: Stage, i: int) -> tuple[tuple[int, int, int, bool, bool], int]:
+        """Return how a sweep walks a tensor (warps, then as in `Sweep`: tiles, tile, ragged, aligned) and its tiles."""
+        shape, block = self.shapes[i], stage.block
+        if not stage.matrices:
+            tile = self.kernels.TILE[stage.kernel]
+            sums_up = any(name in self.partials for name in stage.temps)
+            ragged = is_ragged(shape, block, self.places[i], self.variant.stochastic)
+            per_item = sums.SEGMENT // tile if sums_up else 4
+            return (1, per_item, tile, ragged, self.own[i]), tiles(shape, block, tile)
+        if not self._fits(stage, i):
+            return (1, FLAT_TILES, 1, True, False), tiles(shape, block, max(256, block))
+        matrices, height, columns = self.sizes[i]
+        count = matrices * -(-height // sums.PANEL_ROWS) * -(-columns // sums.panel_columns(block))
+        warps = self.kernels.WARPS[stage.kernel]
+        if torch.version.hip is not None:
+            warps = max(warps // 2, 1)  # of 64 lanes
+        return (warps, 1, self.panel_rows, False, self.own[i] and columns % 16 == 0), count
 
     def _partials(self, stage: Stage, temp: Temp, k: int, tensors: Sequence[int]) -> None:
         """Partial results of a temp, from dense operands."""
@@ -311,7 +284,7 @@ class _Maker:
 
         is_max = temp.reduction.endswith("max")
         lines = [[self.dense[i][k], self.partials[temp.name][i], *self.sizes[i]] for i in tensors]
-        table = self._small_table(lines)
+        table = _sent(lines, self.device)
         if temp.space == "col":
             counts = [
                 matrices * -(-rows // sums.PANEL_ROWS) * -(-columns // FINISHED)
@@ -353,7 +326,7 @@ class _Maker:
         for is_max, lines in groups.items():
             counts = [-(-max(outer, 1) * inner // FINISHED) for _, _, outer, _, inner in lines]
             work = work_items(range(len(lines)), counts)
-            self._add(prelude.finish, self._small_table(lines), work, 4, {"MAX": is_max})
+            self._add(prelude.finish, _sent(lines, self.device), work, 4, {"MAX": is_max})
 
     def _between(self, stages: Sequence[Stage], only: int | None = None) -> None:
         """All small work of a level in one launch, or one of its stages: sums over other ranks stand in between."""
@@ -374,8 +347,9 @@ class _Maker:
             if not lines:
                 continue
             work = torch.tensor(lines, dtype=torch.int32, device="cpu")
-            constants = {"LANES": lanes} if only is None or len(stages) == 1 else {"LANES": lanes, "ROUND": only}
-            self._add(stages[0].kernel, self.plan.table, work, BETWEEN, constants, scalars)
+            level = self.kernels.CONSTANTS[stages[0].kernel]["LEVEL"]
+            level = launched(level, lanes=lanes, only=-1 if only is None or len(stages) == 1 else only)
+            self._add(stages[0].kernel, self.plan.table, work, BETWEEN, {"LEVEL": level}, scalars)
 
 
 def work_items(tensors: Sequence[int], counts: Sequence[int], per_item: int = 1) -> Tensor:
@@ -409,7 +383,8 @@ def is_ragged(shape: torch.Size, block: int, place: layout.Place, counted: bool)
 
 def _is_common(call: Call) -> bool:
     """Return True if the kernel has wide accesses without masks: what registers suffice is counted for these."""
-    return bool(call.constants.get("ALIGNED")) and not call.constants.get("RAGGED")
+    sweep = call.constants.get("SWEEP")
+    return sweep is not None and sweep.aligned and not sweep.ragged
 
 
 def _power_of_two(n: int) -> int:
@@ -420,7 +395,7 @@ def _power_of_two(n: int) -> int:
 def run(
     plan: Plan,
     kernels: ModuleType,
-    grad: Any,
+    does: Callable[..., None],
     scalars: Sequence[float] | counting.Control,
     step_key: int,
     told: Callable[[str], dict[str, int]],
@@ -429,48 +404,21 @@ def run(
 ) -> None:
     """The launches of stages [begin, end), by default of all, in order.
 
-    grad  Triton's dtype of the gradients
+    does  `compiled.start`, or `compiled.load`, which compiles what is launched
     told  kernel -> what else the compiler is told of it where all its accesses are wide
     """
     ends = [0, *plan.ends]
     for call in plan.calls[ends[begin] : ends[-1 if end is None else end]]:
-        _call(compiled.start, call, kernels, grad, scalars, step_key, told)
-
-
-def load(
-    plan: Plan,
-    kernels: ModuleType,
-    grad: Any,
-    scalars: Sequence[float] | counting.Control,
-    step_key: int,
-    told: Callable[[str], dict[str, int]],
-) -> None:
-    """Compiles the kernels of what `run` launches (compiled.load)."""
-    for call in plan.calls:
-        _call(compiled.load, call, kernels, grad, scalars, step_key, told)
-
-
-def _call(
-    does: Callable[..., None],
-    call: Call,
-    kernels: ModuleType,
-    grad: Any,
-    scalars: Sequence[float] | counting.Control,
-    step_key: int,
-    told: Callable[[str], dict[str, int]],
-) -> None:
-    own = isinstance(call.kernel, str)
-    kernel: Any = getattr(kernels, call.kernel) if own else call.kernel
-    constants = call.constants | {"GRAD": grad} if "GRAD" in call.constants else call.constants
-    does(
-        kernel,
-        call.programs,
-        (call.tables[0], call.tables[1]),
-        scalars,
-        call.scalars,
-        step_key if call.key else None,
-        constants,
-        num_warps=call.warps,
-        enable_fp_fusion=False,
-        **(told(call.kernel) if own and _is_common(call) else {}),
-    )
+        own = isinstance(call.kernel, str)
+        does(
+            getattr(kernels, call.kernel) if own else call.kernel,
+            call.programs,
+            (call.tables[0], call.tables[1]),
+            scalars,
+            call.scalars,
+            step_key if call.key else None,
+            call.constants,
+            num_warps=call.warps,
+            enable_fp_fusion=False,
+            **(told(call.kernel) if own and _is_common(call) else {}),
+        )

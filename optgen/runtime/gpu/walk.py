@@ -11,8 +11,8 @@ summed.  Codecs load and store the values.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from typing import Any
 
 import triton
@@ -20,13 +20,13 @@ import triton.language as tl
 
 from optgen.runtime.gpu import codecs
 from optgen.runtime.gpu.codecs import Kept, Plan
-from optgen.runtime.gpu.prelude import down, fold, larger, missing, numbered, opaque, pointer, term, within
+from optgen.runtime.gpu.prelude import down, fold, joint, missing, numbered, opaque, pointer, term, within
 from optgen.runtime.records.keys import PLACE, WINDOW, Word, salt, signed
 
 
 @dataclass(frozen=True, eq=False)
 class Sweep:
-    """The layout of a row of a kernel's table, and the terms that the kernel sums.
+    """The layout of a row of a kernel's table, the terms that the kernel sums, and how it is launched.
 
     width       entries of a row
     numel       the entry that is the number of elements; columns, the stream key and the place in the logical tensor
@@ -39,8 +39,8 @@ class Sweep:
     drawn       the tile function takes words of random bits
     tables      entries of tables of numbers in memory
     extents     entries of sizes of the logical tensor
-    sums        (kind, entries of partial results) of each term: the "sum" or "max" of a value, the sum of its
-                "square" or of a "product" of two
+    sums        (maximum, factors, entries of partial results) of each term: the sum, or the maximum, of one of the
+                tile function's results behind the new values, by position, or the sum of the products of two
     strict      lanes and tiles are added in the order that every backend has
     values      how a plan keeps the values of a rule: those that its tile function takes come first, in its order
     taken       how many these are
@@ -48,6 +48,10 @@ class Sweep:
     returned    how many new values the tile function returns; terms follow
     anchor      the buffer whose threads compute the numbers of elements (see `within` of the prelude); -1: any
     words       the recipes of words of random bits (optgen.runtime.keys.Word)
+    grad        the dtype of gradients
+    tiles, tile  tiles of a work item, and elements of a tile
+    ragged      blocks, or numbers of elements, are counted row by row
+    aligned     all addresses are multiples of 16 bytes
     """
 
     width: int
@@ -67,6 +71,11 @@ class Sweep:
     returned: int = 0
     anchor: int = -1
     words: tuple[Word, ...] = ()
+    grad: Any = None
+    tiles: int = 1
+    tile: int = 256
+    ragged: bool = False
+    aligned: bool = False
 
     @cached_property
     def cache_key(self) -> str:
@@ -77,141 +86,88 @@ class Sweep:
         """Return the values by their names."""
         return Plan(self.values)
 
-    def kept(self, i: int) -> Kept:
-        """Return how a value is kept."""
-        return self.values[i]
+    # Triton makes constants of what methods return, and not of attributes.
 
     def inputs(self) -> int:
         """Return how many values the tile function takes."""
         return self.taken
 
-    def store(self, i: int, k: int) -> int:
-        """Return the position of what is stored i-th: 0: among the values, 1: among the tile function's results."""
-        return self.stores[i][k]
+    def kept(self, i: int) -> Kept:
+        """Return how a value is kept."""
+        return self.values[i]
 
     def bits(self, i: int) -> int:
         """Return the bits of a buffer's packed codes: eight are a word."""
         return int(self.buffers[i][1].primitive_bitwidth) // 8
 
-    def anew(self, k: int) -> bool:
-        """Return True if each step hashes a word anew."""
-        return self.words[k][2]
+    @cached_property
+    def recipes(self) -> tuple[tuple[Any, ...], ...]:
+        """The salt of each word, the factor of the step's place, the bits of the place that each of its fields without
+        room for all takes and how far up they move, and True if each step hashes it anew."""
+        return tuple(
+            (
+                signed(salt(k)),
+                signed(spread),
+                tuple((WINDOW - 1 & -(1 << PLACE - bits), shift + bits - PLACE) for shift, bits in narrow),
+                anew,
+            )
+            for k, (spread, narrow, anew) in enumerate(self.words)
+        )
 
-    def salt(self, k: int) -> int:
-        """Return what sets a word apart."""
-        return signed(salt(k))
-
-    def spread(self, k: int) -> int:
-        """Return the factor of the step's place."""
-        return signed(self.words[k][0])
-
-    def narrow(self, k: int) -> int:
-        """Return how many fields of a word have no room for all of the step's place."""
-        return len(self.words[k][1])
-
-    def narrow_mask(self, k: int, i: int) -> int:
-        """Return the bits of the place that such a field takes."""
-        return WINDOW - 1 & -(1 << PLACE - self.words[k][1][i][1])
-
-    def narrow_up(self, k: int, i: int) -> int:
-        """Return how far up they move."""
-        shift, bits = self.words[k][1][i]
-        return shift + bits - PLACE
-
-    def count(self) -> int:
-        """Return how many buffers there are."""
-        return len(self.buffers)
-
-    def entry(self, i: int) -> int:
-        """Return the table entry of a buffer."""
-        return int(self.buffers[i][0])
-
-    def dtype(self, i: int, grad: Any) -> Any:
+    def dtype(self, i: int) -> Any:
         """Return the dtype of a buffer's values."""
-        return grad if self.buffers[i][1] is None else self.buffers[i][1]
+        return self.grad if self.buffers[i][1] is None else self.buffers[i][1]
 
     def kind(self, i: int) -> str:
         """Return what a buffer has one value for."""
         return self.buffers[i][2] if len(self.buffers[i]) > 2 else ""
 
     def slot(self, i: int) -> int:
-        """Return the position of a buffer's offsets among those of a tile."""
-        return ("", "block", "eight", "row", "col", "mat").index(self.kind(i))
-
-    def of(self, i: int, elements: Any, blocks: Any, eights: Any) -> Any:
-        """Return the one of these offsets that counts for a buffer."""
-        return {"": elements, "block": blocks, "eight": eights, "one": 0}[self.kind(i)]
+        """Return the position of a buffer's offsets among those of a tile; -1: it has one value."""
+        return {"": 0, "block": 1, "eight": 2, "row": 3, "col": 4, "mat": 5, "one": -1}[self.kind(i)]
 
     def packed(self) -> bool:
         """Return True if codes share bytes."""
-        return any(self.kind(i) == "eight" for i in range(self.count()))
-
-    def many(self, name: str) -> int:
-        """Return how many `tables`, `extents` or `sums` there are."""
-        return len(getattr(self, name))
-
-    def place(self, name: str, i: int) -> int:
-        """Return the entry of one of `tables` or `extents`."""
-        return int(getattr(self, name)[i])
-
-    def factors(self, i: int) -> int:
-        """Return how many factors a term has, 1: it is no product."""
-        return 2 if self.sums[i][0] in ("square", "product") else 1
-
-    def factor(self, i: int, k: int) -> int:
-        """Return the position of a term's factor in what the tile function returns."""
-        before = sum(2 if kind == "product" else 1 for kind, *_ in self.sums[:i])
-        return before + (k if self.sums[i][0] == "product" else 0)
+        return any(self.kind(i) == "eight" for i in range(len(self.buffers)))
 
     def summands(self) -> int:
         """Return how many factors of terms the tile function returns."""
-        return sum(2 if kind == "product" else 1 for kind, *_ in self.sums)
+        return len({k for _, factors, *_ in self.sums for k in factors})
 
     def greatest(self, k: int) -> bool:
         """Return True if factor k is of a term that is reduced to its maximum."""
-        return any(kind == "max" and self.factor(i, 0) == k for i, (kind, *_) in enumerate(self.sums))
+        return any(largest and k in factors for largest, factors, *_ in self.sums)
 
-    def largest(self, i: int) -> bool:
-        """Return True if a term is reduced to its maximum."""
-        return bool(self.sums[i][0] == "max")
 
-    def results(self, i: int) -> int:
-        """Return how many partial results a term has."""
-        return len(self.sums[i][1])
-
-    def result(self, i: int, j: int) -> int:
-        """Return the entry of a partial result."""
-        return int(self.sums[i][1][j])
+@cache
+def launched(record: Any, **how: Any) -> Any:
+    """Return the record of a kernel, a Sweep or a Level, with how it is launched; the same for the same arguments."""
+    return replace(record, **how)
 
 
 @triton.jit
-def pointers(row, SWEEP: tl.constexpr, GRAD: tl.constexpr, ALIGNED: tl.constexpr):
+def pointers(row, SWEEP: tl.constexpr):
     """The addresses of a tensor's buffers."""
     out = ()
-    for i in tl.static_range(SWEEP.count()):
-        out = out + (pointer(row + SWEEP.entry(i), SWEEP.dtype(i, GRAD), ALIGNED),)
-    return out
-
-
-@triton.jit
-def sizes(row, SWEEP: tl.constexpr):
-    """The sizes of the logical tensor that the tile function computes with, as fp32."""
-    out = ()
-    for i in tl.static_range(SWEEP.many("extents")):
-        out = out + (tl.load(row + SWEEP.place("extents", i)).to(tl.float32),)
+    for i in tl.static_range(len(SWEEP.buffers)):
+        out = out + (pointer(row + SWEEP.buffers[i][0], SWEEP.dtype(i), SWEEP.aligned),)
     return out
 
 
 @triton.jit
 def arguments(row, SWEEP: tl.constexpr, scalars, step_key):
-    """The tile function's last arguments, the keys of random bits, and the addresses of tables of numbers."""
+    """The tile function's last arguments (sizes of the logical tensor, as fp32, and scalars), the keys of random bits,
+    and the addresses of tables of numbers."""
+    sizes = ()
+    for i in tl.static_range(len(SWEEP.extents)):
+        sizes = sizes + (tl.load(row + SWEEP.extents[i]).to(tl.float32),)
     keys = ()
     if SWEEP.counted:
         keys = (step_key, tl.load(row + (SWEEP.numel + 2)).to(tl.int32))
     tables = ()
-    for i in tl.static_range(SWEEP.many("tables")):
-        tables = tables + (pointer(row + SWEEP.place("tables", i), tl.float32, True),)
-    return sizes(row, SWEEP) + scalars, keys, tables
+    for i in tl.static_range(len(SWEEP.tables)):
+        tables = tables + (pointer(row + SWEEP.tables[i], tl.float32, True),)
+    return sizes + scalars, keys, tables
 
 
 @triton.jit
@@ -230,55 +186,49 @@ def numbering(row, SWEEP: tl.constexpr):
 
 
 @triton.jit
-def further(buffers, SWEEP: tl.constexpr, elements, blocks):
-    """The addresses of what lies so many elements, or blocks, further on."""
+def further(buffers, SWEEP: tl.constexpr, by):
+    """The addresses of what lies so much further on: by so many elements, blocks, eights ..., as `slot` counts them."""
     out = ()
-    for i in tl.static_range(SWEEP.count()):
-        out = out + (buffers[i] + SWEEP.of(i, elements, blocks, elements // 8),)
+    for i in tl.static_range(len(SWEEP.buffers)):
+        if SWEEP.slot(i) < 0:
+            out = out + (buffers[i],)
+        else:
+            out = out + (buffers[i] + by[SWEEP.slot(i)],)
     return out
 
 
 @triton.jit
 def joined(total, terms, SWEEP: tl.constexpr, I: tl.constexpr):
     """A total and term I of a tile as one."""
-    x = terms[SWEEP.factor(I, 0)]
-    if SWEEP.factors(I) == 2:
-        out = tl.fma(x, terms[SWEEP.factor(I, 1)], total)
-    elif SWEEP.largest(I):
-        out = larger(total, x)
+    x = terms[SWEEP.sums[I][1][0]]
+    if len(SWEEP.sums[I][1]) == 2:
+        out = tl.fma(x, terms[SWEEP.sums[I][1][1]], total)
     else:
-        out = total + x
+        out = joint(total, x, SWEEP.sums[I][0])
     return out
 
 
 @triton.jit
-def walk(
-    table, work, tile: tl.constexpr, SWEEP: tl.constexpr, scalars, step_key, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+def walk(table, work, tile: tl.constexpr, SWEEP: tl.constexpr, scalars, step_key):
     """The tiles of one work item."""
     item = work + 2 * tl.program_id(0)
     row = table + SWEEP.width * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
-    buffers = pointers(row, SWEEP, GRAD, ALIGNED)
+    buffers = pointers(row, SWEEP)
     given = arguments(row, SWEEP, scalars, step_key)
-    if SWEEP.block == 1:
-        sums = _elements(row, first, buffers, given, tile, SWEEP, TILES, RAGGED, TILE)
+    if SWEEP.ragged and (SWEEP.counted or SWEEP.block > 1):
+        sums = _ragged(row, first, buffers, given, tile, SWEEP)
     else:
-        sums = _blocks(row, first, buffers, given, tile, SWEEP, TILES, RAGGED, TILE)
-    for i in tl.static_range(SWEEP.many("sums")):
+        sums = _flat(row, first, buffers, given, tile, SWEEP)
+    for i in tl.static_range(len(SWEEP.sums)):
         if SWEEP.strict:
-            total = fold(tl.reshape(sums[i], [1, 256]), SWEEP.largest(i))
+            total = fold(tl.reshape(sums[i], [1, 256]), SWEEP.sums[i][0])
         else:
-            total = _of_lanes(sums[i], SWEEP.largest(i))
-            rest = _of_lanes(sums[SWEEP.many("sums") + i], SWEEP.largest(i))
-            if SWEEP.largest(i):
-                total = larger(total, rest)
-            else:
-                total = total + rest
-        for j in tl.static_range(SWEEP.results(i)):
-            to = pointer(row + SWEEP.result(i, j), tl.float32, ALIGNED)
-            tl.store(to + first // TILES + tl.arange(0, 1), total)
+            rest = _of_lanes(sums[len(SWEEP.sums) + i], SWEEP.sums[i][0])
+            total = joint(_of_lanes(sums[i], SWEEP.sums[i][0]), rest, SWEEP.sums[i][0])
+        for j in tl.static_range(len(SWEEP.sums[i][2])):
+            to = pointer(row + SWEEP.sums[i][2][j], tl.float32, SWEEP.aligned)
+            tl.store(to + first // SWEEP.tiles + tl.arange(0, 1), total)
 
 
 @triton.jit
@@ -292,17 +242,17 @@ def _of_lanes(x, MAX: tl.constexpr):
 
 
 @triton.jit
-def _nothing(SWEEP: tl.constexpr, full: tl.constexpr, few: tl.constexpr):
-    """Return the initial sums; in fast maths masked tiles, of shape `few`, have sums of their own."""
+def _nothing(SWEEP: tl.constexpr, full, few):
+    """Return the initial sums; in fast maths masked tiles, of the shape of `few`, have sums of their own."""
     out = ()
-    for i in tl.static_range(SWEEP.many("sums")):
+    for i in tl.static_range(len(SWEEP.sums)):
         if SWEEP.strict:
-            out = out + (tl.full([256], missing(SWEEP.largest(i)), tl.float32),)
+            out = out + (tl.full([256], missing(SWEEP.sums[i][0]), tl.float32),)
         else:
-            out = out + (tl.full(full, missing(SWEEP.largest(i)), tl.float32),)
+            out = out + (tl.full(full.shape, missing(SWEEP.sums[i][0]), tl.float32),)
     if not SWEEP.strict:
-        for i in tl.static_range(SWEEP.many("sums")):
-            out = out + (tl.full(few, missing(SWEEP.largest(i)), tl.float32),)
+        for i in tl.static_range(len(SWEEP.sums)):
+            out = out + (tl.full(few.shape, missing(SWEEP.sums[i][0]), tl.float32),)
     return out
 
 
@@ -315,10 +265,10 @@ def _done(
     out = ()
     for i in tl.static_range(len(sums)):
         if SWEEP.strict:
-            x = terms[SWEEP.factor(i, 0)]
-            out = out + (down(sums[i], tl.reshape(x, [x.numel // 256, 256]), SWEEP.largest(i)),)
-        elif (i >= SWEEP.many("sums")) == MASKED:
-            out = out + (joined(sums[i], terms, SWEEP, i % SWEEP.many("sums")),)
+            x = terms[SWEEP.sums[i][1][0]]
+            out = out + (down(sums[i], tl.reshape(x, [x.numel // 256, 256]), SWEEP.sums[i][0]),)
+        elif (i >= len(SWEEP.sums)) == MASKED:
+            out = out + (joined(sums[i], terms, SWEEP, i % len(SWEEP.sums)),)
         else:
             out = out + (sums[i],)
     return out
@@ -354,11 +304,11 @@ def coded(
         made = tile(SWEEP.plan(), *values, *scalars, live[0], MASKED)
         draws = _drawn(buffers, where, live, index, keys, SWEEP, MASKED)
     roots = ()
-    for i in tl.static_range(SWEEP.many("stores")):
-        x = made[SWEEP.store(i, 1)]
+    for i in tl.static_range(len(SWEEP.stores)):
         roots = roots + codecs.put_value(
-            buffers, where, live, tables, x, roots, draws, SWEEP, SWEEP.kept(SWEEP.store(i, 0)), MASKED
-        )
+            buffers, where, live, tables, made[SWEEP.stores[i][1]], roots, draws, SWEEP,
+            SWEEP.kept(SWEEP.stores[i][0]), MASKED,
+        )  # fmt: skip
     terms = ()
     for k in tl.static_range(SWEEP.summands()):
         terms = terms + (term(made[SWEEP.returned + k], where[0], live[0], MASKED, SWEEP.greatest(k)),)
@@ -366,132 +316,115 @@ def coded(
 
 
 @triton.jit
-def _elements(
-    row, first, buffers, given, tile: tl.constexpr, SWEEP: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    TILE: tl.constexpr,
-):  # fmt: skip
-    """The tiles of an item where nothing is stored in blocks."""
-    LESS: tl.constexpr = TILE // SWEEP.parts
-    few = tl.arange(0, LESS)
-    numel = tl.load(row + SWEEP.numel)
-    sums = _nothing(SWEEP, [TILE], [LESS])
-    if SWEEP.counted:
-        pace, begin = numbering(row, SWEEP)
-    if SWEEP.counted and RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + (SWEEP.numel + 1))
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for k in range(first * (TILE // LESS), end):
-            where = k * LESS + few
-            index = ((begin + where // columns * pace + where % columns).to(tl.int32),)
-            sums = _done(sums, buffers, (where,), (where < numel,), index, given, tile, SWEEP, True)
+def places(SWEEP: tl.constexpr, BLOCKS: tl.constexpr):
+    """The offsets of the elements, blocks and eights of a tile of so many blocks; those of blocks have no dimension for
+    elements."""
+    block = tl.arange(0, BLOCKS)
+    if SWEEP.block == 1:
+        out = block, block, block
     else:
-        at = tl.arange(0, TILE)
-        # Addresses move to the item's first tile once, in int64; from there int32 offsets reach.
-        origin = first * TILE
-        buffers = further(buffers, SWEEP, origin, origin)
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
+        at = block[:, None] * SWEEP.block + tl.arange(0, SWEEP.block)[None, :]
+        eights = at
+        if SWEEP.packed():
+            eights = block[:, None] * (SWEEP.block // 8) + tl.arange(0, SWEEP.block // 8)[None, :]
+        out = at, block, eights
+    return out
+
+
+@triton.jit
+def by_rows(k, numel, columns, begin, pace, SWEEP: tl.constexpr, BLOCKS: tl.constexpr):
+    """The offsets of masked tile k of so many blocks, counted row by row, the lanes that are live, and the numbers of
+    elements, or none."""
+    block = k * BLOCKS + tl.arange(0, BLOCKS)
+    index = ()
+    if SWEEP.block == 1:
+        live = block < numel
+        where = block, block, block
+        masks = live, live, live
         if SWEEP.counted:
-            before = (begin // 8 * 8 + origin).to(tl.int32)
-        # Pairs are unrolled here, not by the compiler: what is known to lie a tile further on needs no address.
-        for pair in range(count // (2 * TILE)):
-            start = opaque(pair) * (2 * TILE)
-            for odd in tl.static_range(2):
-                index = ()
-                if SWEEP.counted:
-                    index = (numbered(before + start + odd * TILE, at),)
-                here = further(further(buffers, SWEEP, start, start), SWEEP, odd * TILE, 0)
-                sums = _done(sums, here, (at,), (at,), index, given, tile, SWEEP, False)
-        # What is left, a last full tile too, by one more copy of the tile: the time of Triton's Coalesce pass grows
-        # with the cube of the copies, and was three quarters of what compiling took when there were five.
-        full = count // (2 * TILE) * 2
-        for part in range(tl.cdiv(count - full * TILE, LESS)):
-            # Addresses carried around the loop, one for every element, would spill.
-            start = full * TILE + opaque(part) * LESS
-            index = ()
-            if SWEEP.counted:
-                index = (numbered(before + start, few),)
-            here = further(buffers, SWEEP, start, start)
-            sums = _done(sums, here, (few,), (few < count - start,), index, given, tile, SWEEP, True)
+            index = ((begin + block // columns * pace + block % columns).to(tl.int32),)
+    else:
+        per_row = (columns + (SWEEP.block - 1)) // SWEEP.block
+        live_block = block < numel // columns * per_row
+        row = block // per_row
+        start = block % per_row * SWEEP.block
+        lanes = tl.arange(0, SWEEP.block)[None, :]
+        lane = start[:, None] + lanes
+        at = (row * columns)[:, None] + lane
+        live = (lane < columns) & live_block[:, None]
+        eights = at
+        live_eights = live
+        if SWEEP.packed():
+            eighth = start[:, None] + tl.arange(0, SWEEP.block // 8)[None, :] * 8
+            eights = (row * ((columns + 7) // 8))[:, None] + eighth // 8
+            live_eights = (eighth < columns) & live_block[:, None]
+        where = at, block, eights
+        masks = live, live_block, live_eights
+        if SWEEP.counted:
+            index = ((begin + row * pace + start).to(tl.int32)[:, None] + lanes,)
+    return where, masks, index
+
+
+@triton.jit
+def _ragged(row, first, buffers, given, tile: tl.constexpr, SWEEP: tl.constexpr):
+    """The tiles of an item where rows are parts of longer ones, or end within eight elements or a block."""
+    BLOCKS: tl.constexpr = SWEEP.tile // SWEEP.block
+    FEW: tl.constexpr = (BLOCKS + SWEEP.parts - 1) // SWEEP.parts
+    numel = tl.load(row + SWEEP.numel)
+    columns = tl.load(row + (SWEEP.numel + 1))
+    pace, begin = numbering(row, SWEEP)
+    sums = _nothing(SWEEP, places(SWEEP, BLOCKS)[0], places(SWEEP, FEW)[0])
+    blocks = numel // columns * ((columns + (SWEEP.block - 1)) // SWEEP.block)
+    end = tl.minimum((first + SWEEP.tiles) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
+    for k in range(first * (BLOCKS // FEW), end):
+        where, live, index = by_rows(k, numel, columns, begin, pace, SWEEP, FEW)
+        sums = _done(sums, buffers, where, live, index, given, tile, SWEEP, True)
     return sums
 
 
 @triton.jit
-def _blocks(
-    row, first, buffers, given, tile: tl.constexpr, SWEEP: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    TILE: tl.constexpr,
-):  # fmt: skip
-    """The tiles of an item of whole blocks."""
+def _flat(row, first, buffers, given, tile: tl.constexpr, SWEEP: tl.constexpr):
+    """The tiles of an item whose blocks follow one another in memory."""
+    TILE: tl.constexpr = SWEEP.tile
     BLOCK: tl.constexpr = SWEEP.block
     BLOCKS: tl.constexpr = TILE // BLOCK
     FEW: tl.constexpr = (BLOCKS + SWEEP.parts - 1) // SWEEP.parts
-    few_blocks = tl.arange(0, FEW)
-    lanes = tl.arange(0, BLOCK)[None, :]
-    numel = tl.load(row + SWEEP.numel)
-    sums = _nothing(SWEEP, [BLOCKS, BLOCK], [FEW, BLOCK])
+    at = places(SWEEP, BLOCKS)
+    few = places(SWEEP, FEW)
+    sums = _nothing(SWEEP, at[0], few[0])
+    # Addresses move to the item's first tile once, in int64; from there int32 offsets reach.
+    origin = first * TILE
+    buffers = further(buffers, SWEEP, (origin, first * BLOCKS, origin // 8))
+    count = tl.minimum(tl.load(row + SWEEP.numel) - origin, SWEEP.tiles * TILE).to(tl.int32)
     if SWEEP.counted:
-        pace, begin = numbering(row, SWEEP)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        columns = tl.load(row + (SWEEP.numel + 1))
-        per_row = (columns + (BLOCK - 1)) // BLOCK
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for k in range(first * (BLOCKS // FEW), end):
-            block = k * FEW + few_blocks
-            lane = (block % per_row * BLOCK)[:, None] + lanes
-            live_block = block < blocks
-            where = (block // per_row * columns)[:, None] + lane, block
-            live = (lane < columns) & live_block[:, None], live_block
-            if SWEEP.packed():
-                lane = (block % per_row * BLOCK)[:, None] + tl.arange(0, BLOCK // 8)[None, :] * 8
-                where = where + ((block // per_row * ((columns + 7) // 8))[:, None] + lane // 8,)
-                live = live + ((lane < columns) & live_block[:, None],)
-            index = ()
-            if SWEEP.counted:
-                number = (begin + block // per_row * pace + block % per_row * BLOCK).to(tl.int32)
-                index = (number[:, None] + lanes,)
-            sums = _done(sums, buffers, where, live, index, given, tile, SWEEP, True)
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * BLOCK + lanes
-        few = few_blocks[:, None] * BLOCK + lanes
-        places = at, at_block
-        few_places = few, few_blocks
-        if SWEEP.packed():
-            eights = tl.arange(0, BLOCK // 8)[None, :]
-            places = places + (at_block[:, None] * (BLOCK // 8) + eights,)
-            few_eights = few_blocks[:, None] * (BLOCK // 8) + eights
-            few_places = few_places + (few_eights,)
-        origin = first * TILE
-        buffers = further(buffers, SWEEP, origin, first * BLOCKS)
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
+        before = (numbering(row, SWEEP)[1] // 8 * 8 + origin).to(tl.int32)
+    # Pairs are unrolled here, not by the compiler: what is known to lie a tile further on needs no address.
+    for pair in range(count // (2 * TILE)):
+        # Addresses carried around the loop, two registers each, are what 64 registers have no room for beside the
+        # values; those of blocks have, where no random numbers are drawn.
+        now = opaque(pair)
+        start = now * (2 * TILE)
+        which = pair * (2 * BLOCKS)
         if SWEEP.counted:
-            before = (begin + origin).to(tl.int32)
-        for pair in range(count // (2 * TILE)):
-            # Addresses carried around the loop, two registers each, are what 64 registers have no room for beside the
-            # values; those of blocks have, where no random numbers are drawn.
-            now = opaque(pair)
-            start = now * (2 * TILE)
-            which = pair * (2 * BLOCKS)
-            if SWEEP.counted:
-                which = now * (2 * BLOCKS)
-            for odd in tl.static_range(2):
-                index = ()
-                if SWEEP.counted:
-                    index = (numbered(before + start + odd * TILE, at),)
-                here = further(further(buffers, SWEEP, start, which), SWEEP, odd * TILE, odd * BLOCKS)
-                sums = _done(sums, here, places, places, index, given, tile, SWEEP, False)
-        full = count // (2 * TILE) * 2
-        for part in range(tl.cdiv(count - full * TILE, FEW * BLOCK)):
-            part = opaque(part)
-            start = full * TILE + part * (FEW * BLOCK)
-            live = few < count - start, few_blocks * BLOCK < count - start
-            if SWEEP.packed():
-                live = live + (few_eights * 8 < count - start,)
+            which = now * (2 * BLOCKS)
+        for odd in tl.static_range(2):
             index = ()
             if SWEEP.counted:
-                index = (numbered(before + start, few),)
-            here = further(buffers, SWEEP, start, full * BLOCKS + part * FEW)
-            sums = _done(sums, here, few_places, live, index, given, tile, SWEEP, True)
+                index = (numbered(before + start + odd * TILE, at[0]),)
+            here = further(buffers, SWEEP, (start, which, start // 8))
+            here = further(here, SWEEP, (odd * TILE, odd * BLOCKS, odd * TILE // 8))
+            sums = _done(sums, here, at, at, index, given, tile, SWEEP, False)
+    # What is left, a last full tile too, by one more copy of the tile: the time of Triton's Coalesce pass grows with
+    # the cube of the copies, and was three quarters of what compiling took when there were five.
+    full = count // (2 * TILE) * 2
+    for part in range(tl.cdiv(count - full * TILE, FEW * BLOCK)):
+        part = opaque(part)
+        start = full * TILE + part * (FEW * BLOCK)
+        rest = count - start
+        index = ()
+        if SWEEP.counted:
+            index = (numbered(before + start, few[0]),)
+        here = further(buffers, SWEEP, (start, full * BLOCKS + part * FEW, start // 8))
+        live = few[0] < rest, few[1] * BLOCK < rest, few[2] * 8 < rest
+        sums = _done(sums, here, few, live, index, given, tile, SWEEP, True)
     return sums

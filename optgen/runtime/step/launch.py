@@ -25,6 +25,7 @@ from torch import Tensor
 
 from optgen.runtime.cpu import cpu, cpu_stages
 from optgen.runtime.gpu import compiled, stages
+from optgen.runtime.gpu.walk import launched
 from optgen.runtime.layout import layout, workspace
 from optgen.runtime.layout.workspace import Workspace, matrices
 from optgen.runtime.records.join import Pair
@@ -323,7 +324,8 @@ class Triton(Kernels):
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """The tensors of a bucket that one kernel takes, their table on the host, and its table and work on the device."""
+    """The tensors of a bucket that one kernel takes, their table on the host, its table and work on the device, and
+    what is known when it is compiled."""
 
     aligned: bool
     ragged: bool
@@ -331,6 +333,7 @@ class Launch:
     addresses: Addresses
     table: Tensor
     work: Tensor
+    constants: dict[str, Any]
 
 
 class OneKernel(Triton):
@@ -339,14 +342,15 @@ class OneKernel(Triton):
     def __init__(self, bucket: Bucket, now: Signature, stream: int, old: Any) -> None:
         super().__init__(bucket, now, stream, old)
         variant = bucket.variant
-        name = variant.function if variant.single else variant.kernel_name
+        assert variant.single is not None
+        name = variant.function
         self.kernel: Any = getattr(self.module, name)
         self.numbers = workspace.numbers(self.module, variant, bucket.device)
         tile, tiles = tuning.sizes(self.module, name)
         own = tile == self.module.TILE[name]  # else what is planned for it does not hold
         self.options = {"num_warps": tuning.warps} | (_limits(self.module, self.device, name) if own else {})
-        self.constants = {"GRAD": self.grad, "TILES": tiles, "TILE": tile, **self.module.CONSTANTS.get(name, {})}
-        self.which = variant.single.stages[0].scalars if variant.single else range(variant.host_for("triton")[1])
+        self.sweep = self.module.CONSTANTS[name]["SWEEP"]
+        self.which = variant.single.stages[0].scalars
         self.launches = self._build(now, tile, tiles, old)
 
     def _build(self, now: Signature, tile: int, per_item: int, old: OneKernel | None) -> list[Launch]:
@@ -370,7 +374,9 @@ class OneKernel(Triton):
                 counts = [stages.tiles(shape, block, tile) for shape in shapes]
                 work = stages.work_items(range(len(tensors)), counts, per_item).to(self.device)
             addresses = Addresses(part, tensors)
-            launches.append(Launch(aligned, ragged, shapes, addresses, addresses.sent(self.device), work))
+            how: dict[str, Any] = dict(grad=self.grad, tiles=per_item, tile=tile, ragged=ragged, aligned=aligned)
+            constants = {"SWEEP": launched(self.sweep, **how)}
+            launches.append(Launch(aligned, ragged, shapes, addresses, addresses.sent(self.device), work, constants))
         return launches
 
     def _each(self, does: Callable[..., None], scalars: Scalars, step_key: int) -> None:
@@ -383,7 +389,7 @@ class OneKernel(Triton):
                     scalars,
                     self.which,
                     step_key,
-                    self.constants | {"RAGGED": launch.ragged, "ALIGNED": launch.aligned},
+                    launch.constants,
                     enable_fp_fusion=False,
                     **self.options,
                 )
@@ -407,19 +413,19 @@ class Stages(Triton):
     def __init__(self, bucket: Bucket, now: Signature, stream: int, old: Any) -> None:
         super().__init__(bucket, now, stream, old)
         self.launches: stages.Plan
-        self.launches = stages.build(bucket, self.module, now, old.launches if old else None, stage_rows, tuning.rows)
+        before = old.launches if old else None
+        self.launches = stages.build(bucket, self.module, self.grad, now, before, stage_rows, tuning.rows)
         self.told = functools.partial(_limits, self.module, self.device)
         self._addresses: list[Addresses] | None = None
 
     def _each(self, does: Callable[..., None], scalars: Scalars, step_key: int) -> None:
         with guard(self.device):
-            run = stages.load if does is compiled.load else stages.run
-            run(self.launches, self.module, self.grad, scalars, step_key, self.told)
+            stages.run(self.launches, self.module, does, scalars, step_key, self.told)
 
     def runner(self, bucket: Bucket, scalars: Scalars, step_key: int) -> staged.Runner:
         def kernels(begin: int, end: int) -> None:
             with guard(self.device):
-                stages.run(self.launches, self.module, self.grad, scalars, step_key, self.told, begin, end)
+                stages.run(self.launches, self.module, compiled.start, scalars, step_key, self.told, begin, end)
 
         yield from staged.drive(bucket, self.launches.room, scalars, kernels)
         torch.autograd.graph.increment_version(bucket.params)
