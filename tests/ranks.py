@@ -486,16 +486,16 @@ def ranks_wait_for_none_that_does_not_come(here: Here) -> None:
 def kernels_over_parts(here: Here) -> None:
     """The kernels of the backend alone, over few elements: Triton's interpreter takes its time."""
     mesh = here.mesh(2)
-    for plan, shape in (("int8_split24", (5, 128)), ("bf16_sr", (5, 27))):
-        pieces = rows(here, mesh, [(9, 130), (1, 70)], torch.bfloat16)
+    for plan, shape in (("int8_split24", (3, 128)), ("bf16_sr", (5, 27))):
+        pieces = rows(here, mesh, [(5, 66), (1, 70)], torch.bfloat16)
         pieces.append(Piece(here.values(*shape, dtype=torch.bfloat16), mesh, [Shard(1)]))
         Runs(here, generated.AdamW, pieces, plan=plan).step()
     runs = Runs(here, generated.ScheduleFreeAdamW, rows(here, mesh, [(3, 8)], torch.float32), capturable=True)
     for step in (1, 2):  # counted on the device, where the kernels are Triton's
         runs.step()
         assert all(int(entry["step"]) == step for entry in runs.many.state.values())
-    pieces = rows(here, mesh, [(9, 70)], torch.bfloat16)
-    pieces.append(Piece(here.values(6, 128, dtype=torch.bfloat16), mesh, [Shard(1)]))
+    pieces = rows(here, mesh, [(5, 66)], torch.bfloat16)
+    pieces.append(Piece(here.values(3, 128, dtype=torch.bfloat16), mesh, [Shard(1)]))
     enclosed(here, "came", "int8_split24", pieces)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 with warnings.catch_warnings():
@@ -112,55 +113,38 @@ def test_the_loss_goes_down(cls: type[Optimizer], kwargs: dict[str, Any], sliced
     assert sign * (float(closure()) - first) < 0
 
 
+@pytest.mark.parametrize("kind", ["a chain", "OneCycleLR", "CyclicLR"])
 @pytest.mark.parametrize("cls", CLASSES)
-def test_schedulers_in_a_chain(cls: type[Optimizer]) -> None:
-    """The rate that they set is the rate of the step: the same as set by hand."""
+def test_the_rate_and_the_momentum_that_schedulers_set(cls: type[Optimizer], kind: str) -> None:
+    """Are those of the step: the same as set by hand."""
     ours, by_hand = matrices(), matrices()
-    opt, other = (cls([{"params": ps[:1]}, {"params": ps[1:], "lr": 0.01}], lr=0.05) for ps in (ours, by_hand))
-    schedulers = [
-        torch.optim.lr_scheduler.LinearLR(opt, 0.4, total_iters=4),
-        torch.optim.lr_scheduler.ExponentialLR(opt, 0.9),
-        torch.optim.lr_scheduler.ReduceLROnPlateau(opt, patience=0),
-    ]
+    options = {"momentum": 0.9} if cls.__name__ in ("SGD", "RMSprop") else {}
+    opt, other = (
+        cls([{"params": ps[:1]}, {"params": ps[1:], "lr": 0.01}], lr=0.05, **options) for ps in (ours, by_hand)
+    )
+    cycles = kind != "a chain" and bool({"momentum", "betas"} & opt.defaults.keys())
+    schedulers: list[Any] = []
+    if kind == "a chain":
+        schedulers += [lr_scheduler.LinearLR(opt, 0.4, total_iters=4), lr_scheduler.ExponentialLR(opt, 0.9)]
+        schedulers += [lr_scheduler.ReduceLROnPlateau(opt, patience=0)]
+    elif kind == "OneCycleLR":
+        schedulers += [lr_scheduler.OneCycleLR(opt, 0.1, total_steps=6, cycle_momentum=cycles)]
+    else:
+        schedulers += [lr_scheduler.CyclicLR(opt, 0.01, 0.1, step_size_up=2, cycle_momentum=cycles)]
+    rates, momenta = set(), set()
     for step in range(STEPS):
         for group, mine in zip(other.param_groups, opt.param_groups, strict=True):
-            group["lr"] = float(mine["lr"])
+            group.update({key: copy.copy(mine[key]) for key in ("lr", "momentum", "betas") if key in mine})
+        rates.add(float(mine["lr"]))
+        momenta.add(mine["betas"] if "betas" in mine else mine.get("momentum"))
         give(ours, step)
         give(by_hand, step)
         opt.step()
         other.step()
-        for scheduler in schedulers[:2]:
-            scheduler.step()
-        schedulers[2].step(1.0 + step)
-    assert len({g["lr"] for g in opt.param_groups} | {0.05, 0.01}) == 4
+        for scheduler in schedulers:
+            scheduler.step(*([1.0 + step] if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else []))
+    assert len(rates) > 1 and (len(momenta) > 1) == cycles
     assert alike(list(map(Tensor.detach, ours)), list(map(Tensor.detach, by_hand)))
-
-
-@pytest.mark.parametrize("name", ["OneCycleLR", "CyclicLR"])
-@pytest.mark.parametrize("cls", CLASSES)
-def test_schedulers_that_cycle_the_momentum(cls: type[Optimizer], name: str) -> None:
-    params, by_hand = matrices(), matrices()
-    options = {"momentum": 0.9} if cls.__name__ in ("SGD", "RMSprop") else {}
-    opt, other = cls(params, lr=0.05, **options), cls(by_hand, lr=0.05, **options)
-    cycles = bool({"momentum", "betas"} & opt.defaults.keys())
-    if name == "OneCycleLR":
-        scheduler: Any = torch.optim.lr_scheduler.OneCycleLR(opt, 0.1, total_steps=6, cycle_momentum=cycles)
-    else:
-        scheduler = torch.optim.lr_scheduler.CyclicLR(opt, 0.01, 0.1, step_size_up=2, cycle_momentum=cycles)
-    seen = set()
-    for step in range(STEPS):
-        group = opt.param_groups[0]
-        for key in ("lr", "momentum", "betas"):
-            if key in group:
-                other.param_groups[0][key] = copy.copy(group[key])
-        seen.add(group["betas"] if "betas" in group else group.get("momentum"))
-        give(params, step)
-        give(by_hand, step)
-        opt.step()
-        other.step()
-        scheduler.step()
-    assert len(seen) > 1 or not cycles
-    assert alike(list(map(Tensor.detach, params)), list(map(Tensor.detach, by_hand)))
 
 
 @pytest.mark.parametrize(("cls", "kwargs", "shape"), in_turn((), (1,), (1, 1)))
