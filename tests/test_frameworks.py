@@ -204,7 +204,8 @@ def test_gradient_release_in_plain_torch() -> None:
     assert all(p.grad is None and optimizer.state[p]["step"] == 3 for p in model.parameters())
 
 
-@pytest.mark.parametrize("way", [pytest.param("ddp", marks=pytest.mark.full), "fsdp2"])
+@pytest.mark.full
+@pytest.mark.parametrize("way", ["ddp", "fsdp2"])
 def test_data_parallel_by_torchrun(way: str) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [str(ROOT / "examples" / "distributed.py"), "--steps", "3", "--way", way]
