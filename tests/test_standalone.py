@@ -28,7 +28,7 @@ from optgen.formats import Plan, bf16
 SHAPES = ((70, 130), (64, 128), (33,), (5000,), (), (3, 5, 4, 7), (0, 4))
 PAIRS = (
     "adamw/int8_split24", "adamw/fp32_master", "lion/int8_split24", "muon/int8_split24", "lamb/int8_split24",
-    "sgd/bf16_sr", "came/int8_split24", "adafactor/int4_split24", "adopt/flashoptim",
+    "sgd/bf16_sr", "adagrad/torchao4", "came/int8_split24", "adafactor/int4_split24", "adopt/flashoptim",
 )  # fmt: skip
 KERNELS = (
     "adamw/int8_split24", "lion/int8_split24", "sgd/bf16_sr", "adan/bf16_kahan", "adamw/split32", "adamw/fp32_master",

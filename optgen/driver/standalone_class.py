@@ -222,6 +222,8 @@ class Starting(EagerFile):
         values = {k: weight if x == "param" else torch.full_like(weight, x) for k, x in starts.items()}
         made = encode(variant, self.CODECS)({"p": weight, **values}) if weight.numel() else {}
         for f in variant.fields:
+            if starts.get(f.owner) == 0:
+                continue  # what its entries are already
             if not f.wide:
                 state[f.name].fill_(starts[f.owner])
             elif f.name in made:
