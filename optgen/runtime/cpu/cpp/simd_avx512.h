@@ -166,8 +166,8 @@ inline I iota(int i) { return ramp() + I(i); }
 inline I lane(int) { return ramp() & I(7); }
 // Words i/8 and i/8 + 1, eight times each.
 inline I spread(const int32_t *p, int i) {
-    const __m512i low = _mm512_set1_epi32(p[i / 8]);
-    return _mm512_mask_set1_epi32(low, 0xff00, p[i / 8 + 1]);
+    const __m512i low = _mm512_set1_epi32(p[(unsigned)i >> 3]);
+    return _mm512_mask_set1_epi32(low, 0xff00, p[((unsigned)i >> 3) + 1]);
 }
 
 // Lane j: the largest (smallest) of the 16 lanes of rows[j]; a tree of 15 whole-register steps.

@@ -168,7 +168,7 @@ inline I ramp() { return V4i{0, 1, 2, 3}; }
 inline I iota(int i) { return ramp() + I(i); }
 inline I lane(int i) { return ramp() + I(i & 7); }
 // Word i/8, four times.
-inline I spread(const int32_t *p, int i) { return I(p[i / 8]); }
+inline I spread(const int32_t *p, int i) { return I(p[(unsigned)i >> 3]); }
 // Lane j: the largest (smallest) of the lanes of rows[j].
 template <class Op> inline I across(const I *rows, Op op) {
     I column[W];

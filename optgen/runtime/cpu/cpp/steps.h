@@ -30,7 +30,7 @@ struct of_rows : Single {
 
     of_rows(char *first, char *const *) : at((const float *)first) {}
     void within(int row_mask) { mask = row_mask; }
-    Product times(F c, const In &, int i) const { return {c, load(at + (i & mask))}; }
+    Product times(F c, const In &, int i) const { return {c, load(at + (unsigned)(i & mask))}; }
     template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Head &, int, int, F x, const N &) const { return x; }
 };
 
