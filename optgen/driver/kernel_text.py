@@ -142,13 +142,6 @@ def is_single(step: Step) -> bool:
     return not rest and first.is_sweep and not matrices
 
 
-def is_sweep(spec: Spec, maths: Maths, case: Case) -> bool:
-    """Return True if the step of a case is a single sweep of its rule, free of any plan; see `Variant.single`."""
-    step = eager_text.rule_step(spec, case.flags, maths)
-    fields = [f for fmt in case.storage.states.values() for f in fmt.fields().values()]
-    return is_single(step) and not is_divided(case.storage, step) and all(f.space == "elem" for f in fields)
-
-
 def host_program(step: Step) -> Program:
     """The program that a step's host function is generated from."""
     return replace(step.program, host=step.host, host_locals=step.host_locals)

@@ -5,16 +5,6 @@
 # fmt: off
 # ruff: noqa
 
-# Variants whose C++ kernel is that of another.
-SAME = {
-    "adamw_float32_decouple_lr": "adamw_float32",
-    "adamw_bfloat16_decouple_lr": "adamw_bfloat16",
-    "adamw_float16_decouple_lr": "adamw_float16",
-    "adamw_float32_amsgrad_decouple_lr": "adamw_float32_amsgrad",
-    "adamw_bfloat16_amsgrad_decouple_lr": "adamw_bfloat16_amsgrad",
-    "adamw_float16_amsgrad_decouple_lr": "adamw_float16_amsgrad",
-}
-
 # The steps that this plan divides in a way of its own.
 from optgen.runtime.records import Rule, Stage, Temp
 from optgen.runtime.records.scalars import choose, divide, larger, root

@@ -48,18 +48,18 @@ def has_kernels(plan: Pair) -> bool:
 def source(plan: Pair, variant: Variant) -> str:
     """Return the text that holds the C++ kernel of a variant."""
     rule, codecs, own = plan.cpp
-    if variant.single is not None:
-        return join.source(variant, variant.single, _text(rule), _text(codecs))
-    return _text(own)
+    assert variant.rule is not None
+    make = join.source if variant.single is not None else join.steps_source
+    return make(variant, variant.rule, _text(own if variant.own else rule), _text(codecs))
 
 
 def job(plan: Pair, variant: Variant, grad: torch.dtype) -> native.Job:
     """Return the library that holds the kernel of a variant, for gradients of that dtype."""
-    kernel, name = variant.kernel_name, variant.kernel_name
-    if variant.single is not None:  # settings of flags that have one kernel have one library
-        kernel, name = join.KERNEL, f"{variant.single.stages[0].kernel}_{variant.param}"
-    dtype = dtype_name(grad)
-    return native.Job(f"{name}-{dtype}", source(plan, variant), (f"OPTGEN_KERNEL={kernel}", f"OPTGEN_GRAD={dtype}"))
+    assert variant.rule is not None
+    # Settings of flags that have one kernel have one library.
+    kernel, dtype = next(s.kernel for s in variant.rule.stages if s.space != "call"), dtype_name(grad)
+    defines = f"OPTGEN_KERNEL={join.KERNEL}", f"OPTGEN_GRAD={dtype}"
+    return native.Job(f"{kernel}_{variant.param}-{dtype}", source(plan, variant), defines)
 
 
 def kernels(buckets: Sequence[Bucket]) -> list[Step | native.Unavailable]:

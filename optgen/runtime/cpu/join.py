@@ -222,6 +222,10 @@ class _Stage:
 
     def rule(self, number: int, count: int) -> list[str]:
         """The struct that keeps a stage's scalars and calls the rule's function."""
+        assert self.variant.rule is not None
+        alone = not self.variant.own and len(self.variant.rule.stages) == 1
+        if alone and not self.stage.matrices and not self.stage.extents:
+            return [f"using rule_{number} = {self.stage.kernel};"]  # a sweep, of states some of which have few values
         scalars, values = [f"s{k}" for k in range(count)], [f"a{k}" for k in range(len(self.given))]
         kinds = [f"A{k}" for k in range(len(self.given) + len(self.bases))]
         given = [*(x for x in ("p", "g") if x in self.stage.reads), *scalars, *values]

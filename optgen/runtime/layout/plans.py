@@ -161,10 +161,9 @@ def joined(
     folder   of the rule's package
     """
     name = plan.__name__.rpartition(".")[2]
-    same, wrong = getattr(kernels, "SAME", {}), getattr(kernels, "DISCOURAGED", {})
-    every = with_steps(rules, steps, plan.PLAN, getattr(kernels, "RULES", ()))
-    variants = tuple(replace(v, kernel=same.get(v.function, "")) for v in every)
-    cpp = folder / "kernels.h", folder_of(plan) / "codecs.h", folder / name / "kernels.cpp"
+    wrong = getattr(kernels, "DISCOURAGED", {})
+    variants = tuple(with_steps(rules, steps, plan.PLAN, getattr(kernels, "RULES", ())))
+    cpp = folder / "kernels.h", folder_of(plan) / "codecs.h", folder / name / "kernels.h"
     return Pair(name, variants, plan.PLAN.small_numel, kernels=kernels, cpp=cpp, discouraged=wrong)
 
 
