@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,7 @@ from optgen.ops import dtypes
 from optgen.runtime.cpu import native
 from optgen.runtime.reference.eager import Blocks
 from specs import plans
+from tests.harness import unoptimized
 from tests.test_cpp_stages import compare, train
 
 PLANS = (plans.int6_split24, plans.int5_split24, plans.int4_split24, plans.int5_int3_split24)
@@ -54,7 +57,8 @@ def test_every_shape_gives_the_same_bits(name: str) -> None:
     tight = plans.int5_split24.but(small_numel=0, name="int5_tight")
     cls = optgen.compile(name, tight, maths="strict")
     ours = train(cls, "reference", torch.bfloat16, "int5_tight", SHAPES)
-    compare(ours, train(cls, "cpp", torch.bfloat16, "int5_tight", SHAPES), SHAPES)
+    with nullcontext() if name == "adamw" else unoptimized():
+        compare(ours, train(cls, "cpp", torch.bfloat16, "int5_tight", SHAPES), SHAPES)
 
 
 @pytest.mark.skipif(native.compiler() is None, reason="there is no C++ compiler")
@@ -63,7 +67,8 @@ def test_rows_and_columns_beside_packed_codes() -> None:
     tight = plans.int4_split24.but(small_numel=0, name="int4_tight")
     cls = optgen.compile("came", tight, maths="strict")
     ours = train(cls, "reference", torch.bfloat16, "int4_tight", shapes)
-    compare(ours, train(cls, "cpp", torch.bfloat16, "int4_tight", shapes), shapes)
+    with unoptimized():
+        compare(ours, train(cls, "cpp", torch.bfloat16, "int4_tight", shapes), shapes)
 
 
 @each_plan
