@@ -1,8 +1,8 @@
-"""Rules that reduce, beside their oracles: every shape that a parameter has, settings drawn at random, 25 or 50 steps.
+"""Rules beside their oracles: settings drawn at random, and for rules that reduce every shape that a parameter has.
 
-In fp64 the spec is the oracle but for the order of its sums.  In fp32 the optimizer, compiled and stepped as a user
-would, lies within the enclosure of each step, and so does the oracle: both start from the same weight, the oracle
-with its own exact states.  The enclosure of the states is carried from the first step on.
+In fp64 the spec is the oracle for 50 steps, but for the order of its sums.  In fp32 the optimizer, compiled and
+stepped as a user would, lies within the enclosure of each step, and so does the oracle: both start from the same
+weight, the oracle with its own exact states.  The enclosure of the states is carried from the first step on.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ from optgen.verify.differential import Trial, Values, enclose
 from optgen.verify.intervals import Interval
 from tests import oracles
 from tests.harness import plan_of, spec_of
-from tests.oracles import REDUCING, WHOLE
+from tests.oracles import ELEMENTWISE, REDUCING, WHOLE
 
 STEPS = 50
 SHAPES = ((), (1,), (7,), (1, 1), (1, 6), (6, 1), (5, 7), (2, 3, 4), (4, 3, 3, 3))
 LONG = (3, 1100)  # more columns than are summed at a time
 KEPT = ("eps", "adamw_eps", "min_norm", "ns_coefficients")  # nobody tunes them
-COUNTS = {"ns_steps": (2, 6), "warmup_steps": (0, 9), "lookahead_k": (1, 6)}
+COUNTS = {"ns_steps": (2, 6), "warmup_steps": (0, 9), "lookahead_k": (1, 6), "alpha_warmup": (0, 30)}
+COUNTS |= {"beta3_warmup": (0, 30)}
 START = {"d0": 1e-2, "growth_rate": 1.2}  # fifty steps show what the rule does with it
 
 
@@ -50,7 +51,8 @@ def drawn(h: HyperDecl, draw: torch.Generator) -> Any:
     out = []
     for value in h.values:
         factor = 2.0 ** float(torch.empty(()).uniform_(-1, 1, generator=draw))
-        far = 1 - (1 - value) * factor if h.lt == 1 and value else (value or 0.05) * factor
+        decays = h.lt == 1 or h.name == "alpha"  # torch's RMSprop takes any
+        far = 1 - (1 - value) * factor if decays and 0 < value < 1 else (value or 0.05) * factor
         out.append(far if h.allows(far) else value)
     return tuple(out) if isinstance(h.default, tuple) else out[0]
 
@@ -108,7 +110,10 @@ def at_shapes(cases: list[tuple[str, int]], shapes: tuple[tuple[int, ...], ...],
 
 
 @pytest.mark.usefixtures("double")
-@pytest.mark.parametrize(("name", "k", "shape"), at_shapes([*CASES, *settings(WHOLE)], (*SHAPES, LONG), 4))
+@pytest.mark.parametrize(
+    ("name", "k", "shape"),
+    [*at_shapes([*CASES, *settings(WHOLE)], (*SHAPES, LONG), 4), *((*case, (5, 7)) for case in settings(ELEMENTWISE))],
+)
 def test_the_spec_is_its_oracle(name: str, k: int, shape: tuple[int, ...]) -> None:
     """Fewer than 64 roundings per element and step, and three chains of sums of all elements; in units of 2^-53.
 
@@ -117,7 +122,7 @@ def test_the_spec_is_its_oracle(name: str, k: int, shape: tuple[int, ...]) -> No
     for 1 / d0 as much there.
     """
     flags, hypers = list(cases(name))[k]
-    spec, oracle = spec_of(name), (REDUCING | WHOLE)[name](flags, hypers)
+    spec, oracle = spec_of(name), (ELEMENTWISE | REDUCING | WHOLE)[name](flags, hypers)
     draw = torch.Generator().manual_seed(k)
     ours = theirs = torch.randn(shape, generator=draw, dtype=torch.float64)
     states: dict[str, Any] = {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import warnings
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from optgen.base.errors import UserError
 from optgen.formats import Blocked, Factored, LogMinMax, Plan, Rank1, f32, floats
 from optgen.formats import bf16 as plain_bf16
 from optgen.lang.declare import StateDecl
+from optgen.lang.spec import Recurrence
 from optgen.ops import dtypes, spaces
 from specs import plans
 from specs.adamw import adamw
@@ -28,12 +28,6 @@ EXPECTED = (
 ).split()
 
 each_plan = pytest.mark.parametrize("plan", ALL, ids=lambda p: p.name)
-
-
-@dataclass(frozen=True)
-class Recurs:
-    kind: str
-    decay: float | None = None
 
 
 def test_every_plan_is_there_under_its_own_name() -> None:
@@ -82,20 +76,20 @@ def test_relative_storage_needs_a_second_moment_that_is_never_zero() -> None:
 @pytest.mark.parametrize(
     ("recurs", "rounding"),
     [
-        (Recurs("ema", 0.9), "stochastic"),
-        (Recurs("sum", 1.0), "stochastic"),
-        (Recurs("max", 1.0), "nearest"),
-        (Recurs("max"), "nearest"),
-        (Recurs("max", 0.999), "stochastic"),
-        (Recurs("min", 1.0), "nearest"),
-        (Recurs("previous"), "nearest"),
-        (Recurs("constant"), "nearest"),
-        (Recurs("multiplicative"), "stochastic"),
-        (Recurs("other"), "stochastic"),
+        (Recurrence("ema", 0.9), "stochastic"),
+        (Recurrence("sum", 1.0), "stochastic"),
+        (Recurrence("max", 1.0), "nearest"),
+        (Recurrence("max"), "nearest"),
+        (Recurrence("max", 0.999), "stochastic"),
+        (Recurrence("min", 1.0), "nearest"),
+        (Recurrence("previous"), "nearest"),
+        (Recurrence("constant"), "nearest"),
+        (Recurrence("multiplicative"), "stochastic"),
+        (Recurrence("other"), "stochastic"),
         (None, "stochastic"),
     ],
 )
-def test_rounding_auto_is_decided_by_the_recurrence(recurs: Recurs | None, rounding: str) -> None:
+def test_rounding_auto_is_decided_by_the_recurrence(recurs: Recurrence | None, rounding: str) -> None:
     state = (StateDecl("s", spaces.elem, nonneg=True),)
     given = None if recurs is None else {"s": recurs}
     for plan in (plans.int8, plans.split32):
@@ -180,7 +174,7 @@ def test_groups_that_come_later_are_warned_of_too() -> None:
 
 
 def test_discouraged_plans_say_why_and_only_those_round_averages_to_nearest() -> None:
-    slow = {"exp_avg": Recurs("ema", 0.9), "exp_avg_sq": Recurs("ema", 0.999)}
+    slow = {"exp_avg": Recurrence("ema", 0.9), "exp_avg_sq": Recurrence("ema", 0.999)}
     for plan in ALL:
         kept = plan.storage(STATES, dtypes.bf16, False, slow).states.values()
         nearest = any(f.noise_bits == 0 and f != floats.f32 and not isinstance(f, Factored) for f in kept)

@@ -34,6 +34,7 @@ from optgen.verify.intervals import FAST
 from specs import plans
 from specs.adamw import adamw
 from tests import harness, oracles
+from tests.test_cpp_stages import compare, train
 
 NEAREST = Rank1(4, rounding="nearest")
 
@@ -270,33 +271,13 @@ FACTORED = Plan(
 SHAPES = [(7, 70), (66, 40), (2, 3, 70), (3, 4, 1, 9), (66, 2, 5, 2), (300,), (0, 5), (0, 5, 3), ()]
 
 
-def trained(cls: Any, plan: str, backend: str, shapes: list[tuple[int, ...]]) -> tuple[list[Tensor], list[Any]]:
-    draw = torch.Generator().manual_seed(1)
-    params = [torch.nn.Parameter(torch.randn(s, generator=draw).bfloat16()) for s in shapes]
-    opt = cls(params, lr=1e-2, plan=plan, backend=backend)
-    for _ in range(3):
-        for p in params:
-            p.grad = (torch.randn(p.shape, generator=draw) * torch.rand(p.shape, generator=draw) ** 6).bfloat16()
-        opt.step()
-    return [p.data for p in params], [dict(opt.state[p]) for p in params]
-
-
-def assert_same(one: Any, other: Any) -> None:
-    for p, q, s, t in zip(*one[:1], *other[:1], one[1], other[1], strict=True):
-        assert torch.equal(p, q), p.shape
-        assert s.keys() == t.keys()
-        for key in s:
-            same = torch.equal(s[key], t[key]) if isinstance(s[key], Tensor) else s[key] == t[key]
-            assert same, (p.shape, key)
-
-
 @pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler")
 @pytest.mark.parametrize("plan", [RANK1, ROOTED, FACTORED], ids=lambda x: x.name)
 def test_cpp_kernels_give_the_bits_of_eager_torch(plan: Plan) -> None:
     cls = compiled(adamw, plan, "strict")
-    eager = trained(cls, plan.name, "reference", SHAPES)
+    eager = train(cls, "reference", torch.bfloat16, plan.name, SHAPES)
     with nullcontext() if plan is RANK1 else harness.unoptimized():
-        assert_same(eager, trained(cls, plan.name, "cpp", SHAPES))
+        compare(eager, train(cls, "cpp", torch.bfloat16, plan.name, SHAPES), SHAPES)
     assert all(p.isfinite().all() for p in eager[0])
 
 
@@ -314,7 +295,7 @@ def test_tables_are_those_of_the_dimensions_where_only_these_differ() -> None:
             opt.step()
             p.grad = None
         found.append(([p.data for p in params], [dict(opt.state[p]) for p in params]))
-    assert_same(*found)
+    compare(*found, ((8, 2, 3), (8, 3, 2)))
 
 
 @pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value", "ignore:overflow")
@@ -322,7 +303,8 @@ def test_tables_are_those_of_the_dimensions_where_only_these_differ() -> None:
 def test_triton_kernels_give_the_bits_of_eager_torch(plan: Plan) -> None:
     pytest.importorskip("triton")
     cls, shapes = compiled(adamw, plan, "strict"), [(7, 70), (2, 3, 5, 14)]
-    assert_same(trained(cls, plan.name, "reference", shapes), trained(cls, plan.name, "triton", shapes))
+    ours, theirs = (train(cls, backend, torch.bfloat16, plan.name, shapes) for backend in ("reference", "triton"))
+    compare(ours, theirs, shapes)
 
 
 FOUR_BITS = plans.int4_split24.but(name="rank1_split24", nonneg=Rank1(4, vectors=64))

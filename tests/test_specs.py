@@ -1,14 +1,8 @@
-"""Every spec against an optimizer that somebody else wrote, in fp64, under every flag setting.
-
-The oracle is torch.optim where torch has the rule, else pytorch_optimizer where its source is the paper's
-rule, else the paper's formula written here in plain torch; each case of the latter says why.
-"""
+"""Every spec is sound, named as torch names it, and has an oracle, beside which test_against_papers.py runs it."""
 
 from __future__ import annotations
 
-import importlib
 import itertools
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,46 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from optgen.lang import Spec
+from tests.harness import spec_of
 from tests.oracles import ELEMENTWISE, REDUCING, WHOLE, ademamix, paper
 
 SPECS = Path(__file__).parent.parent / "specs"
 # Those that look at the whole model, at intervals, or multiply matrices: in test_against_papers.py and
 # test_whole_model.py.
 NAMES = sorted(f.stem for f in SPECS.glob("*.py") if f.stem not in ("__init__", "plans", *WHOLE))
-STEPS = 60
 # Fewer than 64 roundings per element and step, of half an ulp each, none of them amplified; and sums of 35.
-TOLERANCE = STEPS * (64 + 35) * 2.0**-53
-STIRRED = {"weight_decay": 0.03, "momentum": 0.8, "dampening": 0.3, "lr_decay": 0.02, "initial_accumulator_value": 0.4,
-           "alpha_warmup": 20.0, "beta3_warmup": 30.0, "beta1": 0.7, "trust_coefficient": 0.02}  # fmt: skip
-
-
-def spec_of(name: str) -> Spec:
-    return getattr(importlib.import_module(f"specs.{name}"), name)
-
-
-def cases() -> Iterator[tuple[str, dict[str, bool], dict[str, Any]]]:
-    """(spec, constructor flags, hyper-parameters): every flag setting, at the defaults and away from them.
-
-    Rules that reduce are tried by test_against_papers.py, at many shapes.
-    """
-    for name in ELEMENTWISE:
-        spec = spec_of(name)
-        free = [f.name for f in spec.flags if not f.derived]
-        derived = [f.nonzero for f in spec.flags if f.nonzero]
-        for values in itertools.product(*[(False, True)] * len(free)):
-            for zeros in itertools.product(*[(False, True)] * len(derived)):
-                plain = {h.name: h.default for h in spec.hypers}
-                stirred = {k: v for k, v in STIRRED.items() if k in plain}
-                for hypers in (plain, plain | stirred) if stirred else (plain,):
-                    switched = {h: 0.0 if zero else 0.8 for h, zero in zip(derived, zeros, strict=True)}
-                    yield name, dict(zip(free, values, strict=True)), hypers | switched
-
-
-def label(case: tuple[str, dict[str, bool], dict[str, Any]]) -> str:
-    name, flags, hypers = case
-    on = [k for k, v in flags.items() if v] + ["momentum"] * (hypers.get("momentum", 0) != 0)
-    return "-".join([name, *on, "stirred" if hypers.get("weight_decay") == STIRRED["weight_decay"] else "plain"])
+TOLERANCE = 60 * (64 + 35) * 2.0**-53
 
 
 @pytest.fixture(autouse=True)
@@ -68,23 +31,6 @@ def double() -> Iterator[None]:
 
 def test_every_spec_has_an_oracle() -> None:
     assert sorted(ELEMENTWISE | REDUCING) == NAMES
-
-
-@pytest.mark.parametrize("case", list(cases()), ids=label)
-def test_follows_its_oracle(case: tuple[str, dict[str, bool], dict[str, Any]]) -> None:
-    name, flags, hypers = case
-    spec, oracle = spec_of(name), ELEMENTWISE[name](flags, hypers)
-    random = torch.Generator().manual_seed(NAMES.index(name))
-    ours = theirs = torch.randn(5, 7, dtype=torch.float64, generator=random)
-    states: dict[str, Any] = {}
-    host: dict[str, Any] = {}
-    for t in range(1, STEPS + 1):
-        g = torch.randn(5, 7, dtype=torch.float64, generator=random)
-        lr = hypers["lr"] * (1 + 0.5 * math.sin(t))
-        ours, states, host = spec.evaluate(ours, g, t, states, host, **(hypers | {"lr": lr}), **flags)
-        theirs = oracle(theirs, g, t, lr)
-        torch.testing.assert_close(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE, msg=lambda m, t=t: f"step {t}: {m}")
-    assert not torch.equal(ours, torch.zeros_like(ours))
 
 
 @pytest.mark.parametrize("warmup", [0.0, 5.0])
