@@ -70,7 +70,7 @@ def _class(spec: Spec, plan: Plan, maths: Literal["strict", "fast"]) -> type[Any
     judge.judge(spec, plan)
     tell(f"generating {spec.class_name} under plan {plan.name}")
     files = emit.emit_package(spec, plan, maths=maths)
-    module = _import(spec.name, files)
+    module = import_package(spec.name, files)
     _specs[module.__name__] = spec
     made = getattr(module, spec.class_name)
     assert isinstance(made, type)
@@ -90,7 +90,7 @@ def provide(cls: type, plan: str) -> Pair:
     return runtime_plans.load(made, plan)
 
 
-def _import(name: str, files: dict[str, str]) -> ModuleType:
+def import_package(name: str, files: dict[str, str]) -> ModuleType:
     """Import the package of these files: path below it -> text."""
     key = hashlib.sha256()
     for path, text in sorted(files.items()):

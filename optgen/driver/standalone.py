@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import re
-import tempfile
 import textwrap
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ from typing import Any
 from optgen.backends import wrapper
 from optgen.base.errors import UserError
 from optgen.base.loc import relative
+from optgen.driver import compile as compiling
 from optgen.driver import eager_text, emit, explain, judge, kernel_text, record_text, standalone_class, triton_text
 from optgen.driver.record_text import Name, written
 from optgen.driver.standalone_file import CLASS, KERNELS, Defined, File
@@ -170,16 +170,10 @@ def _shared(text: str) -> str:
     return text
 
 
-def _device(text: str) -> ModuleType:
-    """Return the module of Triton codecs."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "device.py")
-        path.write_text(text, encoding="utf-8")
-        found = importlib.util.spec_from_file_location("device", path)
-        assert found is not None and found.loader is not None
-        module = importlib.util.module_from_spec(found)
-        found.loader.exec_module(module)
-        return module
+def _device(plan: Plan) -> ModuleType:
+    """Return the module of a plan's Triton codecs."""
+    package = compiling.import_package(plan.name, emit.plan_files(plan))
+    return importlib.import_module(f"{package.__name__}.{Path(triton_text.FILE).stem}")
 
 
 def _record(variant: Variant, device: ModuleType) -> Any:
@@ -277,7 +271,7 @@ def _fused(spec: Spec, plan: Plan, variants: Sequence[Variant], texts: Mapping[s
     """Return the parts of a file with kernels; None for a rule or a plan that it has none for."""
     if not triton_text.rule_text(spec, "fast"):
         return None
-    device = _device(triton_text.codec_text(plan, "fast"))
+    device = _device(plan)
     sweeps = [_record(v, device) for v in variants]
     if None in sweeps:
         return None
