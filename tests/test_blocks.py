@@ -27,6 +27,7 @@ from optgen.runtime.options.blocks import attention_heads
 from optgen.verify.differential import Values, enclose
 from optgen.verify.intervals import Interval
 from tests.harness import plan_of, same_bits, spec_of
+from tests.training import bits, params_of, states
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value", "ignore:overflow")
 
@@ -85,12 +86,8 @@ def train(opt: Optimizer, model: nn.Module, grads: list[dict[str, Tensor]]) -> N
 
 def same(a: Optimizer, b: Optimizer) -> None:
     """The weights of two optimizers, and all that they keep."""
-    for x, y in zip(a._entries(), b._entries(), strict=True):
-        assert same_bits(x.p.detach(), y.p.detach()), x.name
-        one, other = a.state[x.p], b.state[y.p]
-        assert one.keys() == other.keys()
-        for key, value in one.items():
-            assert same_bits(value, other[key]) if isinstance(value, Tensor) else value == other[key], (x.name, key)
+    assert bits(params_of(a)) == bits(params_of(b))
+    assert states(a) == states(b)
 
 
 # -- what blocks are ------------------------------------------------------------------------------------------------

@@ -496,9 +496,8 @@ def test_a_block_with_what_is_no_number_reads_as_nan_and_no_other(fmt: Any, bad:
 
 @pytest.mark.parametrize("number", [-1e39, 10**400, Fraction(1, 3), np.float32(1)], ids=["1e39", "1e400", "1/3", "f32"])
 def test_numbers_that_no_table_holds_are_refused(number: float) -> None:
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match="E311"):
         Codebook((0.0, number), 4)
-    assert caught.value.code == "E311"
 
 
 @pytest.mark.parametrize(("k", "hint"), [(np.int64(1), "int(x)"), (np.float32(1), "float(x)"), (-1, "k <= 2^16")])

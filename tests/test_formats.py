@@ -652,15 +652,18 @@ def test_midpoints_of_noise_are_centred_and_read_its_own_bits_alone(shift: int, 
         assert middle.tolist() == [(2 * k + 1) << width - 9 for k in range(256)]
 
 
-@pytest.mark.parametrize("exponent", [-35, -30, -24, -18, -17, -16, -15, -14, -13, 3])
-def test_all_noise_together_keeps_the_mean_of_an_f16_weight(exponent: int) -> None:
+@pytest.mark.parametrize(
+    ("param", "exponent"),
+    [(dtypes.f16, e) for e in (-35, -30, -24, -18, -17, -16, -15, -14, -13, 3)] + [(dtypes.bf16, 3)],
+)
+def test_all_noise_together_keeps_the_mean_of_a_split_weight(param: dtypes.DType, exponent: int) -> None:
     """To half of the 256th part of its last place, below the smallest normal f16 too."""
     x = torch.logspace(exponent, exponent + 1, 101, base=2.0, dtype=torch.float64)[:-1].float()
     master = Split(8, "stochastic")
     word = torch.arange(256, dtype=torch.int64) << 24
     noise = Noise(word.to(torch.int32)[:, None].expand(256, len(x)), 24, 8)
-    kept = master.decode(master.encode(x.expand(256, -1), dtypes.f16, noise=noise), dtypes.f16).double()
-    place = 2.0 ** (max(exponent, -14) - 18)
+    kept = master.decode(master.encode(x.expand(256, -1), param, noise=noise), param).double()
+    place = 2.0 ** (max(exponent, -14) - param.mantissa - 8)
     assert (kept.mean(0) - x.double()).abs().max() <= place / 512
     assert ((kept - x.double()).abs() < place).all()
 
@@ -693,9 +696,8 @@ def test_every_value_of_the_word_outside_its_bits_is_ignored() -> None:
     ],
 )
 def test_formats_that_no_kernel_has_are_refused(make: object) -> None:
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match="E305"):
         make()  # type: ignore[operator]
-    assert caught.value.code == "E305"
 
 
 TEXTS = {(Plan, "doc"), (Plan, "name"), (Plan, "discouraged"), (Codebook, "name")}
@@ -783,16 +785,6 @@ def test_the_bound_is_the_exact_supremum_within_a_thousandth(fmt: Format) -> Non
     assert certificate.supremum <= certificate.bound.total
 
 
-@pytest.mark.parametrize("of", ["sqrt", "value"])
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-@pytest.mark.parametrize("units", [2, 3, 8, 9, 20, 52, 64])
-def test_minmax_bounds_hold_for_every_span(of: str, rounding: str, units: int) -> None:
-    certificate = certify(LogMinMax(8, 16, of=of, rounding=rounding), units)  # type: ignore[arg-type]
-    assert certificate.supremum <= certificate.bound.total
-    # A cell is a whole number of patterns: off by half a pattern for each of up to 256 codes.
-    assert certificate.ratio == pytest.approx(1, abs=1e-3 + certificate.bound.slack / certificate.bound.value)
-
-
 def test_well_known_closed_forms() -> None:
     """Values of the literature."""
 
@@ -805,20 +797,6 @@ def test_well_known_closed_forms() -> None:
     assert value(linear, signed=False) == 1 / 510
     assert value(softsign(1), rounding="stochastic") == 1 / 64
     assert one_step_bound(LogMinMax(8, 64, rounding="nearest"), 8).value == 1 / 128
-
-
-def test_the_bounds_of_the_papers_tables() -> None:
-    """Half of the widest gap, at the top: of the last decade's parts, 0.9 / 2^(b-2) wide, or of the 16 of k / 16."""
-
-    def value(table: tuple[float, ...], bits: int) -> float:
-        return one_step_bound(Codebook(table, bits, 64, rounding="nearest")).value
-
-    places = 3 * 2.0**-24  # both ends of half a gap are off by up to three last places
-    assert value(codebooks.dynamic(), 8) == pytest.approx(0.9 / 64 / 2, abs=places)
-    assert value(codebooks.dynamic(False), 8) == pytest.approx(0.9 / 128 / 2, abs=places)
-    assert value(codebooks.dynamic(True, 4), 4) == pytest.approx(0.9 / 4 / 2, abs=places)
-    assert value(codebooks.linear_nozero(), 4) == 1 / 16  # below its first number
-    assert one_step_bound(Fp8("e4m3", rounding="nearest")).value == pytest.approx(1 / 28)
 
 
 def test_bounds_include_clamp_cells() -> None:
@@ -874,9 +852,8 @@ def test_right_companders_pass() -> None:
 )
 def test_wrong_companders_are_refused_with_the_place(curve: object, inverse: object, why: str) -> None:
     wrong = compander("wrong", curve, inverse)  # type: ignore[arg-type]
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match="E304") as caught:
         check(wrong)
-    assert caught.value.code == "E304"
     assert why in caught.value.message
     assert caught.value.locs[0].file == __file__
 

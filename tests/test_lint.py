@@ -18,7 +18,6 @@ from optgen.driver.judge import judge, look
 from optgen.formats import (
     Blocked,
     Codebook,
-    Compander,
     Factored,
     Field,
     Format,
@@ -94,6 +93,7 @@ def codes(fmt: Format, recurrence: Recurrence, *, nonneg: bool = False, severity
     ("fmt", "recurrence", "nonneg", "expected"),
     [
         (NEAREST, EMA9, False, ["L1"]),
+        (NEAREST, Recurrence("ema", -0.9), False, []),  # signs alternate, so two steps cancel
         (RANDOM, EMA9, False, []),
         (f32, EMA999, False, []),
         (plain_bf16, EMA9, False, []),
@@ -241,24 +241,6 @@ def test_stuck_codes_of_softsign(decay: float, count: int, largest: float) -> No
     assert int((NEAREST.encode(value)[""][:, 0, 1] == before)[1:].sum()) == count
 
 
-@pytest.mark.parametrize("curve", [own, softsign(1), linear], ids=str)
-@pytest.mark.parametrize("decay", [-0.5, -0.9])
-def test_no_code_keeps_itself_under_a_negative_decay(curve: Compander, decay: float) -> None:
-    """Some keep their magnitude for ever, which the steady bound covers: their signs alternate, so two steps cancel."""
-    fmt = Blocked(8, 64, curve, rounding="nearest")
-    assert lint.stuck_set(fmt, decay)[0] == 0
-    assert codes(fmt, Recurrence("ema", decay)) == []
-    state = torch.zeros(127, 1, 64)
-    state[:, 0, 1] = curve.inverse(torch.arange(1, 128) / 127)
-    before, last = torch.zeros(127), torch.zeros(127)
-    for _ in range(200):
-        state[:, 0, 0] = 1.0
-        before, last = last, fmt.decode(fmt.encode(state))[:, 0, 1]
-        state[:, 0, 1] = decay * last
-    assert torch.equal(before, -last)
-    assert float(last.abs().max()) <= bounds.steady_state(fmt, decay).high
-
-
 def test_weights_are_judged() -> None:
     for plan, code, severity in (
         (plans.bf16, "L11", "warning"),
@@ -284,9 +266,8 @@ def test_findings_about_vectors_say_so() -> None:
 def test_plans_that_stagnate_are_refused_unless_they_say_why() -> None:
     stuck = Plan("bf16 to nearest.", signed=plain_bf16, nonneg=plain_bf16, small_numel=0)
     states = adamw.present({f.name: False for f in adamw.flags})
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match="E307") as caught:
         lint.check(adamw, stuck, stuck.storage(states, dtypes.bf16, False))
-    assert caught.value.code == "E307"
     assert "L2" in caught.value.message
     assert "exp_avg_sq" in caught.value.message
     findings = lint.check(adamw, plans.bf16, plans.bf16.storage(states, dtypes.bf16, False))
@@ -298,13 +279,11 @@ def test_unproven_companders_are_refused() -> None:
 
     bad = Plan("x", name="bad", signed=Blocked(8, 64, compander("bad", lambda n: n, lambda y: y / 2)))
     states = lion.present({f.name: False for f in lion.flags})
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match="E304"):
         lint.check(lion, bad, bad.storage(states, dtypes.bf16, False))
-    assert caught.value.code == "E304"
     for judged in (lambda: look(lion, bad), lambda: judge(lion, bad, force=True)):
-        with pytest.raises(UserError) as caught:
+        with pytest.raises(UserError, match="E304"):
             judged()
-        assert caught.value.code == "E304"
 
 
 # -- what it claims, run

@@ -15,8 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from optgen.runtime.records import keys
-
 pytest.importorskip("torchao")
 
 ROOT = Path(__file__).parents[1]
@@ -82,18 +80,6 @@ def test_eight_bits_are_nearer_than_flashoptims(found: Found) -> None:
         assert ours.nmse <= most * theirs.nmse
         assert abs(gain - 1) <= 0.003
         assert ours.zeros == ours.impossible == ours.broken == 0
-
-
-def test_noise_that_is_spread_over_windows_is_smaller(found: Found, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same draws, but each step the first of a window of its own: independent, as a hash per step would be."""
-    evens = {beta2: found("int8_split24", beta2)[0] for beta2 in BETAS2}  # first: found keeps what it computed
-    key = keys.step_key
-    monkeypatch.setattr(keys, "step_key", lambda seed, step: key(seed, step * keys.WINDOW))
-    other = Found(found.tool, found.parts, found.gradients)
-    for beta2 in BETAS2:
-        independent, gain = other("int8_split24", beta2)
-        assert evens[beta2].nmse <= 0.8 * independent.nmse
-        assert abs(gain - 1) <= 0.003
 
 
 def test_four_bits_are_nearer_than_torchaos(found: Found) -> None:
