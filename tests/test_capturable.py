@@ -512,8 +512,8 @@ found = []
 for grad, tiles in ((tl.bfloat16, 4), (tl.float32, 4), (tl.float32, 8), (tl.float32, 4)):
     sweep = kernels.CONSTANTS["sgd_float32"]["SWEEP"]
     constants = {"SWEEP": launched(sweep, grad=grad, tiles=tiles, aligned=True)}
-    key = 1 if "step_key" in fn.arg_names else None
-    outer, given, told = compiled._call(fn, tables, scalars, range(count), key, constants)
+    call = compiled.Call(fn, *tables, range(count), "step_key" in fn.arg_names, constants, {})
+    outer, given, told = compiled._outer(call, scalars, 1)
     made = outer.warmup(*given, grid=(1,), **told, enable_fp_fusion=False, num_warps=1)
     found.append([len(outer.device_caches[0][0]), "bf16" in made.asm["ttir"], len(made.asm["cubin"]) > 0])
 print(json.dumps([triton.__version__, found]))

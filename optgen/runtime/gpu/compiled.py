@@ -6,6 +6,7 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,60 +43,56 @@ def _exists(module: str) -> bool:
         return False
 
 
-def start(
-    kernel: Any,
-    programs: int,
-    tables: tuple[Tensor, Tensor],
-    scalars: Sequence[float] | Control,
-    which: Sequence[int],
-    step_key: int | None,
-    constants: Mapping[str, Any],
-    **options: Any,
-) -> None:
+@dataclass(frozen=True, slots=True)
+class Call:
     """One launch of a kernel (table, work, scalars..., step key, constants...).
 
-    tables    its table, and its work items
-    which     the scalars that it takes, by position
-    step_key  None where it takes none; in a `Control` its value counts
+    table, work  its table of addresses, and its work items
+    scalars      the scalars that it takes, by position
+    keyed        it takes the key of the step
+    constants    what is known when it is compiled
+    options      of the compiler
     """
-    outer, given, told = _call(kernel, tables, scalars, which, step_key, constants)
-    if _roomier:
-        options = _roomier.get(_key(kernel, given, scalars, which, step_key, constants, options), options)
-    outer[(programs,)](*given, **told, **options)
+
+    kernel: Any
+    table: Tensor
+    work: Tensor
+    scalars: Sequence[int]
+    keyed: bool
+    constants: Mapping[str, Any]
+    options: Mapping[str, Any]
 
 
-def load(
-    kernel: Any,
-    programs: int,
-    tables: tuple[Tensor, Tensor],
-    scalars: Sequence[float] | Control,
-    which: Sequence[int],
-    step_key: int | None,
-    constants: Mapping[str, Any],
-    **options: Any,
-) -> None:
+def start(call: Call, scalars: Sequence[float] | Control, step_key: int) -> None:
+    """Launch a kernel; in a `Control` the scalars and the key of a step are on the device."""
+    outer, given, told = _outer(call, scalars, step_key)
+    options = _roomier.get(_key(call, scalars), call.options) if _roomier else call.options
+    outer[(call.work.shape[0],)](*given, **told, **options)
+
+
+def load(call: Call, scalars: Sequence[float] | Control, step_key: int) -> None:
     """Compile the kernel that `start` launches with the same arguments for the current device, and put it there, unless
     that was done before.
 
     Where it spills within the registers that its plan leaves it ("maxnreg"), or that the compiler takes for it, it is
     compiled with more of them.
     """
-    outer, given, told = _call(kernel, tables, scalars, which, step_key, constants)
-    key = _key(kernel, given, scalars, which, step_key, constants, options)
+    key = _key(call, scalars)
     if key in _loaded:
         return
+    outer, given, told = _outer(call, scalars, step_key)
 
     def spills(options: Mapping[str, Any]) -> int:
-        made = outer.warmup(*given, grid=(programs,), **told, **options)
+        made = outer.warmup(*given, grid=(call.work.shape[0],), **told, **options)
         getattr(made, "run", None)  # a compiled kernel is put onto the device when its launcher is first asked for
         if not getattr(made, "n_spills", 0) or torch.version.hip is not None:  # AMD's compiler is told no limits
             return 0
         return int(made.n_regs)
 
-    fitting = without_spills(options, spills, options.get("num_warps", 4))
-    if fitting != options:
+    fitting = without_spills(call.options, spills, call.options.get("num_warps", 4))
+    if fitting != call.options:
         _roomier[key] = fitting
-    _loaded[key] = (outer, kernel)
+    _loaded[key] = (outer, call.kernel)
 
 
 def without_spills(
@@ -138,54 +135,38 @@ _roomier: dict[tuple[object, ...], dict[str, Any]] = {}
 """The options of those that need more registers than they were planned with, or are given."""
 
 
-def _key(
-    kernel: Any,
-    given: Sequence[Any],
-    scalars: Sequence[float] | Control,
-    which: Sequence[int],
-    step_key: int | None,
-    constants: Mapping[str, Any],
-    options: Mapping[str, Any],
-) -> tuple[object, ...]:
+def _key(call: Call, scalars: Sequence[float] | Control) -> tuple[object, ...]:
     """Return a key of all that decides what is compiled, and for which device."""
-    key = (id(kernel), given[0].device, *constants.items(), *options.items())
-    return (*key, *which, step_key is None) if isinstance(scalars, Control) else key
+    key = (id(call.kernel), call.table.device, *call.constants.items(), *call.options.items())
+    return (*key, *call.scalars, call.keyed) if isinstance(scalars, Control) else key
 
 
-def _call(
-    kernel: Any,
-    tables: tuple[Tensor, Tensor],
-    scalars: Sequence[float] | Control,
-    which: Sequence[int],
-    step_key: int | None,
-    constants: Mapping[str, Any],
+def _outer(
+    call: Call, scalars: Sequence[float] | Control, step_key: int
 ) -> tuple[Any, tuple[Any, ...], Mapping[str, Any]]:
     """(kernel, arguments, constants) of a launch: where its scalars stand on the device, of the kernel around it."""
     if not isinstance(scalars, Control):
-        keyed = () if step_key is None else (step_key,)
-        return kernel, (*tables, *(scalars[k] for k in which), *keyed), constants
+        key = (step_key,) if call.keyed else ()
+        return call.kernel, (call.table, call.work, *(scalars[k] for k in call.scalars), *key), call.constants
     from optgen.runtime.gpu import controlled
 
     around = {
-        "kernel": kernel,
-        "WHICH": tuple(which),
-        "KEYED": step_key is not None,
-        "CONSTANTS": _ordered(kernel, constants),
+        "kernel": call.kernel,
+        "WHICH": tuple(call.scalars),
+        "KEYED": call.keyed,
+        "CONSTANTS": _ordered(call.kernel, call.constants),
     }
-    return controlled.controlled, (*tables, scalars.values, scalars.words), around
+    return controlled.controlled, (call.table, call.work, scalars.values, scalars.words), around
 
 
 def _ordered(kernel: Any, constants: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the kernel's last arguments as `controlled` takes them; defaults too, of which Triton 3.6
-    makes constants only if they are numbers."""
+    """Return the kernel's last arguments as `controlled` takes them."""
     import triton
     import triton.language as tl
 
-    names, defaults = kernel.arg_names, kernel.fn.__defaults__ or ()
-    given = {**dict(zip(names[len(names) - len(defaults) :], defaults, strict=True)), **constants}
-    taken = names[len(names) - len(given) :]
-    assert set(taken) == set(given), (names, constants)
+    taken = kernel.arg_names[len(kernel.arg_names) - len(constants) :]
+    assert set(taken) == set(constants), (kernel.arg_names, constants)
     # The interpreter hands a constant on as it is: a record that is one has no fields of its own.
     plain = not isinstance(kernel, triton.JITFunction)
-    found = (given[name] for name in taken)
+    found = (constants[name] for name in taken)
     return tuple(value if plain and hasattr(value, "cache_key") else tl.constexpr(value) for value in found)

@@ -553,7 +553,7 @@ def axis_max(values, at, live, axes, columns, LANES: tl.constexpr = 64):
 
 
 @triton.jit
-def finish(table, work, MAX: tl.constexpr, LANES: tl.constexpr = 256):
+def finish(table, work, MAX: tl.constexpr, LANES: tl.constexpr):
     """Partial results become values, 256 of one vector a program.
 
     table  int64 (vectors, 5): the address of the partial results and of the values, both fp32; then outer, count,
@@ -584,7 +584,7 @@ def finish(table, work, MAX: tl.constexpr, LANES: tl.constexpr = 256):
 
 
 @triton.jit
-def row_partials(table, work, PANEL: tl.constexpr, LANES: tl.constexpr, MAX: tl.constexpr, ROWS: tl.constexpr = 4):
+def row_partials(table, work, PANEL: tl.constexpr, LANES: tl.constexpr, MAX: tl.constexpr, ROWS: tl.constexpr):
     """Partial results of rows, from operands that lie densely in memory: a panel of a few rows a program.
 
     table  int64 (tensors, 5): the address of the operands and of the partial results, both fp32; then the number of
@@ -609,7 +609,7 @@ def row_partials(table, work, PANEL: tl.constexpr, LANES: tl.constexpr, MAX: tl.
 
 
 @triton.jit
-def col_partials(table, work, LANES: tl.constexpr, MAX: tl.constexpr, PANEL: tl.constexpr = 64):
+def col_partials(table, work, LANES: tl.constexpr, MAX: tl.constexpr, PANEL: tl.constexpr):
     """Partial results of columns, likewise: LANES columns of a panel of 64 rows a program.
 
     work   int32 (programs, 2): tensor, chunks of LANES columns * (panels of all matrices) + chunk

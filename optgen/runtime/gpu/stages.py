@@ -25,10 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from optgen.runtime.gpu.compiled import Call
 from optgen.runtime.gpu.walk import launched
 from optgen.runtime.layout import layout, workspace
 from optgen.runtime.records import Stage, Temp, sums
-from optgen.runtime.work import counting
 from optgen.runtime.work.bucket import Bucket
 
 WIDEST = 2**24
@@ -48,28 +48,6 @@ BETWEEN = 8
 
 FINISHED = 256
 """Values that a program finishes; lanes of columns."""
-
-
-@dataclass(slots=True)
-class Call:
-    """One launch.
-
-    kernel     its name among the plan's kernels, or a kernel of the prelude
-    tables     its table and work items
-    programs   how many
-    scalars    which host scalars it takes; None: it takes none, and no step key either
-    key        whether the step key follows
-    constants  what is known when it is compiled
-    warps      per program
-    """
-
-    kernel: str | Any
-    tables: list[Tensor]
-    programs: int
-    scalars: tuple[int, ...]
-    key: bool
-    constants: dict[str, Any]
-    warps: int
 
 
 @dataclass(frozen=True)
@@ -134,9 +112,14 @@ Rows = Callable[
 ]
 
 
+Limits = Callable[[str], dict[str, int]]
+"""Kernel -> what else the compiler is told of it."""
+
+
 def build(
-    bucket: Bucket, kernels: ModuleType, grad: Any, now: Now, old: Plan | None, rows: Rows, panel_rows: int
-) -> Plan:
+    bucket: Bucket, kernels: ModuleType, grad: Any, now: Now, old: Plan | None, rows: Rows, panel_rows: int,
+    limits: Limits,
+) -> Plan:  # fmt: skip
     """The launches for tensors of these shapes, stream keys, columns of addresses, places and dimensions of columns.
 
     grad        Triton's dtype of the gradients
@@ -152,7 +135,7 @@ def build(
         return made
     room = workspace.make(bucket.variant, live.shapes, device, live.dims)
     room = replace(room, numbers=workspace.numbers(kernels, bucket.variant, device))
-    maker = _Maker(bucket, kernels, grad, live, room, panel_rows)
+    maker = _Maker(bucket, kernels, grad, live, room, panel_rows, limits)
     maker.make(Plan(live, room, maker.dense, _sent(live.rows(rows, room, maker.dense), device)))
     return maker.plan
 
@@ -165,7 +148,7 @@ def lines(plan: Plan, now: Now, rows: Rows) -> list[list[int]] | None:
 
 def moved(plan: Plan, table: Tensor) -> Plan:
     """A copy of a plan with another table of addresses."""
-    calls = [replace(x, tables=[table if t is plan.table else t for t in x.tables]) for x in plan.calls]
+    calls = [replace(x, table=table) if x.table is plan.table else x for x in plan.calls]
     return replace(plan, table=table, calls=calls)
 
 
@@ -177,10 +160,11 @@ class _Maker:
     """Makes the calls of a plan, stage by stage."""
 
     def __init__(
-        self, bucket: Bucket, kernels: ModuleType, grad: Any, live: Live, room: workspace.Workspace, panel_rows: int
-    ) -> None:
+        self, bucket: Bucket, kernels: ModuleType, grad: Any, live: Live, room: workspace.Workspace, panel_rows: int,
+        limits: Limits,
+    ) -> None:  # fmt: skip
         self.variant, self.device, self.apart = bucket.variant, bucket.device, bucket.in_parts
-        self.kernels, self.grad, self.panel_rows = kernels, grad, panel_rows
+        self.kernels, self.grad, self.panel_rows, self.limits = kernels, grad, panel_rows, limits
         self.shapes, self.own, self.places = live.shapes, live.own, live.places
         self.sizes = [workspace.matrices(shape) for shape in self.shapes]
         variant = self.variant
@@ -239,12 +223,19 @@ class _Maker:
             plan.ends += [len(plan.calls)] * len(stages)
 
     def _add(
-        self, kernel: str | Any, table: Tensor, work: Tensor, warps: int, constants: dict[str, Any],
-        scalars: tuple[int, ...] = (), key: bool = False,
+        self, stage: Stage, work: Tensor, constants: dict[str, Any], scalars: tuple[int, ...], **options: int
+    ) -> None:
+        """Add the launch of a kernel of the plan; sweeps take the key of the step."""
+        kernel = getattr(self.kernels, stage.kernel)
+        self._call(kernel, self.plan.table, work, constants, scalars, stage.space == "elem", **options)
+
+    def _call(
+        self, kernel: Any, table: Tensor, work: Tensor, constants: dict[str, Any],
+        scalars: tuple[int, ...] = (), keyed: bool = False, **options: int,
     ) -> None:  # fmt: skip
         if work.shape[0]:
-            tables = [table, work.to(self.device)]
-            self.plan.calls.append(Call(kernel, tables, work.shape[0], scalars, key, constants, warps))
+            told = {"num_warps": 4, "enable_fp_fusion": False, **options}
+            self.plan.calls.append(Call(kernel, table, work.to(self.device), scalars, keyed, constants, told))
 
     def _sweep(self, stage: Stage) -> None:
         groups: dict[tuple[int, int, int, bool, bool], dict[int, int]] = {}
@@ -255,7 +246,9 @@ class _Maker:
             work = work_items(tuple(counts), tuple(counts.values()), per_item)
             sweep = self.kernels.CONSTANTS[stage.kernel]["SWEEP"]
             record = launched(sweep, grad=self.grad, tiles=per_item, tile=tile, ragged=ragged, aligned=aligned)
-            self._add(stage.kernel, self.plan.table, work, warps, {"SWEEP": record}, stage.scalars, True)
+            # The registers that suffice are counted for wide accesses without masks.
+            limit = self.limits(stage.kernel) if aligned and not ragged else {}
+            self._add(stage, work, {"SWEEP": record}, stage.scalars, num_warps=warps, **limit)
         gathered = [i for i in range(len(self.shapes)) if stage.matrices and not self._fits(stage, i)]
         for name, k in self._operands(stage).items() if gathered else ():
             self._partials(stage, self.temps[name], k, gathered)
@@ -291,7 +284,7 @@ class _Maker:
                 for matrices, rows, columns in (self.sizes[i] for i in tensors)
             ]
             work = work_items(range(len(tensors)), counts)
-            self._add(prelude.col_partials, table, work, 4, {"LANES": FINISHED, "MAX": is_max})
+            self._call(prelude.col_partials, table, work, {"LANES": FINISHED, "MAX": is_max, "PANEL": sums.PANEL_ROWS})
             return
         width = sums.panel_columns(stage.block)
         groups: dict[int, list[int]] = {}
@@ -302,8 +295,8 @@ class _Maker:
             for j in some:
                 matrices, rows, columns = self.sizes[tensors[j]]
                 counts.append(-(-matrices * rows // 4) * -(-columns // width))
-            constants = {"PANEL": width, "LANES": lanes, "MAX": is_max}
-            self._add(prelude.row_partials, table, work_items(some, counts), 4, constants)
+            constants = {"PANEL": width, "LANES": lanes, "MAX": is_max, "ROWS": 4}
+            self._call(prelude.row_partials, table, work_items(some, counts), constants)
 
     def _finish(self, temps: Iterable[Temp]) -> None:
         """Partial results of temps become their values."""
@@ -326,7 +319,7 @@ class _Maker:
         for is_max, lines in groups.items():
             counts = [-(-max(outer, 1) * inner // FINISHED) for _, _, outer, _, inner in lines]
             work = work_items(range(len(lines)), counts)
-            self._add(prelude.finish, _sent(lines, self.device), work, 4, {"MAX": is_max})
+            self._call(prelude.finish, _sent(lines, self.device), work, {"MAX": is_max, "LANES": FINISHED})
 
     def _between(self, stages: Sequence[Stage], only: int | None = None) -> None:
         """All small work of a level in one launch, or one of its stages: sums over other ranks stand in between."""
@@ -349,7 +342,7 @@ class _Maker:
             work = torch.tensor(lines, dtype=torch.int32, device="cpu")
             level = self.kernels.CONSTANTS[stages[0].kernel]["LEVEL"]
             level = launched(level, lanes=lanes, only=-1 if only is None or len(stages) == 1 else only)
-            self._add(stages[0].kernel, self.plan.table, work, BETWEEN, {"LEVEL": level}, scalars)
+            self._add(stages[0], work, {"LEVEL": level}, scalars, num_warps=BETWEEN)
 
 
 def work_items(tensors: Sequence[int], counts: Sequence[int], per_item: int = 1) -> Tensor:
@@ -381,44 +374,12 @@ def is_ragged(shape: torch.Size, block: int, place: layout.Place, counted: bool)
     return counted and (parted or (block == 1 and (place.row * place.width + place.column) % 8 != 0))
 
 
-def _is_common(call: Call) -> bool:
-    """Return True if the kernel has wide accesses without masks: what registers suffice is counted for these."""
-    sweep = call.constants.get("SWEEP")
-    return sweep is not None and sweep.aligned and not sweep.ragged
-
-
 def _power_of_two(n: int) -> int:
     """The power of two that is not below n."""
     return 1 << (n - 1).bit_length()
 
 
-def run(
-    plan: Plan,
-    kernels: ModuleType,
-    does: Callable[..., None],
-    scalars: Sequence[float] | counting.Control,
-    step_key: int,
-    told: Callable[[str], dict[str, int]],
-    begin: int = 0,
-    end: int | None = None,
-) -> None:
-    """The launches of stages [begin, end), by default of all, in order.
-
-    does  `compiled.start`, or `compiled.load`, which compiles what is launched
-    told  kernel -> what else the compiler is told of it where all its accesses are wide
-    """
+def stretch(plan: Plan, begin: int = 0, end: int | None = None) -> list[Call]:
+    """Return the launches of stages [begin, end), by default of all, in order."""
     ends = [0, *plan.ends]
-    for call in plan.calls[ends[begin] : ends[-1 if end is None else end]]:
-        own = isinstance(call.kernel, str)
-        does(
-            getattr(kernels, call.kernel) if own else call.kernel,
-            call.programs,
-            (call.tables[0], call.tables[1]),
-            scalars,
-            call.scalars,
-            step_key if call.key else None,
-            call.constants,
-            num_warps=call.warps,
-            enable_fp_fusion=False,
-            **(told(call.kernel) if own and _is_common(call) else {}),
-        )
+    return plan.calls[ends[begin] : ends[-1 if end is None else end]]

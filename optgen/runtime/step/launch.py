@@ -324,16 +324,13 @@ class Triton(Kernels):
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """The tensors of a bucket that one kernel takes, their table on the host, its table and work on the device, and
-    what is known when it is compiled."""
+    """The tensors of a bucket that one kernel takes, their table on the host, and the launch."""
 
     aligned: bool
     ragged: bool
     shapes: list[torch.Size]
     addresses: Addresses
-    table: Tensor
-    work: Tensor
-    constants: dict[str, Any]
+    call: compiled.Call
 
 
 class OneKernel(Triton):
@@ -341,20 +338,18 @@ class OneKernel(Triton):
 
     def __init__(self, bucket: Bucket, now: Signature, stream: int, old: Any) -> None:
         super().__init__(bucket, now, stream, old)
-        variant = bucket.variant
-        assert variant.single is not None
-        name = variant.function
-        self.kernel: Any = getattr(self.module, name)
+        variant, name = bucket.variant, bucket.variant.function
         self.numbers = workspace.numbers(self.module, variant, bucket.device)
         tile, tiles = tuning.sizes(self.module, name)
         own = tile == self.module.TILE[name]  # else what is planned for it does not hold
-        self.options = {"num_warps": tuning.warps} | (_limits(self.module, self.device, name) if own else {})
-        self.sweep = self.module.CONSTANTS[name]["SWEEP"]
-        self.which = variant.single.stages[0].scalars
+        self.options = {"num_warps": tuning.warps, "enable_fp_fusion": False}
+        self.options |= _limits(self.module, self.device, name) if own else {}
         self.launches = self._build(now, tile, tiles, old)
 
     def _build(self, now: Signature, tile: int, per_item: int, old: OneKernel | None) -> list[Launch]:
-        block, counted = self.variant.block, self.variant.stochastic
+        block, counted, name = self.variant.block, self.variant.stochastic, self.variant.function
+        assert self.variant.single is not None
+        scalars, kernel = self.variant.single.stages[0].scalars, getattr(self.module, name)
         columns = [*now.columns, *_of_numbers(self.numbers, len(now.shapes))]
         places = now.places or [layout.place(shape) for shape in now.shapes]
         lines = rows(columns, now.shapes, now.streams, places)
@@ -369,30 +364,22 @@ class OneKernel(Triton):
             part, shapes = [lines[i] for i in tensors], [now.shapes[i] for i in tensors]
             before = known.get((aligned, ragged))
             if before is not None and before.shapes == shapes:
-                work = before.work  # only addresses are new
+                work = before.call.work  # only addresses are new
             else:
                 counts = [stages.tiles(shape, block, tile) for shape in shapes]
                 work = stages.work_items(range(len(tensors)), counts, per_item).to(self.device)
             addresses = Addresses(part, tensors)
             how: dict[str, Any] = dict(grad=self.grad, tiles=per_item, tile=tile, ragged=ragged, aligned=aligned)
-            constants = {"SWEEP": launched(self.sweep, **how)}
-            launches.append(Launch(aligned, ragged, shapes, addresses, addresses.sent(self.device), work, constants))
+            constants = {"SWEEP": launched(self.module.CONSTANTS[name]["SWEEP"], **how)}
+            table = addresses.sent(self.device)
+            call = compiled.Call(kernel, table, work, scalars, True, constants, self.options)
+            launches.append(Launch(aligned, ragged, shapes, addresses, call))
         return launches
 
     def _each(self, does: Callable[..., None], scalars: Scalars, step_key: int) -> None:
         with guard(self.device):
             for launch in self.launches:
-                does(
-                    self.kernel,
-                    launch.work.shape[0],
-                    (launch.table, launch.work),
-                    scalars,
-                    self.which,
-                    step_key,
-                    launch.constants,
-                    enable_fp_fusion=False,
-                    **self.options,
-                )
+                does(launch.call, scalars, step_key)
 
     def runner(self, bucket: Bucket, scalars: Scalars, step_key: int) -> staged.Runner:
         raise AssertionError("a step of one kernel has no parts")
@@ -401,10 +388,11 @@ class OneKernel(Triton):
         return [launch.addresses for launch in self.launches]
 
     def take(self, tables: Sequence[Tensor]) -> None:
-        self.launches = [replace(x, table=table) for x, table in zip(self.launches, tables, strict=True)]
+        pairs = zip(self.launches, tables, strict=True)
+        self.launches = [replace(x, call=replace(x.call, table=table)) for x, table in pairs]
 
     def tensors(self) -> list[object]:
-        return [*self.numbers, *(x for launch in self.launches for x in (launch.table, launch.work))]
+        return [*self.numbers, *(x for launch in self.launches for x in (launch.call.table, launch.call.work))]
 
 
 class Stages(Triton):
@@ -414,18 +402,20 @@ class Stages(Triton):
         super().__init__(bucket, now, stream, old)
         self.launches: stages.Plan
         before = old.launches if old else None
-        self.launches = stages.build(bucket, self.module, self.grad, now, before, stage_rows, tuning.rows)
-        self.told = functools.partial(_limits, self.module, self.device)
+        told = functools.partial(_limits, self.module, self.device)
+        self.launches = stages.build(bucket, self.module, self.grad, now, before, stage_rows, tuning.rows, told)
         self._addresses: list[Addresses] | None = None
 
     def _each(self, does: Callable[..., None], scalars: Scalars, step_key: int) -> None:
         with guard(self.device):
-            stages.run(self.launches, self.module, does, scalars, step_key, self.told)
+            for call in stages.stretch(self.launches):
+                does(call, scalars, step_key)
 
     def runner(self, bucket: Bucket, scalars: Scalars, step_key: int) -> staged.Runner:
         def kernels(begin: int, end: int) -> None:
             with guard(self.device):
-                stages.run(self.launches, self.module, compiled.start, scalars, step_key, self.told, begin, end)
+                for call in stages.stretch(self.launches, begin, end):
+                    compiled.start(call, scalars, step_key)
 
         yield from staged.drive(bucket, self.launches.room, scalars, kernels)
         torch.autograd.graph.increment_version(bucket.params)
@@ -444,7 +434,7 @@ class Stages(Triton):
 
     def tensors(self) -> list[object]:
         made = self.launches
-        return [made.room, *made.kept, *(x for call in made.calls for x in call.tables)]
+        return [made.room, *made.kept, *(x for call in made.calls for x in (call.table, call.work))]
 
 
 def _triton_dtype(dtype: torch.dtype) -> Any:
