@@ -2,6 +2,8 @@
 
     python tools/cpu_kernel.py                                      AdamW int8_split24, in cache and far beyond
     python tools/cpu_kernel.py --optimizer Lion --plan int8_rn_split24 --numel 98304
+    python tools/cpu_kernel.py --save lion.ii ...                   keep this kernel's text
+    python tools/cpu_kernel.py --vs lion.ii ...                     race with one that another revision has kept
 
 What tools/bench_cpu.py times is a whole step(); here the compiled function is called on one thread, with the tables
 of a real step.  Variants take turns, in a random order every round: tiles of other sizes, no fetching ahead, and code
@@ -16,6 +18,7 @@ import ctypes
 import json
 import random
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -115,6 +118,22 @@ def function(job: native.Job, name: str = "optgen_step") -> Callable[..., int]:
     return found
 
 
+def preprocessed(job: native.Job) -> str:
+    """Return the text of a job with all that it includes."""
+    by = native.compiler()
+    assert by is not None
+    command = [*by.command, *job.flags(native.isa()), *by.flags, '-DOPTGEN_STAMP="saved"', "-fopenmp"]
+    return subprocess.run(
+        [*command, "-E", "-x", "c++", "-"], input=job.source, capture_output=True, text=True, check=True
+    ).stdout
+
+
+def saved(text: str) -> Callable[..., int]:
+    """Return the kernel of a text that `--save` wrote, for the instruction set that it was written for."""
+    stamped = text.replace('"saved"', "OPTGEN_STAMP")
+    return function(native.Job("saved", stamped))
+
+
 def variants(job: native.Job) -> dict[str, Callable[..., int]]:
     """Return the kernel as users get it, and the variants that it is compared with."""
     out = {"as it is": function(job)}
@@ -142,23 +161,45 @@ def gigahertz() -> float | None:
     return count / best / 1e9
 
 
-def race(call: Call, found: dict[str, Callable[..., int]], numel: int, rounds: int) -> dict[str, list[float]]:
+def race(
+    call: Call,
+    found: dict[str, Callable[..., int]],
+    numel: int,
+    rounds: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, list[float]]:
     """Return the ns per parameter of each round."""
     times: dict[str, list[float]] = {name: [] for name in found}
     key, inner = 1, 1
     for name in found:  # warm
         call(found[name], key)
-    start = time.perf_counter()
+    start = clock()
     call(found[next(iter(found))], key)
-    inner = max(1, round(CALL / max(time.perf_counter() - start, 1e-7)))
+    inner = max(1, round(CALL / max(clock() - start, 1e-7)))
     for _ in range(rounds):
         for name in random.sample(list(found), len(found)):
-            start = time.perf_counter()
+            start = clock()
             for _ in range(inner):
                 key = (key * 1103515245 + 12345) & 0x7FFFFFFF
                 call(found[name], key)
-            times[name].append((time.perf_counter() - start) / inner / numel * 1e9)
+            times[name].append((clock() - start) / inner / numel * 1e9)
     return times
+
+
+def race_saved(chosen: argparse.Namespace) -> int:
+    """Write the kernel's text, or print the ratio of its CPU time to that of the text that was written before."""
+    for numel in chosen.numel:
+        with recorded(chosen.optimizer, chosen.plan, numel, getattr(torch, chosen.param)) as call:
+            if chosen.save:
+                chosen.save.write_text(preprocessed(call.job), encoding="utf-8")
+                return 0
+            found = {"new": function(call.job), "old": saved(chosen.vs.read_text(encoding="utf-8"))}
+            times = race(call, found, numel, chosen.rounds, time.thread_time)
+            ratios = [new / old for new, old in zip(times["new"], times["old"], strict=True)]
+            low, middle, high = statistics.quantiles(ratios, n=4)
+            name = f"{chosen.optimizer} {chosen.plan}, {chosen.param}, {native.isa().name}"
+            print(f"{name}, {numel:,} elements: {middle:.3f} of the CPU time, quartiles {low:.3f} to {high:.3f}")
+    return 0
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -169,7 +210,11 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--numel", nargs="*", type=int, default=list(SIZES), help="elements of the parameter")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write the kernel's text, and time nothing")
+    parser.add_argument("--vs", type=Path, metavar="FILE", help="race with this text alone, in CPU time")
     chosen = parser.parse_args(given)
+    if chosen.save or chosen.vs:
+        return race_saved(chosen)
     ghz = gigahertz()
     out: list[dict[str, Any]] = []
     for numel in chosen.numel:
