@@ -24,7 +24,7 @@ from unittest import mock
 import torch
 
 from optgen import passes
-from optgen.backends import cpp, host, reference, wrapper
+from optgen.backends import host, reference
 from optgen.driver import cpp_text, kernel_text, record_text, targets, triton_text
 from optgen.driver.kernel_text import unpack_of
 from optgen.driver.targets import Case
@@ -96,12 +96,6 @@ def _texts(spec: Spec, s: Schedule, kernels: Schedule) -> tuple[str, str]:
     scalars = host.scalars_function(s.program, unpack_of(spec), "reference")
     scalars += ["", *host.scalars_function(kernels.program, unpack_of(spec), "kernel")]
     return text + "\n".join(lines) + "\n", head + "\n".join(scalars) + "\n"
-
-
-def cpp_source(schedule: Schedule, name: str = "f") -> str:
-    """The C++ file of a schedule alone, whose weight is a buffer as any other unless it is f32."""
-    use = f"template <class Grad> using {name} = {name}_kernel<weight_float32, Grad>;"
-    return wrapper.render("cpp.cpp.j2", header="// a test", kernels=[cpp.kernel(schedule, f"{name}_kernel"), [use]])
 
 
 class Pair:
@@ -223,8 +217,7 @@ class Pair:
     @cached_property
     def source(self) -> str:
         """The C++ text of this kernel alone."""
-        if self.case is None:
-            return cpp_source(self.kernels)
+        assert self.case is not None
         maths = self.kernels.program.maths
         texts = cpp_text.rule_text(self.spec, maths), cpp_text.codec_text(self.case.storage.plan, maths)
         return join.source(*self.joined, *texts).replace(f"using {join.KERNEL} =", "using f =")
@@ -352,4 +345,4 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
-__all__ = ["Pair", "compiled", "cpp_source", "only", "plan_of", "remember", "same_bits", "schedule", "spec_of"]
+__all__ = ["Pair", "compiled", "only", "plan_of", "remember", "same_bits", "schedule", "spec_of"]

@@ -24,16 +24,17 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from optgen import passes
 from optgen.backends import host
 from optgen.base.errors import UserError
 from optgen.driver import eager_text, emit, judge, record_text, targets
-from optgen.driver.emit import Compiled, compile_case
 from optgen.driver.kernel_text import host_program, unpack_of
 from optgen.driver.targets import Case
 from optgen.formats.plan import Plan, Storage
 from optgen.ir.node import postorder
+from optgen.ir.program import Program, Step
 from optgen.lang.spec import MatrixKind, Spec
-from optgen.lower import matrix_of, needs_matrix
+from optgen.lower import lower, matrix_of, needs_matrix
 from optgen.ops import dtypes, spaces
 from optgen.runtime import records
 from optgen.runtime.cpu import native
@@ -195,6 +196,29 @@ def hypers_of(cell: Cell, **wanted: Any) -> dict[str, Any]:
         if f.nonzero:
             out[f.nonzero] = (out[f.nonzero] or 0.9) if flags[f.name] else 0.0
     return out
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One case through the passes."""
+
+    spec: Spec
+    case: Case
+    program: Program
+    fast: Step
+
+    @cached_property
+    def strict(self) -> Step:
+        """The step in strict maths."""
+        return targets.placed(self.spec, passes.step(self.program, "strict"))
+
+
+def compile_case(spec: Spec, case: Case) -> Compiled:
+    """Lower one case and run the passes of fast maths."""
+    program = lower(spec, case.flags, case.storage)
+    pieces = passes.cut(program)
+    fast = targets.placed(spec, passes.step(program, pieces=pieces))
+    return Compiled(spec, case, program, fast)
 
 
 @dataclass(frozen=True)

@@ -44,14 +44,14 @@ def test_all_headers_define_the_same() -> None:
         assert {s.replace("Op", "") for s in first} == {s.replace("Op", "") for s in other}
 
 
-def test_subnormals_survive_a_kernel() -> None:
+def test_subnormals_survive_a_kernel(tmp_path: Path) -> None:
     """-ffast-math, linked in, would flush them to zero in the whole process."""
     if native.compiler() is None:
         pytest.skip("there is no C++ compiler")
     assert not any("fast-math" in flag for flag in native.FLAGS)
     spec = harness.spec_of("sgd")
-    s = harness.schedule(spec, harness.plan_of("fp32"), "float32", "fast")
-    harness.compiled(harness.cpp_source(s), "float32")
+    pair = harness.Pair(spec, harness.schedule(spec, harness.plan_of("fp32"), "float32", "strict"), tmp_path)
+    harness.compiled(pair.source, "float32")
     assert float(torch.tensor(1e-40) * torch.tensor(1.0)) > 0
 
 

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from optgen import passes
+from optgen.backends.cpp import STORED, CppPrinter, Phases, assigned, stored
 from optgen.formats import Noise, Split
 from optgen.ir import node as ir
-from optgen.ir.program import Buffer, Program, Store
+from optgen.ir.program import Buffer, Program, Schedule, Store
 from optgen.lang.values import Value, bitcast, cast, equal, lift, lshr, where
 from optgen.ops import dtypes, spaces
 from optgen.ops.dtypes import DType, bf16, f16
 from optgen.runtime.cpu import native
 from optgen.verify.bounds import master_bound
-from tests import harness
 
 CHUNK = 1 << 17  # fits the cache
 # Ends of binades, of subnormals, of what rounds to Inf, of NaN; of f32, bf16 and f16.
@@ -106,6 +106,30 @@ def test_split_on_a_stride_and_around_every_edge(split: Split, param: DType, wor
 AT_ONCE = 1 << 20  # elements per call: what they leave behind fits the cache
 
 
+def source(schedule: Schedule) -> str:
+    """The C++ text of a function that computes AT_ONCE elements of a schedule, of these buffers."""
+    plan = Phases(schedule)
+    printer = CppPrinter(plan)
+    lines = [assigned(plan, let, printer)[0] for let in plan.phases[0].elements]
+    lines += [stored(plan, s, printer, "i") for s in schedule.sweep.stores]
+    given = ", ".join(f"{STORED[t.name]} *{name}_at" for name, t in FOUND.items())
+    export = 'extern "C" __attribute__((visibility("default")))'
+    return "\n".join(
+        [
+            '#include "optgen.h"',
+            f"{export} const char *optgen_stamp() {{ return OPTGEN_STAMP; }}",
+            f"{export} void split({given}, int32_t stream_key) {{",
+            "    const int32_t first = 0;",
+            "#pragma omp parallel for",
+            f"    for (int i = 0; i < {AT_ONCE}; i += W) {{",
+            *(f"        {line}" for line in lines),
+            "    }",
+            "}",
+            "",
+        ]
+    )
+
+
 class Compiled:
     """`check`'s properties of the patterns start, start + 1, ..., AT_ONCE of them, as one strict kernel."""
 
@@ -147,16 +171,13 @@ class Compiled:
             "tiny": where(inside & (size < smallest_normal(param)), error, 0.0),
         }
         program = Program("split", buffers, (), (), tuple(Store(k, lift(v)) for k, v in stores.items()), "strict")
-        text = harness.cpp_source(passes.run(program, "strict"), "split")
-        (library,) = native.load([native.Job("split", text, ("OPTGEN_KERNEL=split", "OPTGEN_GRAD=float32"))])
+        (library,) = native.load([native.Job("split", source(passes.run(program, "strict")))])
         assert isinstance(library, ctypes.CDLL), library
-        self.step = library.optgen_step
+        self.step = library.split
         self.out = {name: torch.empty(AT_ONCE, dtype=getattr(torch, t.torch)) for name, t in FOUND.items()}
 
     def run(self, start: int) -> dict[str, Tensor]:
-        row = [t.data_ptr() for t in self.out.values()] + [AT_ONCE, AT_ONCE, start]
-        table = torch.tensor(row, dtype=torch.int64)
-        assert self.step(ctypes.c_void_p(table.data_ptr()), ctypes.c_int64(1), None, 0, torch.get_num_threads()) == 0
+        self.step(*(ctypes.c_void_p(t.data_ptr()) for t in self.out.values()), ctypes.c_int32(start))
         return self.out
 
 

@@ -489,10 +489,12 @@ def case_of(spec_name: str, plan_name: str, param: str) -> Any:
 
 def fast_step(spec_name: str, plan_name: str, param: str) -> Any:
     """The step of that case in fast maths."""
-    from optgen.driver import emit
+    from optgen import passes
+    from optgen.driver import targets
+    from optgen.lower import lower
 
     spec, case = named(spec_name, plan_name)[0], case_of(spec_name, plan_name, param)
-    return emit.compile_case(spec, case, "fast").fast
+    return targets.placed(spec, passes.step(lower(spec, case.flags, case.storage), "fast"))
 
 
 def chosen() -> Iterable[Job]:

@@ -33,7 +33,7 @@ class _StagePrinter(CppPrinter):
     ) -> None:
         super().__init__(plan)
         self.values, self.kinds, self.pieces = values, kinds, pieces
-        self.spell = {**self.spell, "draw": self._draw, "extent": lambda _, n: (f"extent_{n.attr}", ATOM)}
+        self.spell = {**self.spell, "draw": self._draw}
 
     def _draw(self, _: Printer, node: Node) -> Text:
         """Random bits of a state that is kept as a whole, whose codes the stage stores."""
@@ -93,7 +93,7 @@ def stage_function(stage: Stage, kernel: str, nonneg: Collection[str], whole: Co
     sizes = [f"extent_{x}" for x in triton.sizes(program)]
     taken = frozenset((*values.values(), *kinds.values(), *sizes))
     kept = tuple(Store(x, n) for x, n in new.items() if x in values or x == "p")
-    plan = Phases(replace(schedule, sweep=replace(sweep, lets=lets, stores=kept)), kernel, _RESERVED | taken)
+    plan = Phases(replace(schedule, sweep=replace(sweep, lets=lets, stores=kept)), _RESERVED | taken)
     printer = _StagePrinter(plan, values, kinds, pieces)
     printer.names |= {n.uid: str(n.attr) for n in plan.nodes if n.op == "load" and n.attr in ("p", "g")}
     lines = [assigned(plan, let, printer) for let in plan.phases[0].elements]

@@ -75,7 +75,7 @@ def rule_struct(schedule: Schedule, kernel: str, nonneg: Collection[str], source
     states = {x: f"{x}_" if x in _RESERVED else x for x in values}
     loads = {"p", "g", *pieces}
     lets = tuple(let for let in sweep.lets if not (let.node.op == "load" and let.node.attr in loads))
-    plan = Phases(replace(schedule, sweep=replace(sweep, lets=lets)), kernel, _RESERVED | frozenset(states.values()))
+    plan = Phases(replace(schedule, sweep=replace(sweep, lets=lets)), _RESERVED | frozenset(states.values()))
     host = [plan.scalar[let.name] for let in program.host]
     given = {n.uid: str(n.attr) for n in plan.nodes if n.op == "load" and n.attr in ("p", "g")}
     new = {s.buffer: s.node for s in sweep.stores}
@@ -195,23 +195,17 @@ def _cut(new: dict[str, Node], plan: Phases) -> tuple[dict[int, tuple[str, str]]
 class _CodecPhases(Phases):
     """The loops of a codec; `given`: the node that its argument x stands for."""
 
-    def __init__(self, schedule: Schedule, name: str, given: Node | None = None) -> None:
+    def __init__(self, schedule: Schedule, given: Node | None = None) -> None:
         skip = {given.uid} if given is not None else set()
         lets = tuple(
             let for let in schedule.sweep.lets if let.node.uid not in skip and (let.node.op != "load" or given is None)
         )
         head = {given.uid: "x"} if given is not None else {}
-        super().__init__(replace(schedule, sweep=replace(schedule.sweep, lets=lets)), name, _RESERVED, head)
-
-    def _split(self) -> None:
-        """All stores stay in the loop of what they store."""
+        super().__init__(replace(schedule, sweep=replace(schedule.sweep, lets=lets)), _RESERVED, head)
 
     def _trivial(self, n: Node) -> bool:
         looks = n.op in ("abs", "neg", "bitcast") and n.space.name == "elem"
         return super()._trivial(n) or (looks and n.args[0].uid in self.head)
-
-    def number(self, of: str) -> str:
-        return "VALUE"
 
 
 def _buffers(codec: Codec) -> list[Buffer]:
@@ -252,7 +246,7 @@ def _fields(codec: Codec, struct: str) -> list[str]:
             made.append(f"{b.name}_at(({kind} *){address})")
     packed = [b for b in buffers if b.dtype.packed]
     out += [f"    alignas(64) uint8_t {b.name}_at[2048];" for b in packed]
-    plans = [(_CodecPhases(step.stages[0].schedule, struct), step) for step in (codec.decode, codec.root) if step]
+    plans = [(_CodecPhases(step.stages[0].schedule), step) for step in (codec.decode, codec.root) if step]
     kept: dict[str, str] = {}
     stages: list[tuple[str, str]] = []
     texts: list[list[str]] = []
@@ -333,7 +327,7 @@ def _given(step: Step) -> tuple[Node, bool]:
 def _encoder(codec: Codec, step: Step, struct: str, base: str) -> list[str]:
     schedule = step.stages[0].schedule
     given, rooted = _given(step)
-    plan = _CodecPhases(schedule, struct, given)
+    plan = _CodecPhases(schedule, given)
     buffers = {b.name: b for b in _buffers(codec)}
     block = max((b.space.size or 1 for b in buffers.values()), default=1)
     count = len(plan.phases)

@@ -168,5 +168,4 @@ def render(template: str, **values: Any) -> str:
     lines = [line.rstrip() for line in text.split("\n")]
     while lines and not lines[-1]:
         lines.pop()
-    fitted = columns.cpp if ".cpp" in template else columns.python
-    return fitted("\n".join(lines) + "\n")
+    return columns.python("\n".join(lines) + "\n")

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import optgen
-from optgen import passes
 from optgen.backends import wrapper
 from optgen.driver import cpp_text, eager_text, judge, kernel_text, record_text, targets, triton_text
 from optgen.driver.eager_text import PLANS, is_ready
 from optgen.driver.project import Maths
 from optgen.driver.targets import Case
 from optgen.formats.plan import Plan
-from optgen.ir.program import Program, Step
 from optgen.lang.spec import Spec
-from optgen.lower import lower
 
 Files = dict[str, str]
 """File name -> text."""
@@ -51,29 +47,6 @@ BACKENDS = {
     ),
 }
 """Name -> backend; what a build writes for a rule and a plan together, `emit_plan` says."""
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """One case through the passes; `fast` in the maths that was asked for."""
-
-    spec: Spec
-    case: Case
-    program: Program
-    fast: Step
-
-    @cached_property
-    def strict(self) -> Step:
-        """The step in strict maths."""
-        return targets.placed(self.spec, passes.step(self.program, "strict"))
-
-
-def compile_case(spec: Spec, case: Case, maths: Maths = "fast") -> Compiled:
-    """Lower one case and run the passes of the kernels' maths."""
-    program = lower(spec, case.flags, case.storage)
-    pieces = passes.cut(program)
-    fast = targets.placed(spec, passes.step(program, maths, pieces=pieces))
-    return Compiled(spec, case, program, fast)
 
 
 def emit_plan(spec: Spec, plan: Plan, *, maths: Maths = "fast", cases: Iterable[Case] | None = None) -> Files:

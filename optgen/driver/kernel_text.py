@@ -14,7 +14,6 @@ from optgen.backends.printer import wrapped
 from optgen.driver import eager_text, targets
 from optgen.driver.pool import Pool
 from optgen.driver.project import Maths
-from optgen.driver.targets import Case
 from optgen.formats.plan import Plan, Storage
 from optgen.ir import node as ir
 from optgen.ir.node import Node, Rewriter, postorder
@@ -82,9 +81,7 @@ def rule_kernels(spec: Spec, maths: Maths, plan: Plan | None = None) -> RuleKern
     return RuleKernels(tuple(settings), tuple(scalars.functions), stages)
 
 
-def _steps(
-    spec: Spec, maths: Maths, plan: Plan | None
-) -> Iterator[tuple[Mapping[str, bool], Step, frozenset[str]]]:
+def _steps(spec: Spec, maths: Maths, plan: Plan | None) -> Iterator[tuple[Mapping[str, bool], Step, frozenset[str]]]:
     """Yield the steps of a rule, each with its flags and the states that are kept as a whole; see `rule_kernels`."""
     for flags in spec.settings():
         step = eager_text.rule_step(spec, flags, maths)
@@ -104,14 +101,6 @@ def _steps(
 def is_divided(storage: Storage, rule: Step) -> bool:
     """Return True if a plan divides the step of a rule into stages of its own; see `Variant.divided`."""
     return any(map(is_whole, storage.states.values())) or (not storage.plan.read_back and bool(rule.early))
-
-
-def step_of(spec: Spec, maths: Maths, case: Case) -> Step:
-    """Return the step whose stages the kernels of a case have: that of the rule, if its plan does not divide it."""
-    step, plan = eager_text.rule_step(spec, case.flags, maths), case.storage.plan
-    found = rule_kernels(spec, maths, plan if is_divided(case.storage, step) else None)
-    whole = any(map(is_whole, case.storage.states.values()))
-    return next(s.step for s in found.settings if dict(s.flags) == dict(case.flags) and bool(s.whole) is whole)
 
 
 def _meaning(step: Step, stage: Stage) -> tuple[object, ...]:

@@ -177,13 +177,6 @@ template <int N> struct Dealt {
     int words;
 
     constexpr const Share &of(int value) const { return share[value == P ? N - 1 : value]; }
-    // The words of these values, a bit for each.
-    template <int K> constexpr int mask(const int (&values)[K]) const {
-        int found = 0;
-        for (int v : values)
-            found |= of(v).bits ? 1 << of(v).word : 0;
-        return found;
-    }
 };
 
 template <int N> constexpr Dealt<N> dealt(const Want (&wants)[N]) {
@@ -317,30 +310,6 @@ template <class Kernel> struct Words {
     }
 };
 
-// -- weights: how a plan keeps one of a dtype; kernels read and write them as F
-
-struct Part {
-    int bytes;  // per element
-    bool read;
-};
-
-struct weight_float32 {
-    static constexpr int NOISE = 0;
-    static constexpr Part PARTS[] = {{4, true}};
-    float *__restrict p_at;
-
-    weight_float32(char *p, char *const *) : p_at((float *)p) {}
-    F decode(int i) const { return load(p_at + i); }
-    template <class Noise> void encode(int i, F x, const Noise &) const { store(p_at + i, x); }
-    template <int N> void ahead(int b) const { fetch<N>(p_at, b); }
-};
-
-template <class Weight> constexpr int parts() { return sizeof(Weight::PARTS) / sizeof(Part); }
-// Whether they have a loop of their own, where what they are made of is kept anyway (Phases in backends/cpp.py).
-template <class Weight> constexpr bool apart() { return Weight::PARTS[0].bytes < 4; }
-// The next tile's weights, on their way.
-template <int N, class Weight> inline void fetch_weight(const Weight &weight, int b) { weight.template ahead<N>(b); }
-
 // -- the walk
 
 // What there is one entry of in a column: an element, a block; a row's columns; eight packed codes.
@@ -369,28 +338,6 @@ template <class C, int N> struct Columns {
     C at[N];
     constexpr const C &operator[](int k) const { return at[k]; }
 };
-
-constexpr void fill(Column &column, int bytes, bool written) { column = {bytes, ELEMENT, written}; }
-
-// The columns of p, g and the weight's further parts.
-template <class Weight, class Grad, class C, int N> constexpr void fill_first(Columns<C, N> &out) {
-    for (int k = 0; k < parts<Weight>(); k++)
-        fill(out.at[k ? k + 1 : 0], Weight::PARTS[k].bytes, true);
-    fill(out.at[1], sizeof(typename Grad::stored), false);
-}
-template <class Weight, class Grad, class C> constexpr auto columns() {
-    Columns<C, 1 + parts<Weight>()> out{};
-    fill_first<Weight, Grad>(out);
-    return out;
-}
-// And those that follow.
-template <class Weight, class Grad, class C, int N> constexpr auto columns(const C (&rest)[N]) {
-    Columns<C, N + 1 + parts<Weight>()> out{};
-    fill_first<Weight, Grad>(out);
-    for (int k = 0; k < N; k++)
-        out.at[k + 1 + parts<Weight>()] = rest[k];
-    return out;
-}
 
 template <class Kernel> constexpr int width() { return sizeof(Kernel::COLUMNS) / sizeof(Column); }
 

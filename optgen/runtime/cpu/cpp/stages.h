@@ -39,8 +39,6 @@ struct StageColumn {
     int32_t kind;  // of the values; 8 more for partial results
 };
 
-constexpr void fill(StageColumn &column, int bytes, bool) { column = {bytes, ELEMENT}; }
-
 // What all tiles of a tensor share.
 struct Known {
     const float *scalars, *extent;
@@ -64,22 +62,6 @@ struct Stage {
     bool matrices;  // reads or reduces rows, columns or matrices
     bool indexed;   // reads the elements' numbers: eight that share a hash must not be torn apart
 };
-
-// The places of a stage: those that follow p and g in the table lie behind the weight's parts; the parts come last.
-template <class Weight, bool READ, bool WRITTEN, class T, int N> constexpr auto places(const T (&own)[N]) {
-    constexpr int more = parts<Weight>() - 1, parts_ = READ || WRITTEN ? more + 1 : 0;
-    Columns<Place, N + parts_> out{};
-    for (int k = 0; k < N; k++) {
-        out.at[k] = own[k];
-        out.at[k].column += own[k].column > 1 ? more : 0;
-        out.at[k].partial += own[k].partial > 1 ? more : 0;
-    }
-    for (int k = 0; k < parts_; k++) {
-        const Part part = Weight::PARTS[k];
-        out.at[N + k] = {k ? k + 1 : 0, -1, part.bytes, ELEMENT, READ && part.read, WRITTEN, NONE, N + k};
-    }
-    return out;
-}
 
 template <class Piece> constexpr Stage stage() {
     return {tile<Piece, int, const Known &>, Piece::PLACES.at, (int)(sizeof(Piece::PLACES) / sizeof(Place)),
