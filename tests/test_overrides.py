@@ -559,21 +559,3 @@ def test_memory_says_what_each_plan_takes() -> None:
     # 2 bytes of the weight, 1 of its low bits, 1 for each moment; 64 elements share 4 bytes.  8 bytes in fp32.
     assert "\n  int8_split24: 1 tensor, 8,192 elements, 5.0625 bytes each\n" in text
     assert text.endswith("\n  int8_split24 (fp32 states): 1 tensor, 4,096 elements, 11.0000 bytes each")
-
-
-def test_the_model_is_walked_once_however_many_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    walked: list[int] = []
-    real = nn.Module.named_parameters
-    model = net()
-    groups = [{"params": [(name, p)]} for name, p in model.named_parameters()]
-    groups[0]["overrides"] = {nn.Embedding: "fp32"}
-    monkeypatch.setattr(
-        nn.Module, "named_parameters", lambda m, *a, **k: (walked.append(m is model), real(m, *a, **k))[1]
-    )
-    once: list[int] = []
-    for given in (groups[:2], groups):
-        walked.clear()
-        opt = AdamW(given, overrides={nn.LayerNorm: "fp32", nn.Embedding: "fp32"}, module=model)
-        once.append(sum(walked))
-    assert once[0] == once[1]
-    assert [plan for plan in opt.plans().values() if "fp32" in plan] == ["int8_split24 (fp32 states)"] * 3

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import optgen.optim as optim
 from optgen.accumulate import accumulator
 from optgen.driver.compile import compile as compiled
-from optgen.lang import flag, hyper, model_total, newton_schulz, optimizer, scalar, state
+from optgen.lang import flag, hyper, model_total, newton_schulz, optimizer, state
 from optgen.runtime import Optimizer
 from optgen.runtime.layout import plans, sharding
 from optgen.verify import bounds
@@ -429,27 +429,6 @@ def test_an_accumulator_keeps_no_gradient_between_micro_batches() -> None:
     assert all(opt.state[p]["step"] == 1 for p in model.parameters())
 
 
-@optimizer(cite="nobody")
-def fading_sum(p, g, total=state(), share=scalar(1.0), *, lr=hyper(1.0, ge=0)):
-    """Later gradients count for less."""
-    share = share / 2
-    total = total + lr * share * g
-    p = total
-    return p, total, share
-
-
-def test_every_sum_of_a_rule_with_numbers_of_its_own_begins_as_the_first_one() -> None:
-    p = nn.Parameter(torch.zeros(8, 8))
-    opt = optim.SGD([("p", p)], lr=1.0, plan="fp32")
-    opt.release_gradients(accumulate=2, accumulator=compiled(fading_sum, plan="fp32"))
-    for _ in range(3):
-        with torch.no_grad():
-            p.zero_()
-        for _ in range(2):
-            p.sum().backward()
-        assert torch.equal(p, torch.full_like(p, -0.75))
-
-
 def error_bound(micro: list[Tensor], plan: str) -> Tensor:
     """How far the sum that an update gets can be from the exact one, by element: one store per micro-batch but the
     last, whose result is rounded to the gradient's dtype alone; errors of earlier stores are not amplified.
@@ -578,20 +557,6 @@ def test_a_rule_that_sums_over_the_model_at_some_steps_is_refused_before_the_fir
     opt = compiled(sums_at_times)(model.named_parameters())
     with pytest.raises(ValueError, match=r"'table.weight'.*needs sums over the whole model"):
         opt.release_gradients(model)
-
-
-@optimizer(cite="nobody")
-def sums_at_no_step(p, g, *, lr=hyper(1e-2, ge=0), k=hyper(2, ge=1), now=flag(every="k"), too=flag(every="k")):
-    """Two flags that are always alike."""
-    size = 1
-    if now and not too:
-        size = 1 + model_total(g * g)
-    p = p - lr * g / size
-    return p
-
-
-def test_a_rule_whose_sums_over_the_model_no_step_takes_is_not_refused() -> None:
-    agree(lambda m: compiled(sums_at_no_step)(m.named_parameters()))
 
 
 @optimizer(cite="nobody")

@@ -19,7 +19,6 @@ import generated
 import optgen
 from generated import CAME, LAMB, AdamW, Muon, ScheduleFreeAdamW
 from optgen.runtime import Optimizer, files
-from optgen.runtime.states import state
 from optgen.runtime.step import admit
 
 
@@ -457,14 +456,3 @@ def test_parameters_whose_memory_is_freed_share_none() -> None:
     for p in params:
         p.untyped_storage().resize_(0)
     assert AdamW(params, plan="fp32").param_groups[0]["params"] == params
-
-
-def test_shared_memory_is_looked_for_once_however_many_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    looked: list[int] = []
-    real = state.alike
-    monkeypatch.setattr(state, "alike", lambda params: (looked.append(len(params)), real(params))[1])
-    opt = AdamW([{"params": [nn.Parameter(torch.randn(4))]} for _ in range(5)], plan="fp32")
-    assert looked == [5]
-    with pytest.raises(ValueError, match="share memory"):
-        opt.add_param_group({"params": [nn.Parameter(opt.param_groups[0]["params"][0].detach()[1:])]})
-    assert looked == [5, 6]
