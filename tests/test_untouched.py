@@ -112,10 +112,10 @@ def test_a_state_is_stored_again_where_what_it_is_kept_relative_to_changes() -> 
 @pytest.mark.parametrize("spec", [resting, relative], ids=lambda s: s.name)
 def test_steps_of_both_kinds_keep_to_their_bounds(spec: Spec, plan: str) -> None:
     cls = optgen.compile(spec, plan=plan)
-    found = Trial(cls, spec, torch.randn(9, 96), dtype=torch.bfloat16, plan=plan)
+    found = Trial(cls, spec, torch.randn(44, 96), dtype=torch.bfloat16, plan=plan)  # large enough for codes
     storage = found.storage(harness.plan_of(plan), targets.recurrences_of(spec, (("now", False),)))
     for _ in range(7):
-        report = found.check_step(storage, torch.randn(9, 96).bfloat16())
+        report = found.check_step(storage, torch.randn(44, 96).bfloat16())
         assert report.ok, [report.worst[name] for name in report.broken]
 
 
