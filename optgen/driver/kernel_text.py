@@ -9,6 +9,7 @@ from typing import Any
 
 from optgen import passes
 from optgen.backends import host, triton, triton_text, wrapper
+from optgen.backends.cpp import RESERVED
 from optgen.backends.host import Unpack
 from optgen.backends.printer import wrapped
 from optgen.driver import eager_text, targets
@@ -73,6 +74,7 @@ def rule_kernels(spec: Spec, maths: Maths, plan: Plan | None = None) -> RuleKern
         names = []
         for k, stage in enumerate(step.stages):
             wanted = f"{name}_{k + 1}" if step.in_stages else name
+            wanted += "_" if wanted in RESERVED else ""  # a rule may be called `signed`
             found = stage.call or known.setdefault(_meaning(step, stage), wanted)
             stages.setdefault(found, stage)
             names.append(found)
