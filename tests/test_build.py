@@ -133,14 +133,6 @@ def test_below_its_root_a_project_is_the_same_project(project: Path, monkeypatch
     assert run(force=True).written == ["MANIFEST.json"]
 
 
-def test_a_file_without_a_spec_is_pointed_out(project: Path) -> None:
-    (project / "specs" / "forgotten.py").write_text("def forgotten(p, g):\n    return p\n")
-    (project / "specs" / "_helper.py").write_text("half = 0.5\n")
-    warnings = run(plans=("fp32",)).warnings
-    assert len(warnings) == 1
-    assert warnings[0].startswith("specs/forgotten.py has no @optimizer")
-
-
 def test_a_damaged_manifest_is_told_from_edited_files(project: Path) -> None:
     run(names=("first",), plans=("fp32",))
     manifest = project / "generated" / MANIFEST
@@ -234,15 +226,6 @@ def test_files_no_longer_built_are_removed(project: Path) -> None:
 
 
 # -- all or nothing
-
-
-def test_a_second_build_changes_nothing(project: Path) -> None:
-    run()
-    stamps = {p: p.stat().st_mtime_ns for p in (project / "generated").rglob("*")}
-    outcome = run()
-    assert outcome.clean
-    assert {p: p.stat().st_mtime_ns for p in (project / "generated").rglob("*")} == stamps
-    assert not list(project.glob(".optgen-*"))
 
 
 @pytest.mark.parametrize(
@@ -353,15 +336,6 @@ def test_edited_files_are_not_overwritten(project: Path) -> None:
     run(force=True)
     assert "# mine" not in edited.read_text()
     assert run(check=True).clean
-
-
-def test_a_folder_of_somebody_else_is_left_alone(project: Path) -> None:
-    mine = project / "generated/first/__init__.py"
-    mine.parent.mkdir(parents=True)
-    mine.write_text("secret = 1\n")
-    with pytest.raises(UserError, match="E406"):
-        run()
-    assert content(project / "generated") == {"first/__init__.py": b"secret = 1\n"}
 
 
 def test_line_ends_are_no_edit(project: Path) -> None:

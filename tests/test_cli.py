@@ -549,28 +549,6 @@ def test_files_that_may_not_be_read(project: Path, run: Run, monkeypatch: pytest
     assert run("explain", "mine")[0] == 0
 
 
-@pytest.mark.parametrize(
-    ("name", "method"), [("specs/plans.py", "read_bytes"), ("specs", "iterdir"), ("pyproject.toml", "read_text")]
-)
-def test_parts_of_a_project_that_may_not_be_read(
-    project: Path, run: Run, monkeypatch: pytest.MonkeyPatch, name: str, method: str
-) -> None:
-    run("new", "mine")
-    (project / "specs/plans.py").write_text("# none\n")
-    (project / "pyproject.toml").write_text("[tool.optgen]\n")
-    _refused(monkeypatch, project / name, method)
-    code, out, err = run("build", "mine", "--plan", "fp32", "--check")
-    assert (code, out) == (2, "")
-    assert err == f"error[E417]: {name} cannot be read: Permission denied\n"
-
-
-def test_a_name_that_no_file_can_have(run: Run) -> None:
-    for name in ("x" * 5000, "x" * 5000 + ".py"):
-        code, _, err = run("explain", name)
-        assert code == 2
-        assert err.startswith("error[E417]: ")
-
-
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 def test_output_that_nobody_takes() -> None:
     """A reader that has had enough is no finding; a full disk is said in one line."""

@@ -721,23 +721,6 @@ def test_the_first_refusal_is_told_whatever_the_rule_raises_after_it() -> None:
     assert refused(renamed).code == "E102"
 
 
-def test_a_refusal_in_another_spec_s_trace_stands_too() -> None:
-    @optimizer(cite="nobody")
-    def inner(p, g, *, lr=hyper(1e-3, ge=0)):
-        if g > 0:
-            p = p - lr * g
-        return p
-
-    @optimizer(cite="nobody")
-    def outer(p, g, *, lr=hyper(1e-3, ge=0)):
-        with contextlib.suppress(Exception):
-            inner.trace()
-        p = p - lr * g
-        return p
-
-    assert refused(outer).code == "E101"
-
-
 def test_a_state_that_is_off_is_refused_on_numbers_though_the_rule_catches_it() -> None:
     @optimizer(cite="nobody")
     def caught(p, g, m=state(when="heavy"), *, lr=hyper(1e-3, ge=0), heavy=flag(False)):

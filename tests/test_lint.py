@@ -50,7 +50,6 @@ from optgen.lang import (
     optimizer,
     row_mean,
     scalar,
-    shape_flag,
     sqrt,
     state,
     where,
@@ -453,24 +452,12 @@ def by_rows(p, g, m=state(), *, lr=hyper(1e-3, ge=0), wide=flag(False)):
     return p, m
 
 
-@optimizer(cite="none")
-def by_rows_of_matrices(
-    p, g, m=state(), *, lr=hyper(1e-3, ge=0), is_matrix=shape_flag(lambda shape: len(shape) >= 2)
-):  # fmt: skip
-    if is_matrix:
-        g = g / (sqrt(row_mean(g * g)) + 1e-8)
-    m = 0.9 * m + g
-    p = p - lr * m
-    return p, m
-
-
 def test_a_rule_of_rows_says_that_it_refuses_vectors() -> None:
     for found in (look(by_rows, plans.fp32).findings, judge(by_rows, plans.int8_split24).findings):
         (note,) = (f for f in found if f.code == "L16")
         assert note.severity == "note"
         assert "is_matrix=shape_flag(lambda shape: len(shape) >= 2)" in str(note)
         assert "`if not is_matrix:`" in str(note)
-    assert lint.vectors(by_rows_of_matrices) == []
 
 
 def test_no_ready_made_rule_refuses_vectors() -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from generated import AdamW
 from optgen.base.errors import UserError
-from optgen.formats import Blocked, Factored, LogMinMax, Plan, Rank1, f32, floats
+from optgen.formats import Blocked, Factored, LogMinMax, Plan, f32, floats
 from optgen.formats import bf16 as plain_bf16
 from optgen.lang.declare import StateDecl
 from optgen.lang.spec import Recurrence
@@ -41,19 +41,6 @@ def test_bytes_in_the_text_are_those_derived(plan: Plan) -> None:
     assert found is not None
     param = dtypes.f32 if found[2] else dtypes.bf16
     assert plan.storage(STATES, param, False).bytes_per_param == float(found[1])
-
-
-@each_plan
-@pytest.mark.parametrize("param", [dtypes.f32, dtypes.bf16, dtypes.f16], ids=str)
-def test_every_plan_takes_every_parameter_dtype(plan: Plan, param: dtypes.DType) -> None:
-    storage = plan.storage(STATES, param, False)
-    assert set(storage.states) == {"exp_avg", "exp_avg_sq"}
-    assert storage.master.fields(param)[""].dtype is param
-    assert storage.nonneg == {"exp_avg_sq"}
-    if param is dtypes.f32:
-        assert storage.master.noise_bits(param) == 0
-        assert list(storage.master.fields(param)) == [""]
-    assert all(f.rounding != "auto" for f in storage.states.values())
 
 
 @each_plan
@@ -131,15 +118,6 @@ def test_but_replaces_parts_and_takes_the_new_name() -> None:
         with pytest.raises(UserError, match="E309"):
             base.but(name=name)
     assert wide.loc.file == __file__
-
-
-def test_where_blocks_are_those_of_vectors_the_hint_says_what_sets_them() -> None:
-    for fmt in (Rank1(4, vectors=128), Factored(vectors=LogMinMax(4, 128))):
-        plan = plans.int8.but(name="uneven", nonneg=fmt)
-        states = (StateDecl("m", spaces.elem), StateDecl("v", spaces.elem, nonneg=True))
-        with pytest.raises(UserError, match="`m` in blocks of 64 and `v` in blocks of 128") as caught:
-            plan.storage(states, dtypes.f32, False, vector=True)
-        assert "`vectors`" in caught.value.hint
 
 
 def _warned(*shapes: tuple[int, ...], plan: str, **options: object) -> list[str]:
