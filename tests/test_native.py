@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from optgen.runtime import Field, Flag, Hyper, Optimizer, Variant
 from optgen.runtime.cpu import cpu, native
 from optgen.runtime.layout import plans
-from optgen.runtime.records import arena
+from optgen.runtime.records import Rule, Stage, arena
 from optgen.runtime.records.arena import Arena
 from optgen.runtime.records.join import Pair, Reference
 from optgen.runtime.records.warn import tell
@@ -59,7 +59,7 @@ struct bfloat16 {
     typedef uint16_t type;
     static float read(uint16_t x) { union { uint32_t i; float f; } u; u.i = (uint32_t)x << 16; return u.f; }
 };
-template <class G> struct momentum {
+template <class G> struct kernel {
     static void step(const int64_t *row, const float *s, int64_t low, int64_t high) {
         float *p = (float *)row[0], *m = (float *)row[2];
         const typename G::type *g = (const typename G::type *)row[1];
@@ -96,6 +96,9 @@ def momentum(p: Tensor, g: Tensor, m: Tensor, rate: float, beta: float, sign: fl
     p.sub_(m * rate)
 
 
+SWEEP = Stage("momentum", "elem", 0, (0, 1, 2), reads=("p", "g", "buffer"), stores=("p", "buffer"))
+
+
 def pair(name: str = "tiny", text: str | None = KERNELS) -> Pair:
     variants = tuple(
         Variant(
@@ -106,6 +109,7 @@ def pair(name: str = "tiny", text: str | None = KERNELS) -> Pair:
             host=host,
             flags={"strange": on},
             host_states=(("total", 0.0),),
+            rule=Rule(({"strange": on},), ("rate", "beta", "sign"), host, stages=(SWEEP,)),
         )
         for on in (False, True)
     )
@@ -503,7 +507,7 @@ def folder(shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 
 
 def kernel_files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("momentum-*.so"))
+    return sorted(folder.glob("momentum_*.so"))
 
 
 def compiles(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -572,12 +576,12 @@ def test_damaged_files_are_never_opened(damage: str, folder: Path, monkeypatch: 
     path.write_bytes(DAMAGE[damage](content))
     done = compiles(monkeypatch)
     same_as_eager()
-    assert done == ["momentum-float32"]
+    assert done == ["momentum_float32-float32"]
     assert path not in opened
     assert native._whole(path, bytes.fromhex(path.stem.rpartition("-")[2]).ljust(32, b"\0")) is False
     forget()
     same_as_eager()  # it was written anew
-    assert done == ["momentum-float32"]
+    assert done == ["momentum_float32-float32"]
     assert path in opened
 
 
@@ -591,7 +595,7 @@ def test_a_file_for_another_instruction_set(folder: Path, monkeypatch: pytest.Mo
     forget()
     done = compiles(monkeypatch)
     same_as_eager()
-    assert done == ["momentum-float32"]
+    assert done == ["momentum_float32-float32"]
     assert portable.read_bytes() != best.read_bytes()
 
 
@@ -619,7 +623,7 @@ def test_files_that_others_could_have_written(what: str, folder: Path, monkeypat
         assert path.is_file()
         assert not path.is_symlink()
         assert native._ours(path.stat())
-    assert done == ["momentum-float32"]
+    assert done == ["momentum_float32-float32"]
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o770])
@@ -630,12 +634,12 @@ def test_a_folder_that_others_can_write(mode: int, folder: Path, monkeypatch: py
     with pytest.warns(UserWarning, match="can be written by other users") as caught:
         same_as_eager()
     assert len(caught) == 1
-    assert "momentum-float32" in done
+    assert "momentum_float32-float32" in done
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
     found = native.describe()
     assert (found["problem"], found["private"], found["writable"]) == (None, False, False)
     same_as_eager()  # no second warning, no second compilation
-    assert done.count("momentum-float32") == 1
+    assert done.count("momentum_float32-float32") == 1
 
 
 def test_a_folder_of_somebody_else(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -643,7 +647,7 @@ def test_a_folder_of_somebody_else(folder: Path, monkeypatch: pytest.MonkeyPatch
     done = compiles(monkeypatch)
     with pytest.warns(UserWarning, match="belongs to"):
         same_as_eager()
-    assert "momentum-float32" in done
+    assert "momentum_float32-float32" in done
 
 
 def test_what_is_compiled_is_told_before(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -720,7 +724,7 @@ def test_no_room_for_temporary_files(folder: Path, monkeypatch: pytest.MonkeyPat
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(native.tempfile, "TemporaryDirectory", full)
-    stops_untouched("momentum-float32 cannot be compiled: .*No space left on device")
+    stops_untouched("momentum_float32-float32 cannot be compiled: .*No space left on device")
 
 
 def test_a_lock_whose_holder_lives(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -802,8 +806,8 @@ def start(text: str, **environment: str) -> subprocess.Popen[str]:
 
 LOAD = """
 from optgen.runtime.cpu import native
-defines = "OPTGEN_KERNEL=momentum", "OPTGEN_GRAD=float32"
-(made,) = native.load([native.Job("momentum-float32", open(KERNELS).read(), defines)])
+defines = "OPTGEN_KERNEL=kernel", "OPTGEN_GRAD=float32"
+(made,) = native.load([native.Job("momentum_float32-float32", open(KERNELS).read(), defines)])
 print("fine" if not isinstance(made, Exception) else made)
 """
 
@@ -825,7 +829,7 @@ def test_two_processes_and_one_that_is_killed_while_it_compiles(tmp_path: Path) 
         os.killpg(pid, signal.SIGKILL)
     assert not list((tmp_path / "cache").glob("*.so"))
     # The same command: what the first would have made and what it has locked is what these two want.
-    count = f'case "$*" in *" -c "*/momentum-float32.cpp*) echo x >> {tmp_path}/compiled;; esac'
+    count = f'case "$*" in *" -c "*/momentum_float32-float32.cpp*) echo x >> {tmp_path}/compiled;; esac'
     script(tmp_path / "slow", f'{count}; sleep 0.2; exec $real "$@"')
     both = [start(load, OPTGEN_CACHE=cache, CXX=slow) for _ in range(2)]
     for process in both:
