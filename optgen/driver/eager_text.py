@@ -201,6 +201,6 @@ def codec_text(plan: Plan, others: Sequence[Plan] = ()) -> str:
     )
 
 
-def is_ready(plan: Plan) -> bool:
-    """Return True if a plan's codecs come with the package."""
-    return Path(plan.loc.file).resolve().is_relative_to(ready.specs_dir().resolve())
+def is_ready(made: Plan | Spec) -> bool:
+    """Return True for a plan or a rule that comes with the package."""
+    return Path(made.loc.file).resolve().is_relative_to(ready.specs_dir().resolve())

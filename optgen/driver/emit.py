@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import optgen
 from optgen.backends import wrapper
-from optgen.driver import cpp_text, eager_text, judge, kernel_text, record_text, targets, triton_text
+from optgen.driver import cpp_text, eager_text, judge, kernel_text, load, record_text, targets, triton_text
 from optgen.driver.eager_text import PLANS, is_ready
 from optgen.driver.project import Maths
 from optgen.driver.targets import Case
@@ -55,7 +55,8 @@ def emit_plan(spec: Spec, plan: Plan, *, maths: Maths = "fast", cases: Iterable[
     cases  those that the lint looks at, all of them by default
     """
     own = kernel_text.record_text(spec, maths, plan)
-    wrong = judge.discouraged(spec, list(targets.cases(spec, plan) if cases is None else cases))
+    known = is_ready(spec) and comes_with(plan, maths)
+    wrong = {} if known else judge.discouraged(spec, list(targets.cases(spec, plan) if cases is None else cases))
     if not own and not wrong:
         return {}
     text = wrapper.render(
@@ -133,9 +134,20 @@ def rule_files(spec: Spec, plans: tuple[str, ...], own: Mapping[str, str], maths
         record_text.RULE: record_text.rule_text(spec),
         kernel_text.FILE: kernel_text.record_text(spec, maths),
     }
+    if is_ready(spec):
+        files["discouraged.py"] = discouraged_text(spec)
     for backend in BACKENDS.values():
         files |= backend.rule(spec, maths)
     return {name: text for name, text in files.items() if text}
+
+
+def discouraged_text(spec: Spec) -> str:
+    """Return the text of what the lint finds wrong with a ready-made rule under the ready-made plans."""
+    ready_plans = [plan for plan in load.plans().values() if is_ready(plan)]
+    found = {plan.name: judge.discouraged(spec, targets.cases(spec, plan)) for plan in ready_plans}
+    kept = {name: states for name, states in found.items() if states}
+    header = "\n".join(kernel_text.header_of(spec, None, "the lint"))
+    return wrapper.render("discouraged.py.j2", header=header, found=kept) if kept else ""
 
 
 def plan_files(plan: Plan, maths: Maths = "fast", others: Sequence[Plan] = ()) -> Files:

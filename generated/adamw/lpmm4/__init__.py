@@ -5,23 +5,6 @@
 # fmt: off
 # ruff: noqa
 
-DISCOURAGED = {  # state -> what the lint finds wrong with how it is kept; constructing an optimizer warns
-    "exp_avg": (
-        'to nearest, 14 codes up to 0.89 of the scale keep themselves under a decay of 0.9: a state without gradients'
-        ' never returns to 0'
-    ),
-    "exp_avg_sq": (
-        'the average freezes, and the step sizes made of it with it: a step under decay 0.999 changes it by 0.001 of '
-        'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
-        ' in fp32'
-    ),
-    "max_exp_avg_sq": (
-        'to nearest, a code keeps itself while the scale of its block moves slowly, and what it reads as moves with '
-        'the scale: a running maximum needs numbers that stay, as those of LogMinMax, LogMax and floats do, and those'
-        " of a format of one's own that says so by `still`"
-    ),
-}
-
 # The steps that this plan divides in a way of its own.
 from optgen.runtime.records import Rule, Stage, Temp
 from optgen.runtime.records.scalars import choose, divide, larger, root

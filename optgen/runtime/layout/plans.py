@@ -37,6 +37,12 @@ PlanOption = str | Mapping[str, str] | None
 """A plan's name, one per parameter dtype ({"float32": "fp32"}), or None for the class' defaults."""
 
 
+READY = "optgen._generated."
+"""The package of the ready-made rules, which have every ready-made plan that divides their steps as they are."""
+
+DISCOURAGED = "discouraged"
+"""The module of a ready-made rule about ready-made plans."""
+
 DEVICE = "triton"
 """The module of a rule's Triton kernels, and of a plan's Triton codecs."""
 
@@ -98,8 +104,10 @@ def load(cls: type, plan: str) -> Pair:
     base = generated_class(cls)
     if (base, plan) in known:
         return known[base, plan]
-    if plan in base.PLANS and (found := _built(base, plan)) is not None:
-        return known.setdefault((base, plan), found)
+    if plan in base.PLANS or plan.isidentifier() and base.__module__.startswith(READY):
+        found = _built(base, plan)
+        if found is not None and all(v.rule is not None for v in found.variants):
+            return known.setdefault((base, plan), found)
     if provider is not None:
         if (base, plan, provider) not in _made:
             _made[base, plan, provider] = provider(base, plan)
@@ -126,7 +134,11 @@ def _built(base: Any, plan: str) -> Pair | None:
     functions = functools.partial(_functions, f"{base.__module__}.eager", f"{record.__name__}.eager")
     rules, steps = (importlib.import_module(f"{base.__module__}.{x}").RULES for x in ("records", "kernels"))
     device = f"{base.__module__}.{DEVICE}", f"{record.__name__}.{DEVICE}"
-    return replace(joined(rules, steps, record, kernels, folder), reference=functions, triton=device)
+    pair = replace(joined(rules, steps, record, kernels, folder), reference=functions, triton=device)
+    if plan not in base.OWN_PLANS and importlib.util.find_spec(f"{base.__module__}.{DISCOURAGED}"):
+        found = importlib.import_module(f"{base.__module__}.{DISCOURAGED}").DISCOURAGED
+        pair = replace(pair, discouraged=found.get(plan, {}))
+    return pair
 
 
 def with_steps(
