@@ -76,7 +76,7 @@ def test_ready_made_optimizers(installed: Path, tmp_path: Path) -> None:
 
 
 def test_every_ready_made_pair_steps_without_the_compiler(installed: Path, tmp_path: Path) -> None:
-    """Nothing is generated for what the wheel holds."""
+    """Nothing is generated for what the wheel holds: all but some rules under plans that divide their steps anew."""
     out = python(
         """
         import sys
@@ -87,25 +87,32 @@ def test_every_ready_made_pair_steps_without_the_compiler(installed: Path, tmp_p
         for name in ("optgen.driver", "optgen.backends", "optgen.lang", "sympy", "jinja2"):
             sys.modules[name] = None  # its import fails
         import optgen.optim
+        torch.set_num_threads(1)
         warnings.simplefilter("ignore")  # plans that are discouraged
-        plans = set()
+        plans = sorted(f.name for f in (Path(optgen.__file__).parent / "plans").glob("[a-z]*"))
+        left, done = set(), 0
         for name in optgen.optim.__all__:
             made = getattr(optgen.optim, name)
-            for plan in made.PLANS:
-                ps = [torch.nn.Parameter(torch.full(s, 0.5, dtype=torch.bfloat16)) for s in ((64, 64), (5,))]
-                for p in ps:
-                    p.grad = torch.full_like(p, 0.25)
-                optimizer = made(ps, lr=0.25, plan=plan, backend="reference")
+            for plan in plans:
+                p = torch.nn.Parameter(torch.full((33, 128), 0.5, dtype=torch.bfloat16))
+                p.grad = torch.full_like(p, 0.25)
+                try:
+                    optimizer = made([p], lr=0.25, plan=plan, backend="reference")
+                except ModuleNotFoundError:  # the compiler was asked
+                    assert plan not in made.PLANS
+                    left.add(plan)
+                    continue
                 optimizer.step()
-                assert all(p.isfinite().all() and optimizer.state[p]["step"] == 1 for p in ps), (name, plan)
-                plans.add(plan)
-        folders = (Path(optgen.__file__).parent / "plans").glob("[a-z]*")
-        assert plans == {f.name for f in folders}, plans
+                assert p.isfinite().all() and optimizer.state[p]["step"] == 1, (name, plan)
+                done += 1
+        assert left <= {"int4_factored_split24", "int5_factored_split24", "lpmm4", "lpmm4_factor"}, left
+        print(len(optgen.optim.__all__), len(plans), done)
         """,
         installed,
         tmp_path,
     )
-    assert not out
+    rules, plans, done = map(int, out.split())
+    assert done > rules * (plans - 4)
 
 
 def test_rules_around_ready_made_rules(installed: Path, tmp_path: Path) -> None:
