@@ -238,27 +238,6 @@ def test_from_fp32_torch_to_a_16_bit_model(tmp_path: Path) -> None:
         assert bits(again.master_weights()) == bits(opt.master_weights())
 
 
-def test_parameters_without_names_that_torch_had_in_another_order(tmp_path: Path) -> None:
-    """Equal shapes do not tell: the result names the weights that it took, and is loaded for this order only."""
-    torch.manual_seed(0)
-    theirs = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
-    oracle = torch.optim.AdamW(list(theirs.parameters())[::-1], foreach=False)
-    train(oracle, range(2))
-    torch.save({"optimizer": oracle.state_dict(), "model": theirs.state_dict()}, tmp_path / "t.pt")
-    convert(str(tmp_path / "t.pt"), str(tmp_path / "o.pt"), to="fp32_master", spec="adamw", param="bfloat16")
-    model = copy.deepcopy(theirs).bfloat16()
-    opt = AdamW(list(model.parameters())[::-1], plan="fp32_master")
-    with pytest.raises(ValueError, match=r"expected the state of 1\.weight, got that of 0\.weight"):
-        load_checkpoint(tmp_path / "o.pt", opt, model)
-    assert not opt.state
-    # States alone go by their places.
-    convert(str(tmp_path / "t.pt"), str(tmp_path / "o.pt"), to="fp32", spec="adamw")
-    model = copy.deepcopy(theirs)
-    opt = AdamW(list(model.parameters())[::-1], plan="fp32")
-    load_checkpoint(tmp_path / "o.pt", opt, model)
-    assert bits(opt.dense_state_dict()["state"]) == bits(dict(oracle.state_dict()["state"]))
-
-
 # -- other packages --------------------------------------------------------------------------------------------
 
 
