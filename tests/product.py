@@ -86,7 +86,7 @@ def spaces_of(spec: str) -> set[str]:
 
 @cache
 def reduces(spec: str) -> bool:
-    """Whether a rule's values reach further than their element: its step takes several kernels."""
+    """Return True if a rule's values reach further than their element: its step takes several kernels."""
     return not spaces_of(spec) <= {"host", "elem"}
 
 
@@ -143,7 +143,7 @@ def is_met(cell: Cell) -> bool:
 
 
 def has_small(cell: Cell) -> bool:
-    """Whether small tensors of this cell are stored in another way than large ones."""
+    """Return True if small tensors of this cell are stored in another way than large ones."""
     spec, plan = spec_of(cell.spec), plan_of(cell.plan)
     flags = flags_of(cell)
     present = spec.present(flags)
@@ -153,13 +153,13 @@ def has_small(cell: Cell) -> bool:
 
 
 def within_blocks(plan: str) -> bool:
-    """Whether what a plan keeps of an element depends on its storage block at most, not on its row and column."""
+    """Return True if no state of the plan depends on more than its storage block: on its row or column."""
     found = plan_of(plan)
     return all(fmt.matrix is None for fmt in (found.signed, found.nonneg, *found.overrides.values()))
 
 
 def has_vector(cell: Cell) -> bool:
-    """Whether tensors without rows and columns are stored in another way than those that have them."""
+    """Return True if tensors without rows and columns are stored in another way than those that have them."""
     spec, flags = spec_of(cell.spec), flags_of(cell)
     storage = plan_of(cell.plan).storage(spec.present(flags), dtypes.FROM_TORCH[cell.param], False)
     return storage.matrix is not None and not needs_matrix(spec, flags)
@@ -250,7 +250,7 @@ class Built:
 
     @cached_property
     def in_parts(self) -> bool:
-        """Whether a step waits for sums over the model."""
+        """Return True if a step waits for sums over the model."""
         return any(b.reduction == "model_sum" for b in self.compiled.strict.temps)
 
     @cached_property
@@ -472,7 +472,7 @@ def compiled_for(cell: Cell) -> AbstractContextManager[None]:
 
 
 def takes_stages(cell: Cell) -> bool:
-    """Whether a step of the cell takes several kernels."""
+    """Return True if a step of the cell takes several kernels."""
     return build(cell).compiled.strict.in_stages
 
 
@@ -547,7 +547,7 @@ def differing(cell: Cell, folder: Path, steps: int = 2) -> list[str]:
 
 
 def same_bits(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
-    """Whether two sets of buffers hold the same bits."""
+    """Return True if two sets of buffers hold the same bits."""
     return a.keys() == b.keys() and all(
         a[k].shape == b[k].shape and torch.equal(a[k].reshape(-1).view(torch.uint8), b[k].reshape(-1).view(torch.uint8))
         for k in a

@@ -339,7 +339,7 @@ def random_states(spec: Spec, setting: dict[str, bool], shape: tuple[int, ...]) 
 
 
 def at_interval(spec: Spec, setting: dict[str, bool]) -> bool:
-    """Whether a flag is on that is on at some steps only: multiples of 5, by default."""
+    """Return True if a flag is on that is on at some steps only: multiples of 5, by default."""
     return any(f.every and setting[f.name] for f in spec.flags)
 
 

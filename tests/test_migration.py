@@ -50,7 +50,7 @@ def allowed(key: str, kept: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def _installed(package: str) -> bool:
-    """Whether the real one is: other tests put stand-ins into sys.modules."""
+    """Return True if the real one is: other tests put stand-ins into sys.modules."""
     try:
         importlib.metadata.distribution(package)
     except importlib.metadata.PackageNotFoundError:

@@ -873,7 +873,7 @@ if child:
 
 
 def is_short(opt: Optimizer) -> bool:
-    """Whether the next step can go the short way, as far as the last one knows."""
+    """Return True if the next step can go the short way, as far as the last one knows."""
     return opt._stepper.fast_path.last is not None
 
 

@@ -49,12 +49,12 @@ def of_pairs(holds: Callable[[str], bool] = lambda spec: True, *, within_blocks:
 
 
 def elementwise(spec: str) -> bool:
-    """Whether each element goes its own way, but for the block that it is stored in."""
+    """Return True if each element goes its own way, but for the block that it is stored in."""
     return not product.reduces(spec)
 
 
 def flat(spec: str) -> bool:
-    """Whether a rule gives rows and columns no meaning."""
+    """Return True if a rule gives rows and columns no meaning."""
     return not product.spaces_of(spec) & {"row", "col", "mat"}
 
 

@@ -1,4 +1,4 @@
-"""In a checkout: the repository's generated/ under the name that it has in a wheel.
+"""The repository's generated/ folder, under the name that it has in a wheel.
 
 A wheel holds the generated folder itself in this place and leaves this file out.
 """

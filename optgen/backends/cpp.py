@@ -386,7 +386,7 @@ class Phases:
         return any(n.op == "draw" for n in self.computed(self.phase_roots(k), own, set()).values())
 
     def _drop_unread(self) -> None:
-        """Lets that nothing reads as it is printed go: a store takes a byte of a word, an idiom what was loaded."""
+        """Drop lets that the generated text does not read: a store takes a byte of a word, an idiom what was loaded."""
         roots = [wanted(s.node) for phase in self.phases for s in (*phase.stores, *phase.block_stores)]
         seen: set[int] = set()
         stack = list(roots)
@@ -451,7 +451,7 @@ class Phases:
 
 
 def assigned(plan: Phases, let: Let, printer: CppPrinter) -> tuple[str, str]:
-    """(code, comment) of a let; from here on its node prints as its name."""
+    """Return (code, comment) of a let; from here on its node is spelled as its name."""
     text, _ = printer.express(let.node)
     name = plan.name[let.node.uid]
     printer.names[let.node.uid] = name

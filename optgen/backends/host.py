@@ -35,7 +35,7 @@ def _function(name: str) -> Spelling:
 
 
 def _div(p: Printer, n: Node) -> Text:
-    """As it stands where 1 is divided; else a function: torch multiplies by a reciprocal where one side is a number."""
+    """Spell a quotient: 1 / x as it is, else a call: torch multiplies by a reciprocal where one side is a number."""
     assert isinstance(p, HostPrinter)
     if n.args[0].op == "const" and n.args[0].attr == 1 and never_zero(n.args[1], p.intervals):
         return f"{p.text(n.args[0], 20)} / {p.text(n.args[1], 21)}", 20

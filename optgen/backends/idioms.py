@@ -26,7 +26,7 @@ class Idiom:
 
 @cache
 def idiom(node: Node) -> Idiom | None:
-    """Return the node in fast maths; None where it is printed as it stands."""
+    """Return the node in fast maths; None where it is spelled as it stands."""
     if node.space != spaces.elem:
         return None
     if node.op == "cast":
@@ -102,7 +102,7 @@ def _joined(node: Node) -> Idiom | None:
 
 
 def printed(roots: list[Node]) -> Iterator[Node]:
-    """Every node that Triton's kernels print: `postorder` without what idioms say for themselves."""
+    """Yield the nodes that Triton's kernels spell: `postorder` without the nodes inside an idiom."""
     seen: set[int] = set()
     stack = list(roots)
     while stack:

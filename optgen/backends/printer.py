@@ -56,7 +56,7 @@ class Printer:
         return f"{function}({', '.join(self.text(a) for a in args)})", ATOM
 
     def bind(self, let: Let) -> str:
-        """The let's expression; afterwards its node prints as its name."""
+        """Return the let's expression; from here on its node is spelled as its name."""
         out, _ = self.express(let.node)
         self.names[let.node.uid] = let.name
         return out

@@ -46,7 +46,7 @@ BACKENDS = {
         lambda plan, _, others: {eager_text.FILE: eager_text.codec_text(plan, others)},
     ),
 }
-"""Name -> backend; what a build writes for a rule and a plan together, `emit_plan` says."""
+"""Name -> backend. `emit_plan` makes the files of a rule and a plan together."""
 
 
 def emit_plan(spec: Spec, plan: Plan, *, maths: Maths = "fast", cases: Iterable[Case] | None = None) -> Files:
@@ -128,7 +128,7 @@ def comes_with(plan: Plan, maths: Maths) -> bool:
 
 
 def rule_files(spec: Spec, plans: tuple[str, ...], own: Mapping[str, str], maths: Maths) -> Files:
-    """Return file name -> text of what a rule has for all plans: the class, its records, its text for each backend."""
+    """Return file name -> text of a rule's files for all plans: the class, its records, its text for each backend."""
     files = {
         "__init__.py": emit_class(spec, plans, own),
         record_text.RULE: record_text.rule_text(spec),

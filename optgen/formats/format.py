@@ -156,7 +156,7 @@ class Format(ABC):
 
     @property
     def matrix(self) -> MatrixKind | None:
-        """Which matrix the format's rows and columns are those of; None where it has none.
+        """The matrix that the format's rows and columns belong to; None if it has none.
 
         A rule that has rows and columns of its own decides for both.
         """

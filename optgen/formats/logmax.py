@@ -72,7 +72,7 @@ class LogMax(PseudoLog):
 
     @property
     def step(self) -> int:
-        """From one grid point to the next, as an integer pattern."""
+        """The distance of neighbouring grid points, as an integer pattern."""
         return round(self.octaves * 2**23 / self.codes)
 
     @property

@@ -60,7 +60,7 @@ class Storage:
 
     @property
     def matrix(self) -> MatrixKind | None:
-        """Which matrix the formats' rows and columns are those of: the last two dimensions, if one asks for them."""
+        """The matrix that the formats' rows and columns belong to: the last two dimensions, if one asks for them."""
         wanted = {f.matrix for f in self.states.values()} - {None}
         return "last" if "last" in wanted else "first" if wanted else None
 

@@ -133,7 +133,7 @@ model_total = _statistic(
 
 
 def axis_min(x: Num) -> Num:
-    """For each column the smallest of what its indices have: goes back from `axis_max` to columns."""
+    """Return for each column the smallest value of its indices; leads back from `axis_max` to columns."""
     _check(x, "axis_min", ("axis",))
     return reader_of(x).axis_min(x)
 

@@ -1,4 +1,4 @@
-"""Which Python construct asked a traced value for its truth or its number, and what to write instead."""
+"""Name the Python construct that asked a traced value for its truth or its number, and the text to write instead."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from optgen.ops import spaces
 from optgen.ops.dtypes import PRECISION
 
 MatrixKind = Literal["last", "first"]
-"""Which matrix the rows and columns of a rule are those of, where a parameter has more than two dimensions."""
+"""The matrix that a rule's rows and columns belong to, where a parameter has more than two dimensions."""
 
 
 @dataclass(frozen=True)

@@ -205,7 +205,7 @@ def needs_matrix(spec: Spec, flags: Mapping[str, bool]) -> bool:
 
 
 def matrix_of(spec: Spec, flags: Mapping[str, bool], storage: Storage) -> MatrixKind:
-    """Which matrix rows and columns are those of: the rule's, or where it has none, that of the formats."""
+    """Return the matrix that rows and columns belong to: the rule's, or if it has none, that of the formats."""
     if storage.matrix is None or needs_matrix(spec, flags):
         return spec.matrix
     return storage.matrix

@@ -67,7 +67,7 @@ def _rounding(x: Node) -> Node | None:
 
 
 class Converter:
-    """One step at a node whose operands are done."""
+    """A rewriter of one node whose operands are done."""
 
     def __init__(self, intervals: Intervals, computed: Collection[str] = ()) -> None:
         self.intervals, self.computed = intervals, computed

@@ -59,7 +59,7 @@ class Values:
     def decoded(
         cls, values: Mapping[str, Tensor], host: Mapping[str, float], step: int, model: Model = STRICT
     ) -> Values:
-        """From decoded tensors: "p" and the states by name.
+        """Return the values of decoded tensors: "p" and the states by name.
 
         In fast maths a kernel decodes with roundings of its own: a code times its scale, one operation's worth.
         """

@@ -237,7 +237,7 @@ class Interval:
     __radd__, __rmul__ = __add__, __mul__
 
     def __pow__(self, e: float) -> Interval:
-        """As traced values do it: products for whole exponents, else the reader's power.
+        """Raise to a power as traced values do: products for whole exponents, else the reader's power.
 
         Kernels have either for a number with a point, which may be the author's or a hyper-parameter's value.
         """

@@ -63,7 +63,7 @@ def job(plan: Pair, variant: Variant, grad: torch.dtype) -> native.Job:
 
 
 def kernels(buckets: Sequence[Bucket]) -> list[Step | native.Unavailable]:
-    """The function of each bucket's kernel, compiled where it is new; in place of one that cannot be had, why."""
+    """Return the function of each bucket's kernel, compiled if new; Unavailable in the place of one that failed."""
     jobs = [job(b.plan, b.variant, b.grad_dtype) for b in buckets]
     return [
         made if isinstance(made, native.Unavailable) else _function(made, bucket)
@@ -92,7 +92,7 @@ KINDS = ("elem", "block", "row", "col", "mat", "tensor", "eight", "axis")
 
 
 def _kind(space: str) -> int:
-    """Every tensor has a value of the model of its own."""
+    """Return the number of a space; each tensor has its own copy of a value of the model."""
     return KINDS.index("tensor" if space == "model" else space)
 
 
@@ -133,7 +133,7 @@ class Table:
 
 
 def table(lines: Sequence[Sequence[int]], fields: int) -> Table:
-    """From the rows of `launch.rows` for tensors of that many fields."""
+    """Return the table of the rows of `launch.rows`, for tensors of that many fields."""
     rows = array("q")
     elements = 0
     for line in lines:
@@ -157,7 +157,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def threads(elements: int) -> int:
-    """As many as torch uses; one for little work, and in a forked process: OpenMP's threads did not come along,
+    """Return as many as torch uses; one for little work, and in a forked process: OpenMP's threads did not come along,
     and GNU's runtime would wait for them for ever."""
     return torch.get_num_threads() if elements >= SERIAL and not _forked else 1
 

@@ -1,4 +1,4 @@
-"""Steps of several stages on CPU tensors: their table, and the room that they work in.
+"""Steps of several stages on CPU tensors: their table and their workspace.
 
 A row of the table (optgen/runtime/cpu/cpp/stages.h): addresses of p, g, the fields, the temps, the partial results of
 sweeps; address of the dense copy or 0; address of what columns are made of or 0 (Workspace.axes); matrices, rows,
@@ -47,7 +47,7 @@ def table(
     dims: workspace.Dims = None,
     old: Table | None = None,
 ) -> Table:
-    """The table of a bucket's tensors; those whose logical tensors have no elements are left out.
+    """Return the table of a bucket's tensors; those whose logical tensors have no elements are left out.
 
     columns   addresses of p, g and the fields, for each tensor
     dims      what columns are made of, for each tensor
@@ -66,7 +66,7 @@ def table(
 
 
 def make(variant: Variant, shapes: Sequence[torch.Size], dims: workspace.Dims = None) -> Workspace:
-    """Room for the temps, the partial results, and where needed the dense copies of a bucket.
+    """Make the workspace of a bucket: temps, partial results, and dense copies where they are needed.
 
     Its last column holds the addresses of the dense copies, 0 where there is none.
     """

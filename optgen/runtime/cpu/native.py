@@ -48,7 +48,7 @@ FLAGS = (
     "-fvisibility=hidden", "-Wall", "-Wno-uninitialized", "-Wno-maybe-uninitialized", "-Wno-parentheses",
 )  # fmt: skip
 """Never -ffast-math: linked in, it flushes subnormals to zero in the whole process.  What is not warned of: the
-compilers' own headers leave registers undefined on purpose, and shifts beside sums are meant as printed."""
+compilers' own headers leave registers undefined on purpose, and shifts beside sums are meant as generated."""
 
 GCC_FLAGS = ("-fschedule-insns", "-fsched-pressure")
 """Neighbours of a loop that was written out are interleaved, so that a processor finds more to do at a time: 6 % of
@@ -180,7 +180,7 @@ def _compiler(asked: str, path: str) -> Compiler | None:
 
 
 def no_compiler() -> str:
-    """Why `compiler()` is None, in words."""
+    """Say why `compiler()` is None."""
     asked = os.environ.get("CXX", "")
     if asked.strip():
         return f"CXX={asked!r} is no C++ compiler that runs"
@@ -282,7 +282,7 @@ def _warn_cache(reason: str) -> None:
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """One process compiles, the others wait for its file: at most as long as a compiler may run.
+    """Let one process compile while the others wait for its file, at most as long as a compiler may run.
 
     The lock ends with the process that holds it; it saves work only, so where it cannot be had, all go on.
     """
@@ -344,7 +344,7 @@ _LEFT = re.compile(r"\.optgen-new-\w+|.+-[0-9a-f]{32}\.so\.lock")
 
 
 def _sweep(folder: Path) -> None:
-    """Removes what processes left that were killed while they wrote."""
+    """Remove files that processes left which were killed while they wrote."""
     old = time.time() - 3600
     with suppress(OSError):
         for entry in os.scandir(folder):
@@ -414,14 +414,14 @@ def _stamp(job: Job, by: Compiler, isa: Isa) -> bytes:
 
 
 _untaken: list[str] = []
-"""Why the folder took no library, to be warned of."""
+"""Reasons why the cache folder took no library, to be warned of."""
 
 _lock = threading.Lock()
 _known: dict[tuple[Job, Compiler, Isa], ctypes.CDLL | Unavailable] = {}
 
 
 def load(jobs: Sequence[Job], *, quiet: bool = False) -> list[ctypes.CDLL | Unavailable]:
-    """The libraries of the jobs, in their order; in the place of one that cannot be had, why.
+    """Return the libraries of the jobs, in their order; Unavailable in the place of one that failed.
 
     quiet   do not tell what is compiled
     What is not in the cache folder is compiled, several at a time.  Answers are kept, failures too.
@@ -536,7 +536,7 @@ def _compile(job: Job, by: Compiler, isa: Isa, stamp: bytes, work: Path) -> tupl
 
 @functools.cache
 def share_openmp() -> str | None:
-    """Makes torch's OpenMP runtime visible to our libraries; its file, or None where torch has loaded none.
+    """Make torch's OpenMP runtime visible to our libraries. Return its file, or None if torch has loaded none.
 
     torch's wheels open theirs for all; a build that keeps it to itself has it opened again.
     """

@@ -144,7 +144,7 @@ def _key(call: Call, scalars: Sequence[float] | Control) -> tuple[object, ...]:
 def _outer(
     call: Call, scalars: Sequence[float] | Control, step_key: int
 ) -> tuple[Any, tuple[Any, ...], Mapping[str, Any]]:
-    """(kernel, arguments, constants) of a launch: where its scalars stand on the device, of the kernel around it."""
+    """Return (kernel, arguments, constants) of a launch; if its scalars are on the device, of the kernel around it."""
     if not isinstance(scalars, Control):
         key = (step_key,) if call.keyed else ()
         return call.kernel, (call.table, call.work, *(scalars[k] for k in call.scalars), *key), call.constants

@@ -157,7 +157,7 @@ def _sent(lines: list[list[int]], device: torch.device) -> Tensor:
 
 
 class _Maker:
-    """Makes the calls of a plan, stage by stage."""
+    """Make the calls of a plan, stage by stage."""
 
     def __init__(
         self, bucket: Bucket, kernels: ModuleType, grad: Any, live: Live, room: workspace.Workspace, panel_rows: int,

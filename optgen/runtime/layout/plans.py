@@ -1,4 +1,4 @@
-"""From (class, plan name) to what a rule is under a plan, and from a parameter to its variant.
+"""Find the pair of a class and a plan's name, and the variant of a parameter.
 
 A generated class stands in a package with its rule's records; each plan is a package with its own, and the runtime
 joins them when they are first asked for.  A plan that the class was not built for is asked of `provider`, which the
@@ -65,7 +65,7 @@ class Chosen(NamedTuple):
 
     @property
     def shown(self) -> str:
-        """As it is shown to users."""
+        """The name that users see."""
         return f"{self.name} (fp32 states)" if self.limit == sys.maxsize else self.name
 
 

@@ -36,7 +36,7 @@ Span = tuple[int, int]
 """Indices [start, stop) of one dimension."""
 
 Cuts = tuple[tuple[int, int] | None, ...]
-"""For each mesh dimension: (dimension that it cuts, pieces into which that falls first); None: all ranks have all."""
+"""Per mesh dimension: (dimension that it cuts, pieces into which that falls first); None: all ranks have all."""
 
 ALIGNMENT = 64
 """Bytes to which tensors are aligned in what ranks send one another."""
@@ -213,7 +213,7 @@ class Layout:
         return [m for m, cut in enumerate(self.cuts) if cut is not None]
 
     def coordinates(self) -> Iterator[tuple[int, ...]]:
-        """One coordinate for each part: 0 along mesh dimensions whose ranks all hold the same."""
+        """Yield a coordinate for each part: 0 along mesh dimensions whose ranks all hold the same."""
         return _coordinates(self.mesh_shape, self.cuts)
 
     def roles(self, matrix: Matrix) -> frozenset[str]:
@@ -562,7 +562,7 @@ class Exchange:
 
 
 def serve(exchanges: Iterable[Exchange]) -> None:
-    """One message per group of ranks for all sums, one for all largest values, one for all that is wanted whole."""
+    """Send one message per group of ranks for all sums, one for all maxima, one for all gathered tensors."""
     found = list(exchanges)
     reduce([s for e in found for s in e.sums])
     gather([w for e in found for w in e.wholes])
@@ -611,7 +611,7 @@ def _unordered(x: Tensor) -> Tensor:
 
 
 def gather(items: Sequence[Whole]) -> None:
-    """Makes the tensors of all parts."""
+    """Make the tensors of all parts."""
     import torch.distributed as dist
 
     send = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # named anew in torch 2.13

@@ -86,7 +86,7 @@ class Workspace:
 
 
 Dims = Sequence[tuple[int, ...]] | None
-"""For each tensor layout.column_dims; None where that does not matter."""
+"""`layout.column_dims` of each tensor; None where they do not matter."""
 
 
 def make(variant: Variant, shapes: Sequence[torch.Size], device: torch.device, dims: Dims = None) -> Workspace:

@@ -1,7 +1,7 @@
 """Arithmetic of host scalars: IEEE answers where Python would raise; of tensors where a step is counted on a device.
 
 Every function takes Python floats, and gives one; or, where any argument is a 0-dim fp64 tensor, a 0-dim fp64 tensor
-on its device, without looking at its value.  So the printed host functions are the one formula of both.
+on its device, without looking at its value.  So the generated host functions are the one formula of both.
 """
 
 from __future__ import annotations

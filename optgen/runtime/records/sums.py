@@ -51,7 +51,7 @@ def _cut(x: Tensor, size: int) -> Tensor:
 
 
 def in_order(x: Tensor, dim: int) -> Tensor:
-    """One after the other along a dimension, beginning with 0."""
+    """Add the entries along a dimension one after the other, beginning with 0."""
     total = torch.zeros_like(x.select(dim, 0)) if x.shape[dim] else x.sum(dim)
     for part in x.unbind(dim):
         total = total + part

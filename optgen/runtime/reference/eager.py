@@ -185,7 +185,7 @@ def axis_min(x: Tensor, dims: Sequence[int] | None) -> Tensor:
 
 
 def put(to: Tensor, x: Tensor) -> None:
-    """Writes small values to a state of their shape."""
+    """Write small values to a state of their shape."""
     to.copy_(x)
 
 

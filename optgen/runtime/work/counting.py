@@ -1,7 +1,7 @@
 """Steps that are counted on a device: nothing in them is read by the host, so a CUDA graph may hold them.
 
-The number of the step, the host states and the hyper-parameters given as tensors are 0-dim tensors there.  The printed
-host functions make 0-dim tensors of them, `Control` lays those out in memory, and a kernel around each kernel
+The number of the step, the host states and the hyper-parameters given as tensors are 0-dim tensors there.  The
+generated host functions make 0-dim tensors of them, `Control` lays those out in memory, and a kernel around each kernel
 (gpu/controlled.py) hands them on.  It also leaves everything as it is where a GradScaler has found an infinity.
 
 One tensor counts the steps of all parameters that step together: their states hold the same object.
@@ -136,7 +136,7 @@ class Control:
         return self._counted.copy_(self._number)
 
     def fill(self, numbers: Sequence[Scalar], seed: int | None, skip: Tensor | None) -> None:
-        """For the step whose number was counted last; no tensor is looked at.
+        """Write the values of the step whose number was counted last; no tensor is read on the host.
 
         seed  of the random bits, None: none are drawn; skip: bool, None: no
         Numbers that stand there already are not written again.  A graph writes all; and since nobody says when it runs,

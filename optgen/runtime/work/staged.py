@@ -119,7 +119,7 @@ def drive(
 
 
 def run(runner: Runner) -> None:
-    """To the end, where nothing is summed over the model or over ranks."""
+    """Run to the end; for steps in which nothing is summed over the model or over ranks."""
     for request in runner:
         if isinstance(request, list) or request.sums or request.wholes:
             raise AssertionError("a sum over the model is taken together with the other buckets")

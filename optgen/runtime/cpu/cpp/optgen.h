@@ -1,4 +1,4 @@
-// What generated CPU kernels stand on: vectors, the walk over tensors, and the one exported function.
+// The base of generated CPU kernels: vectors, the walk over tensors, and the one exported function.
 //
 // Compiled for what the flags allow: AVX-512, AVX2 or anything.  -ffp-contract=off keeps products and sums
 // apart unless a kernel says fma; -ffast-math is never used (linked in, it would flush subnormals to zero in
@@ -43,7 +43,7 @@ namespace {
 
 constexpr int VECTOR = 16;  // storage blocks whose values fill one register at the widest
 
-// How many elements a tile has, a multiple of 16 blocks: about 2048 where what is kept of them, `kept` arrays of 4
+// The elements of a tile, a multiple of 16 blocks: about 2048 where what is kept of them, `kept` arrays of 4
 // bytes, leaves a third of the first-level cache to what is on its way, else about 1024.
 constexpr int elements_of_tile(int block, int kept) {
     const int least = VECTOR * block, wanted = 2048 * 4 * kept <= OPTGEN_L1 / 3 * 2 ? 2048 : 1024;
@@ -56,7 +56,7 @@ inline M where(M c, M a, M b) { return (c & a) | (~c & b); }
 
 // A table's entry of each lane's number.
 template <int N> inline F lookup(const float (&table)[N], I at) { return gather(table, at); }
-// How many of a table's entries are <= x, 0 for a NaN; of 2^b - 1 entries, in b steps.
+// The number of a table's entries that are <= x, 0 for a NaN; of 2^b - 1 entries, in b steps.
 template <int N> inline I search(const float (&table)[N], F x) {
     static_assert((N & (N + 1)) == 0, "2^b - 1 entries");
     I found(0);
@@ -128,7 +128,7 @@ template <int BITS> inline void pack(uint8_t *__restrict to, const uint8_t *__re
         to[j] = (uint8_t)byte;
     }
 }
-// What lies behind the end of a row is written as 0.
+// Codes behind the end of a row are written as 0.
 template <int BLOCK> inline void no_codes(uint8_t *codes, int blocks, const int *live) {
     for (int b = 0; live && b < blocks; b++)
         memset(codes + b * BLOCK + live[b], 0, (size_t)(BLOCK - live[b]));
@@ -218,7 +218,7 @@ template <class Kernel> struct Noise {
     I word[Kernel::NOISE.words ? Kernel::NOISE.words : 1];
 };
 
-// What a codec asks for: uniform on 0 .. 2^bits - 1; on 0 .. 2^WIDTH - 1, further bits of the word below its own; the
+// Random bits of a codec: uniform on 0 .. 2^bits - 1; on 0 .. 2^WIDTH - 1, further bits of the word below its own; the
 // midpoints of 2^bits cells of 0 .. 2^WIDTH.
 template <int VALUE, class Kernel> inline I integer(const Noise<Kernel> &noise) {
     constexpr Share s = Kernel::NOISE.of(VALUE);
@@ -312,7 +312,7 @@ template <class Kernel> struct Words {
 
 // -- the walk
 
-// What there is one entry of in a column: an element, a block; a row's columns; eight packed codes.
+// The unit that a column has one entry for: an element, a block; a row's columns; eight packed codes.
 enum Kind : int32_t { ELEMENT, BLOCK_OF, ROW, COLUMN, MATRIX, WHOLE, EIGHTH, AXIS };
 
 struct Column {
@@ -507,7 +507,7 @@ int32_t run(const int64_t *table, int64_t tensors, const float *scalars, int32_t
     return 0;
 }
 
-// What a kernel takes, for the host to compare with its tables: scalars, elements per block, columns, and of each
+// The layout of a kernel's tables, for the host to compare: scalars, elements per block, columns, and of each
 // column the bytes per entry and of what it is one.
 template <class Kernel> const int32_t *layout() {
     constexpr int n = width<Kernel>();
@@ -519,7 +519,7 @@ template <class Kernel> const int32_t *layout() {
     return out;
 }
 
-// What the exported functions call; kernels of several stages have their own (stages.h).
+// The functions behind the exported ones; kernels of several stages have their own (stages.h).
 template <class Kernel, class = void> struct Runner {
     static int32_t step(const int64_t *table, int64_t tensors, const float *scalars, int32_t step_key, int32_t threads) {
         return run<Kernel>(table, tensors, scalars, step_key, threads);

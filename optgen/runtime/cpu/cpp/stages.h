@@ -1,4 +1,4 @@
-// What a step of several stages stands on: sweeps over elements in tiles, the sums that they leave, and the work on
+// The base of steps of several stages: sweeps over elements in tiles, the sums that they leave, and the work on
 // few values (rows, columns, matrices, tensors) between them.
 //
 // The order in which values are added is that of optgen/runtime/records/sums.py, in strict and fast maths alike, so the number
@@ -19,7 +19,7 @@ constexpr int SIZES = 14;       // of a table row, behind its addresses
 constexpr int TOGETHER = 256;   // results that one thread finishes at a time
 constexpr int BLOCKS_OF_TILE = 16;
 
-// What there is one value of; a sweep runs over elements.
+// The reduction of a value.
 enum Reduction : int32_t { NONE, TOTAL, LARGEST };
 
 // One of a stage's buffers.
@@ -39,7 +39,7 @@ struct StageColumn {
     int32_t kind;  // of the values; 8 more for partial results
 };
 
-// What all tiles of a tensor share.
+// The values that all tiles of a tensor share.
 struct Known {
     const float *scalars, *extent;
     int32_t step_key, stream_key;
@@ -409,7 +409,7 @@ OPTGEN_ONCE void panel_of_row(const Stage &s, const Shape &t, const Panels &shap
     }
 }
 
-// What a place reduces, of one row in one panel.  Where a later place wants the array too, a copy is folded.
+// The reduction of a place over one row in one panel.  Where a later place wants the array too, a copy is folded.
 inline float fold_row(const Stage &s, int place, char *room, int64_t n) {
     const int source = s.places[place].source;
     float *x = tile_room(s, room, source);
@@ -438,7 +438,7 @@ OPTGEN_ONCE void expand(const Place &p, const Shape &t, const float *from, float
     }
 }
 
-// What a sweep reduces, of the shape of the tensor; places with one array share it.
+// The dense copy of a sweep's summands, of the shape of the tensor; places with one array share it.
 inline float *dense_copy(const Stage &s, const Shape &t, int place) {
     float *out = (float *)t.dense;
     for (int c = 0; out && c < s.places[place].source; c++)
@@ -795,7 +795,7 @@ OPTGEN_ONCE void reduce_few(const Place &p, const Shape &t, float *lanes, const 
 
 // Where columns are made of several dimensions, there is one matrix.
 
-// Of n indices of these dimensions, from `index` on: the largest of the columns that have them.
+// The largest value of the columns of each of n indices of these dimensions, from `index` on.
 OPTGEN_ONCE void largest_of_columns(const Shape &t, const float *columns, float *to, int64_t index, int64_t n) {
     const int64_t *size = t.axes + 2;
     if (t.axes[0] == 1) {
@@ -816,7 +816,7 @@ OPTGEN_ONCE void largest_of_columns(const Shape &t, const float *columns, float 
     }
 }
 
-// Of n columns from `column` on: the smallest of what their indices have.
+// The smallest value of the indices of each of n columns, from `column` on.
 OPTGEN_ONCE void smallest_of_indices(const Shape &t, const float *indices, float *to, int64_t column, int64_t n) {
     if (t.axes[0] == 1) {
         memcpy(to, indices + column, (size_t)n * 4);
@@ -892,7 +892,7 @@ OPTGEN_ONCE void work_on_few(const Stage &s, const Shape &t, char *room, const K
 
 // -- the step
 
-// What one of `all` threads does in stages [begin, end); they wait for each other after each sweep and what follows.
+// The work of one of `all` threads in stages [begin, end); they wait for each other after each sweep and what follows.
 inline void work(const Stage *stages, int begin, int end, const Table &table, const float *scalars, int32_t step_key,
                  int64_t who, int64_t all, char *room) {
     for (int k = begin; k < end;) {

@@ -14,7 +14,7 @@ struct Single : Codec {
     static constexpr bool ROOTED = false, HAS_ROOT = false;
 };
 
-// What a stage leaves alone.
+// A value that a stage neither reads nor writes.
 struct untouched : Single {
     static constexpr int FIELDS = 0;
 
@@ -99,13 +99,13 @@ struct no_gradient {
     static F load(const float *) { return F(0.0f); }
 };
 
-// What a rule's stage says in the place of what a rule of one sweep does.
+// The constants of a stage's rule; a rule of one sweep has its own.
 struct StageRule {
     static constexpr int APART = 0;
     static constexpr bool NEXT[MOST] = {}, ROOT[MOST] = {};
 };
 
-// What a sweep asks for ahead: the elements that it reads.
+// The columns that a sweep prefetches: the elements that it reads.
 template <int N> constexpr auto columns_of(const Columns<Place, N> &places) {
     Columns<Column, N> out{};
     for (int k = 0; k < N; k++) {

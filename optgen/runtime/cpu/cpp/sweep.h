@@ -21,7 +21,7 @@ struct Product {
     F a, b;
 };
 
-// What a codec need not say that has neither values of blocks nor packed codes.
+// Defaults for codecs without values of blocks and without packed codes.
 struct Codec {
     static constexpr int KEPT = 0;  // arrays of a tile
     struct In {};                   // what is read of a block
@@ -92,7 +92,7 @@ template <class Layout, class Rule, class Grad, class P, class... V> struct Swee
         return out;
     }
     static constexpr int LOOPS = loops();
-    // Whether the weight has a loop of its own: one of 16 bits costs more to read and write than to wait for.
+    // True if the weight has a loop of its own: one of 16 bits costs more to read and write than to wait for.
     static constexpr bool APART = BLOCK > 1 && LOOPS > 1 && Rule::APART > (Layout::COLUMNS[0].bytes < 4 ? 0 : 1);
 
     // The arrays of a value: what it is encoded from; its new value and the root of that, for the weight.
@@ -217,7 +217,7 @@ template <class Layout, class Rule, class Grad, class P, class... V> struct Swee
             store(arrays.root[T::PLACE] + i, sqrt(given));
     }
 
-    // What the tile's first loop reads of the next tile, dealt out to the loops: see Layout::COLUMNS.
+    // Prefetches of what the first loop reads in the next tile, spread over the loops: see Layout::COLUMNS.
     static constexpr bool of_weight(int c) { return c == 0 || (c >= P::MORE && c < P::MORE + P::FIELDS - 1); }
     static constexpr bool ahead(int c) { return Layout::COLUMNS[c].kind != BLOCK_OF && !(APART && of_weight(c)); }
     static constexpr int before(int c) { return c == 0 ? 0 : before(c - 1) + ahead(c - 1); }
