@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch.utils.benchmark import Timer
 
-from optgen.driver import emit, load, targets
+from optgen.driver import load, targets
 from optgen.runtime.cpu import native
+from tests import product
 from tools import bench_cpu, bench_memory, benchmark, cpu_kernel, gpu_check
 from tools.benchmark import BASE, COPY, FP32, Contender, Lane, Target
 
@@ -55,7 +56,7 @@ def test_traffic_is_that_of_the_step_that_is_generated(name: str) -> None:
             spec = load.find_spec(name.lower())
             case = next(x for x in targets.cases(spec, load.find_plan(plan)) if x.param.torch == "bfloat16")
             c.count("cpu")
-            assert c.moved == sum(emit.compile_case(spec, case).fast.traffic)
+            assert c.moved == sum(product.compile_case(spec, case).fast.traffic)
 
 
 def test_tensors_within_a_wrapper_and_shared_ones_are_counted_once() -> None:
