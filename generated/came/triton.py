@@ -238,22 +238,11 @@ def came_no_factored_1_sweep(
 
 
 @triton.jit
-def came_no_factored_2_values(tensor_sum_of_g, extent_elements, clip_threshold, grad_scale_times_grad_scale):
-    """The new one_over_one_max_tensor_div."""
-    return (
-        1.0 / tl.maximum(
-            1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold,
-            propagate_nan=tl.PropagateNan.ALL
-        ),
-    )
-
-
-@triton.jit
 def came_no_factored_2_between(
     table, work, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32, LEVEL: tl.constexpr,
 ):
     """came: matrices of one tensor."""
-    rounds(table, work, came_no_factored_2_values, LEVEL, 0, (clip_threshold, grad_scale_times_grad_scale))
+    rounds(table, work, came_8_values, LEVEL, 0, (clip_threshold, grad_scale_times_grad_scale))
 
 
 @triton.jit

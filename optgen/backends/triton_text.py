@@ -193,8 +193,11 @@ def _read(
     return lines, [found[name].name for name in sweep.reads]
 
 
-def level_functions(stages: Sequence[tuple[str, Schedule]]) -> list[str]:
-    """The functions of small work between two sweeps, and the kernel that takes matrices through its rounds."""
+def level_functions(stages: Sequence[tuple[str, Schedule]], known: dict[str, str]) -> list[str]:
+    """The functions of small work between two sweeps, and the kernel that takes matrices through its rounds.
+
+    known  text of a function -> its name; equal ones stand once in a module
+    """
     out: list[str] = []
     host: dict[str, None] = {}
     calls = []
@@ -206,13 +209,14 @@ def level_functions(stages: Sequence[tuple[str, Schedule]]) -> list[str]:
         results += [printer.text(t.node) for t in triton.terms(schedule)]
         lines["encode"].append((f"return {_tuple(results)}", ""))
         given = [*names, *(f"extent_{x}" for x in triton.sizes(program)), *(let.name for let in program.host)]
-        out += ["@triton.jit", *wrapped(f"def {kernel}_values(", given)]
-        out.append(f'    """{_made(schedule)}"""')
-        out += [f"    {line}" for part in lines.values() for line in with_comments(part)]
-        out += ["", ""]
+        text = [f'    """{_made(schedule)}"""']
+        text += [f"    {line}" for part in lines.values() for line in with_comments(part)]
+        function = known.setdefault("\n".join([*given, *text]), f"{kernel}_values")
+        if function == f"{kernel}_values":
+            out += ["@triton.jit", *wrapped(f"def {function}(", given), *text, "", ""]
         scalars = triton.scalars(program)
         host |= dict.fromkeys(scalars)
-        taken = ["table", "work", f"{kernel}_values", "LEVEL", str(k), *triton.in_tuple(scalars)]
+        taken = ["table", "work", function, "LEVEL", str(k), *triton.in_tuple(scalars)]
         calls += [f"    {x}" for x in wrapped("rounds(", taken, close=")")]
     args = ["table", "work", *(f"{h}: tl.float32" for h in host), "LEVEL: tl.constexpr"]
     out += ["@triton.jit", *wrapped(f"def {stages[0][0]}_between(", args)]

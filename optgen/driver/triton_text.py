@@ -46,6 +46,7 @@ def rule_text(spec: Spec, maths: Maths, plan: Plan | None = None) -> str:
     made = kernel_text.rule_kernels(spec, maths, plan)
     nonneg = {s.name for s in spec.states if s.nonneg}
     lines: list[str] = []
+    known: dict[str, str] = {}
     done: set[str] = set()
     for setting in made.settings:
         kernels = zip(setting.kernels, setting.step.stages, strict=True)
@@ -53,7 +54,7 @@ def rule_text(spec: Spec, maths: Maths, plan: Plan | None = None) -> str:
             stages = [(k, made.stages[k]) for k, _ in level if k not in done]
             done.update(k for k, _ in stages)
             if stages and not stages[0][1].is_sweep:
-                lines += ["", "", *triton_text.level_functions([(k, s.schedule) for k, s in stages])]
+                lines += ["", "", *triton_text.level_functions([(k, s.schedule) for k, s in stages], known)]
                 continue
             for kernel, stage in stages:
                 lines += ["", "", *_sweep(stage.schedule, kernel, nonneg, setting.whole, file)]

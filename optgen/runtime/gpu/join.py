@@ -13,6 +13,7 @@ import triton.language as tl
 from optgen.runtime.gpu.between import Level, Round
 from optgen.runtime.gpu.codecs import FULL, Codec, Kept
 from optgen.runtime.gpu.matrices import Panels
+from optgen.runtime.gpu.prelude import KEEPS_LAYOUTS
 from optgen.runtime.gpu.walk import Sweep
 from optgen.runtime.records import Field, Rule, Stage, Temp, Variant
 from optgen.runtime.records.join import Pair
@@ -310,9 +311,10 @@ def registers(variant: Variant, record: Sweep, tile: int) -> int | None:
     if len(states) > 2:
         return None
     if tile > max(TILE, record.block):
-        # With two terms compilers spill at 128 (Triton 3.6), and 8 bytes again at 144 to 160 (Triton 3.9).
+        # With two terms compilers spill at 136 (Triton 3.6), and 8 bytes again at 144 to 160 (Triton 3.9).
         full = any(dtype is not None and _bits(dtype) == 32 and not kind for _, dtype, kind in record.buffers)
-        return 120 + 8 * len(record.sums) + 16 * full
+        older = len(record.sums) > 1 and not KEEPS_LAYOUTS.value
+        return 120 + 8 * len(record.sums) + 16 * full + 8 * older
     if any(x.codec.lines for x in states):
         return None  # lines of 8-bit maps: told a limit, compilers spill 8 bytes below and above the 104 that they take
     # Rounding f16 stochastically by its bits holds two ways of it at a time, of normal and of subnormal numbers; sums

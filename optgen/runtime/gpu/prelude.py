@@ -465,39 +465,15 @@ def fold(x, MAX: tl.constexpr = False):
 
 @triton.jit
 def down(total, x, MAX: tl.constexpr = False):
-    """total [n] and the rows of x [r, n], one after the other; r is 1, 2, 4 or 8."""
+    """total [n] and the rows of x [r, n], one after the other; r is a power of two."""
     if MAX and not INTERPRETED:
         total = larger(total, tl.reduce(x, 0, larger))
     elif x.shape[0] == 1:
         total = joint(total, tl.reshape(x, [x.shape[1]]), MAX)
-    elif x.shape[0] == 2:
-        total = _down_2(total, x, MAX)
-    elif x.shape[0] == 4:
-        total = _down_4(total, x, MAX)
     else:
-        low, high = _rows_halved(x)
-        total = _down_4(_down_4(total, low, MAX), high, MAX)
+        low, high = tl.split(tl.permute(tl.reshape(x, [2, x.shape[0] // 2, x.shape[1]]), (1, 2, 0)))
+        total = down(down(total, low, MAX), high, MAX)
     return total
-
-
-@triton.jit
-def _rows_halved(x):
-    """The first and the second half of the rows."""
-    low, high = tl.split(tl.permute(tl.reshape(x, [2, x.shape[0] // 2, x.shape[1]]), (1, 2, 0)))
-    return low, high
-
-
-@triton.jit
-def _down_2(total, x, MAX: tl.constexpr):
-    low, high = _rows_halved(x)
-    total = joint(total, tl.reshape(low, [x.shape[1]]), MAX)
-    return joint(total, tl.reshape(high, [x.shape[1]]), MAX)
-
-
-@triton.jit
-def _down_4(total, x, MAX: tl.constexpr):
-    low, high = _rows_halved(x)
-    return _down_2(_down_2(total, low, MAX), high, MAX)
 
 
 @triton.jit
@@ -584,6 +560,18 @@ def finish(table, work, MAX: tl.constexpr, LANES: tl.constexpr):
 
 
 @triton.jit
+def _operands(table, work):
+    """The addresses of the operands and of the partial results of a work item, the number of matrices, their rows and
+    columns, and the item's number."""
+    item = work + 2 * tl.program_id(0)
+    row = table + 5 * tl.load(item).to(tl.int64)
+    operands = tl.load(row).to(tl.pointer_type(tl.float32))
+    partials = tl.load(row + 1).to(tl.pointer_type(tl.float32))
+    number = tl.load(item + 1).to(tl.int64)
+    return operands, partials, tl.load(row + 2), tl.load(row + 3), tl.load(row + 4), number
+
+
+@triton.jit
 def row_partials(table, work, PANEL: tl.constexpr, LANES: tl.constexpr, MAX: tl.constexpr, ROWS: tl.constexpr):
     """Partial results of rows, from operands that lie densely in memory: a panel of a few rows a program.
 
@@ -592,13 +580,8 @@ def row_partials(table, work, PANEL: tl.constexpr, LANES: tl.constexpr, MAX: tl.
     work   int32 (programs, 2): tensor, panels of columns * (rows of all matrices / ROWS) + panel
     LANES  a power of two that covers a panel, or the columns where they are fewer
     """
-    item = work + 2 * tl.program_id(0)
-    row = table + 5 * tl.load(item).to(tl.int64)
-    operands = tl.load(row).to(tl.pointer_type(tl.float32))
-    partials = tl.load(row + 1).to(tl.pointer_type(tl.float32))
-    rows = tl.load(row + 2) * tl.load(row + 3)
-    columns = tl.load(row + 4)
-    number = tl.load(item + 1).to(tl.int64)
+    operands, partials, matrices, height, columns, number = _operands(table, work)
+    rows = matrices * height
     panels = tl.cdiv(columns, PANEL)
     panel = number % panels
     top = number // panels * ROWS + tl.arange(0, ROWS)
@@ -614,13 +597,7 @@ def col_partials(table, work, LANES: tl.constexpr, MAX: tl.constexpr, PANEL: tl.
 
     work   int32 (programs, 2): tensor, chunks of LANES columns * (panels of all matrices) + chunk
     """
-    item = work + 2 * tl.program_id(0)
-    row = table + 5 * tl.load(item).to(tl.int64)
-    operands = tl.load(row).to(tl.pointer_type(tl.float32))
-    partials = tl.load(row + 1).to(tl.pointer_type(tl.float32))
-    rows = tl.load(row + 3)
-    columns = tl.load(row + 4)
-    number = tl.load(item + 1).to(tl.int64)
+    operands, partials, _, rows, columns, number = _operands(table, work)
     chunks = tl.cdiv(columns, LANES)
     panels = tl.cdiv(rows, PANEL)
     panel = number // chunks
