@@ -112,6 +112,11 @@ def load(cls: type, plan: str) -> Pair:
         if (base, plan, provider) not in _made:
             _made[base, plan, provider] = provider(base, plan)
         return _made[base, plan, provider]
+    if plan in base.PLANS:
+        raise ValueError(
+            f"{base.__name__} was built for plan {plan!r}, but files of it are missing: run "
+            f"`optgen build {base.SPEC} --plan {plan}`"
+        )
     close = difflib.get_close_matches(plan, base.PLANS, n=1)
     guess = f"did you mean {close[0]!r}? " if close else ""
     raise ValueError(
