@@ -12,9 +12,6 @@ ROOT = Path(__file__).resolve().parent.parent
 
 CLASS_LINES, FUNCTION_LINES, COMPLEXITY = 600, 80, 25
 
-LARGER = {"optgen/runtime/gpu/matrices.py: walk_panels"}
-"""Classes and functions that are still longer.  This list may only shrink."""
-
 
 def longer() -> Iterator[str]:
     plans = ROOT / "optgen" / "plans"  # generated
@@ -28,7 +25,7 @@ def longer() -> Iterator[str]:
 
 
 def test_no_class_and_no_function_is_long() -> None:
-    assert set(longer()) <= LARGER
+    assert not list(longer())
 
 
 def test_no_function_is_complex() -> None:
