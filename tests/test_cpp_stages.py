@@ -112,14 +112,14 @@ def dtype_for(plan: str) -> torch.dtype:
 @pytest.mark.parametrize(
     ("name", "plan", "isa"),
     [(name, plan, isa) for name in ("lamb", "came")
-     for plan, sets in (("fp32", ISAS[-1:]), ("int8_split24", ISAS), ("bf16", ISAS[-1:])) for isa in sets],
+     for plan, sets in (("fp32", ISAS[:1]), ("int8_split24", ISAS), ("bf16", ISAS[:1])) for isa in sets],
 )  # fmt: skip
 def test_same_bits(name: str, plan: str, isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second and third step are replayed."""
     monkeypatch.setenv("OPTGEN_ISA", isa)
     cls = optgen.compile(name, plan, maths="strict")
     ours = train(cls, "reference", dtype_for(plan), plan, SHAPES)
-    with nullcontext() if plan == "int8_split24" else unoptimized():
+    with nullcontext() if (plan, isa) == ("int8_split24", ISAS[0]) else unoptimized():
         theirs = train(cls, "cpp", dtype_for(plan), plan, SHAPES)
     compare(ours, theirs, SHAPES)
     assert theirs[2]._stepper.fast_path.last is not None
@@ -186,8 +186,8 @@ def test_any_number_of_threads_gives_the_same_bits(
 
 @pytest.mark.parametrize(
     ("cell", "isa"),
-    [(Cell("lamb", "int8_split24"), ISAS[-1]), *((Cell("came", "int8_split24"), isa) for isa in ISAS),
-     (Cell("came", "fp32"), ISAS[-1])],
+    [(Cell("lamb", "int8_split24"), ISAS[0]), *((Cell("came", "int8_split24"), isa) for isa in ISAS),
+     (Cell("came", "fp32"), ISAS[0])],
     ids=str,
 )  # fmt: skip
 def test_fast_maths_is_within_its_bound_of_the_oracle(cell: Cell, isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
