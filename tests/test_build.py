@@ -483,6 +483,17 @@ def test_a_class_and_all_its_plans_are_of_one_rule(project: Path) -> None:
     assert (outcome.packages[0], [w.partition(" ")[0] for w in outcome.warnings]) == ("first/fp32", ["first/stuck"])
 
 
+def test_text_of_a_backend_that_is_not_asked_for_is_of_the_same_rule(project: Path) -> None:
+    run(names=("first",), plans=("fp32",))
+    (project / "specs/first.py").write_text(rule("first").replace("(1 - beta) * g", "(1 - beta) * g * g"))
+    run(names=("first",), plans=("fp32",), backends=("triton",))
+    folder = project / "generated/first"
+    lines = {p.name: p.read_text().split("sha256 ")[1][:12] for p in folder.glob("kernels.*")}
+    assert set(lines) == {"kernels.py", "kernels.h"} and len(set(lines.values())) == 1
+    run(names=("second",), plans=("fp32",), backends=("triton",))
+    assert not (project / "generated/second/kernels.h").exists()
+
+
 def stale(project: Path, name: str) -> str:
     """What importing a class of the project's generated folder warns of."""
     stale_code.check.cache_clear()

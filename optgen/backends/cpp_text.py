@@ -245,7 +245,8 @@ def _fields(codec: Codec, struct: str) -> list[str]:
             out.append(f"    {kind} *__restrict {b.name}_at;")
             made.append(f"{b.name}_at(({kind} *){address})")
     packed = [b for b in buffers if b.dtype.packed]
-    out += [f"    alignas(64) uint8_t {b.name}_at[2048];" for b in packed]
+    tile = max(2048, 16 * block)  # `most_of` in sweep.h
+    out += [f"    alignas(64) uint8_t {b.name}_at[{tile}];" for b in packed]
     plans = [(_CodecPhases(step.stages[0].schedule), step) for step in (codec.decode, codec.root) if step]
     kept: dict[str, str] = {}
     stages: list[tuple[str, str]] = []

@@ -202,7 +202,8 @@ def build(request: Request, track: Track | None = None) -> Outcome:
     units = _units(request, config, manifest, out, outcome)
     backends = request.backends or config.backends or BACKENDS
     whole = not request.partial and ready.is_checkout() and out.resolve() == ready.generated_dir()
-    files = _generate(_jobs(units, maths, backends, whole, project), track)
+    stays = manifest.files if request.partial else ()
+    files = _generate(_jobs(units, maths, backends, whole, project, stays), track)
     beside = {name: files.pop(name) for name in list(files) if _is_beside(name)}
     specs = dict(manifest.specs) if request.partial else {}
     specs |= {u.spec.name: Built(u.spec.class_name, u.reference, u.listed) for u in units}
@@ -388,16 +389,28 @@ def _distinct(specs: Mapping[str, Built]) -> None:
 # -- generating
 
 
-def _jobs(units: Sequence[Unit], maths: Maths, backends: tuple[str, ...], whole: bool, project: Path) -> list[Job]:
+def _jobs(
+    units: Sequence[Unit],
+    maths: Maths,
+    backends: tuple[str, ...],
+    whole: bool,
+    project: Path,
+    kept: Collection[str] = (),
+) -> list[Job]:
     """Return the functions that generate the text of classes, of pairs, and of the packages of plans.
 
     whole   all of this repository is built: include the files beside its generated folder
+    kept    files that stay: those of a backend that is not asked for are generated again, lest versions mix
     """
     others = {file for name, backend in emit.BACKENDS.items() if name not in backends for file in backend.names}
     jobs: list[Job] = []
 
     def add(folder: str, make: Job, left: Collection[str] = others) -> None:
-        jobs.append(lambda: {f"{folder}/{file}": text for file, text in make().items() if file not in left})
+        def job() -> Files:
+            made = {f"{folder}/{file}": text for file, text in make().items()}
+            return {name: text for name, text in made.items() if Path(name).name not in left or name in kept}
+
+        jobs.append(job)
 
     used = {plan.name: plan for u in units for plan in u.plans if not emit.comes_with(plan, maths)}
     for plan in used.values():
