@@ -134,6 +134,18 @@ def test_same_bits_for_gradients_of_another_dtype(plan: str) -> None:
         compare(ours, train(cls, "cpp", dtype_for(plan), plan, SHAPES, grad), SHAPES)
 
 
+DIVIDED = (("lamb", "int4_factored_split24"), ("adamp", "int4_factored_split24"), ("adamw", "lpmm4"))
+
+
+@pytest.mark.parametrize(("name", "plan"), DIVIDED)
+def test_same_bits_where_the_plan_divides_the_step(name: str, plan: str) -> None:
+    """The plan's rows and columns turn the rule's sums over the tensor into sums of rows."""
+    cls = optgen.compile(name, plan, maths="strict")
+    ours = train(cls, "reference", dtype_for(plan), plan, SHAPES)
+    with unoptimized():
+        compare(ours, train(cls, "cpp", dtype_for(plan), plan, SHAPES), SHAPES)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", ["fp32", "int8_split24"])
 @pytest.mark.parametrize("name", RULES)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from optgen.runtime.records import PACK, Eager, Variant, keys
-from optgen.runtime.reference.eager import Blocks, rotl, scalars
+from optgen.runtime.reference.eager import Blocks, few_sum, rotl, scalars
 
 M1, M2, M3 = (keys.signed(m) for m in (keys.M1, keys.M2, keys.M3))
 
@@ -118,6 +118,8 @@ class Stored:
         self.variant, self.codecs, self.p, self.g, self.fields = variant, codecs, p, g, fields
         self.step_key, self.stream_key = random_keys
         self.place, self.dims = place, dims
+        rule = variant.rule if variant.own else None
+        self.by_rows = rule is not None and any(t.reduction == "tensor_sum" and t.source == "row" for t in rule.temps)
         self.bases = frozenset(self.record.relative.values())
         self.made: dict[str, Tensor] = {}  # new values in the parameter's shape, as they were computed
         self.roots: dict[str, Tensor] = {}  # roots of new values as they will be read back, in the sweep's blocks
@@ -165,6 +167,10 @@ class Sweep(Blocks):
         own = self._own(codec)
         found = function(own, *self.stored.parts(owner))
         return found if own is self else self.elements(own.flat(found))
+
+    def tensor_sum(self, x: Tensor) -> Tensor:
+        """The sum of all elements: in the order of `index`, or of rows where a plan divides the step into such."""
+        return few_sum(self.row_sum(x), "tensor") if self.stored.by_rows else super().tensor_sum(x)
 
     def load(self, name: str) -> Tensor:
         """fp32 values in blocks: as they are stored, or as this step computed them where the plan stores them last."""
