@@ -9,7 +9,7 @@ A codec is a struct of the fields of a value in a tile: how they are read, and h
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 from optgen.backends.cpp import (
@@ -215,12 +215,16 @@ def _buffers(codec: Codec) -> list[Buffer]:
 
 def codec_structs(codec: Codec, name: str, doc: str) -> list[list[str]]:
     """The structs NAME_fields, which reads, and NAME_stochastic and NAME_nearest, which store."""
-    out = [_fields(codec, f"{name}_fields")]
-    for step, tail in ((codec.encode, "stochastic"), (codec.nearest, "nearest")):
-        if step is not None:
-            lines = _encoder(codec, step, f"{name}_{tail}", f"{name}_fields")
-            out.append([f"// {doc}", *lines])
-    return out
+    fields = f"{name}_fields"
+    nearest = _Encoder(codec, codec.nearest)
+    out = [[f"// {doc}", *_fields(codec, fields)]]
+    if codec.encode is None:
+        return [*out, nearest.lines(f"{name}_nearest", fields)]
+    stochastic = _Encoder(codec, codec.encode)
+    out.append(stochastic.lines(f"{name}_stochastic", fields))
+    if nearest.extends(stochastic):
+        return [*out, nearest.lines(f"{name}_nearest", f"{name}_stochastic", stochastic)]
+    return [*out, nearest.lines(f"{name}_nearest", fields)]
 
 
 def table_lines(codecs: Iterable[Codec]) -> list[str]:
@@ -259,7 +263,7 @@ def _fields(codec: Codec, struct: str) -> list[str]:
         stages += [line for line in lines if line[0] not in known]
         known |= {line[0] for line in lines}
     size = f"most_of({block}) / {block}"
-    out += [f"    alignas(64) {KEPT[kind]} {x}_kept[{size}];" for x, kind in kept.items()]
+    out += [f"    {line}" for line in _arrays({x: (f"alignas(64) {KEPT[kind]}", size) for x, kind in kept.items()})]
     more = "more" if len(buffers) > 1 else ""
     out += ["", f"    {struct}(char *first, char *const *{more}) : {', '.join(made)} {{}}"]
     if packed:
@@ -274,6 +278,13 @@ def _fields(codec: Codec, struct: str) -> list[str]:
     for text in texts:
         out += [f"    {line}" for line in text]
     return [*out, "};"]
+
+
+def _arrays(arrays: Mapping[str, tuple[str, str]]) -> list[str]:
+    """Return the declarations of arrays, name -> (type, size): those of a type in one."""
+    kinds = dict.fromkeys(kind for kind, _ in arrays.values())
+    of = {kind: [f"{x}_kept[{size}]" for x, (own, size) in arrays.items() if own == kind] for kind in kinds}
+    return [f"{kind} {', '.join(names)};" for kind, names in of.items()]
 
 
 def _scalar_lines(plan: Phases, step: Step) -> list[str]:
@@ -325,42 +336,86 @@ def _given(step: Step) -> tuple[Node, bool]:
     return load, False
 
 
-def _encoder(codec: Codec, step: Step, struct: str, base: str) -> list[str]:
-    schedule = step.stages[0].schedule
-    given, rooted = _given(step)
-    plan = _CodecPhases(schedule, given)
-    buffers = {b.name: b for b in _buffers(codec)}
-    block = max((b.space.size or 1 for b in buffers.values()), default=1)
-    count = len(plan.phases)
-    reads = sum(1 << k for k in range(count) if _reads_given(plan, k, given))
-    draws = sum(1 << k for k in range(count) if plan.draws(k))
-    level = next((k for k, phase in enumerate(plan.phases) if any(s.buffer == ROOT for s in phase.stores)), 0)
-    bits = max((int(n.attr[1]) for n in plan.nodes if n.op == "draw"), default=0)
-    out = [f"struct {struct} : {base} {{"]
-    out.append(
-        f"    static constexpr int NOISE = {bits}, LOOPS = {count}, ROOT_LOOP = {level}, READS = {reads},"
-        f" DRAWS = {draws}, KEPT = {len(plan.kept)};"
-    )
-    out.append(f"    static constexpr bool ROOTED = {str(rooted).lower()};")
-    out += [f"    alignas(64) {KEPT[type_of(n.dtype)]} {plan.name[n.uid]}_kept[most_of({block})];" for n in plan.kept]
-    few = [n for n in plan.across if n.op not in ("block_max", "block_min")]
-    size = f"most_of({block}) / {block}"
-    out += [f"    alignas(64) {KEPT[type_of(n.dtype)]} {plan.name[n.uid]}_kept[{size}];" for n in few]
-    for phase in plan.phases:
-        out += [f"    I {plan.name[n.uid]}_kept[{size}];" for n in phase.reductions]
-    out += ["", f"    using {base}::{base};"]
-    scalars = _scalar_lines(plan, step)
-    simple = count == 1 and not plan.phases[0].blocks
-    if not simple:
-        out.append("    using Codec::blocks, Codec::head, Codec::tail;")
-    for k in range(count):
-        out += [f"    {line}" for line in _loop(plan, k, scalars, simple, {n.uid for n in few})]
-    packed = [b for b in buffers.values() if b.dtype.packed]
-    if packed:
-        texts = [f"no_codes<{block}>({b.name}_at, blocks, live);" for b in packed]
-        texts += [f"pack<{b.dtype.bits}>({b.name}_packed, {b.name}_at, {block} * blocks);" for b in packed]
-        out += ["    void pack_codes(int blocks, const int *live) {", *(f"        {x}" for x in texts), "    }"]
-    return [*out, "};"]
+class _Encoder:
+    """The members of a struct that stores: its constants, arrays and functions.
+
+    arrays     name -> (type, size)
+    heads      loop -> the struct of what it reads and finds of a block
+    functions  (name, loop; -1 for a function of all loops) -> lines
+    """
+
+    def __init__(self, codec: Codec, step: Step) -> None:
+        given, rooted = _given(step)
+        plan = _CodecPhases(step.stages[0].schedule, given)
+        buffers = _buffers(codec)
+        block = max((b.space.size or 1 for b in buffers), default=1)
+        count = len(plan.phases)
+        level = next((k for k, phase in enumerate(plan.phases) if any(s.buffer == ROOT for s in phase.stores)), 0)
+        self.constants = {
+            "NOISE": max((int(n.attr[1]) for n in plan.nodes if n.op == "draw"), default=0),
+            "LOOPS": count,
+            "ROOT_LOOP": level,
+            "READS": sum(1 << k for k in range(count) if _reads_given(plan, k, given)),
+            "DRAWS": sum(1 << k for k in range(count) if plan.draws(k)),
+            "KEPT": len(plan.kept),
+        }
+        self.rooted = rooted
+        few = [n for n in plan.across if n.op not in ("block_max", "block_min")]
+        size = f"most_of({block}) / {block}"
+        kept = [(n, f"most_of({block})") for n in plan.kept] + [(n, size) for n in few]
+        self.arrays = {plan.name[n.uid]: (f"alignas(64) {KEPT[type_of(n.dtype)]}", m) for n, m in kept}
+        self.arrays |= {plan.name[n.uid]: ("I", size) for phase in plan.phases for n in phase.reductions}
+        scalars = _scalar_lines(plan, step)
+        self.simple = count == 1 and not plan.phases[0].blocks
+        self.heads: dict[int, str] = {}
+        self.functions: dict[tuple[str, int], list[str]] = {}
+        for k in range(count):
+            self.heads[k], functions = _loop(plan, k, scalars, self.simple, {n.uid for n in few})
+            self.functions |= {(name, k): lines for name, lines in functions.items()}
+        packed = [b for b in buffers if b.dtype.packed]
+        if packed:
+            texts = [f"no_codes<{block}>({b.name}_at, blocks, live);" for b in packed]
+            texts += [f"pack<{b.dtype.bits}>({b.name}_packed, {b.name}_at, {block} * blocks);" for b in packed]
+            lines = ["void pack_codes(int blocks, const int *live) {", *(f"    {x}" for x in texts), "}"]
+            self.functions["pack_codes", -1] = lines
+
+    def _own(self, base: _Encoder) -> list[tuple[str, int]]:
+        """Return the functions that differ from the base's, or take a struct that does."""
+        differs = {k for k, head in self.heads.items() if base.heads.get(k) != head}
+        return [
+            x
+            for x, lines in self.functions.items()
+            if base.functions.get(x) != lines or (x[1] in differs and x[0] != "blocks")
+        ]
+
+    def extends(self, base: _Encoder) -> bool:
+        """Return True if a struct may inherit from the base's: what that has more would be found too."""
+        alike = all(self.arrays.get(name, of) == of for name, of in base.arrays.items())
+        less = base.functions.keys() <= self.functions.keys() and self.rooted == base.rooted
+        return alike and less and len(self._own(base)) < len(self.functions)
+
+    def lines(self, struct: str, fields: str, base: _Encoder | None = None) -> list[str]:
+        """Return the struct, which inherits from `fields`, the base's struct if there is one."""
+        known = base.constants if base is not None else {}
+        arrays = base.arrays if base is not None else {}
+        constants = [f"{name} = {n}" for name, n in self.constants.items() if known.get(name) != n]
+        out = [f"struct {struct} : {fields} {{"]
+        out += [f"    static constexpr int {', '.join(constants)};"] if constants else []
+        out += [f"    static constexpr bool ROOTED = {str(self.rooted).lower()};"] if base is None else []
+        out += [f"    {line}" for line in _arrays({x: of for x, of in self.arrays.items() if x not in arrays})]
+        out += ["", f"    using {fields}::{fields};"]
+        functions = list(self.functions) if base is None else self._own(base)
+        if base is not None:
+            hidden = [x for x in ("blocks", "head", "tail", "encode") if x in {name for name, _ in functions}]
+            out += [f"    using {', '.join(f'{fields}::{x}' for x in hidden)};"] if hidden else []
+        elif not self.simple:
+            out.append("    using Codec::blocks, Codec::head, Codec::tail;")
+        for name, k in functions:
+            head = [self.heads[k]] if name == "head" and self.heads[k] else []
+            if base is not None and base.heads.get(k) == self.heads.get(k):
+                head = []
+            out += [f"    {line}" for line in (*head, *self.functions[name, k])]
+        return [*out, "};"]
 
 
 def _reads_given(plan: _CodecPhases, k: int, given: Node) -> bool:
@@ -378,9 +433,13 @@ def _reads_given(plan: _CodecPhases, k: int, given: Node) -> bool:
     return False
 
 
-def _loop(plan: _CodecPhases, k: int, scalars: list[str], simple: bool, few: set[int]) -> list[str]:
-    """The functions of loop k: the blocks' stage before it, its head and tail for a block, its work on elements."""
-    phase, out = plan.phases[k], []
+def _loop(
+    plan: _CodecPhases, k: int, scalars: list[str], simple: bool, few: set[int]
+) -> tuple[str, dict[str, list[str]]]:
+    """The struct and functions of loop k: the blocks' stage before it, its head and tail for a block, its work on
+    elements."""
+    phase, struct = plan.phases[k], ""
+    out: dict[str, list[str]] = {}
     if phase.found or phase.blocks or phase.block_stores:
         printer = CppPrinter(plan)
         lines: list[tuple[str, str]] = [(x, "") for x in scalars]
@@ -398,7 +457,7 @@ def _loop(plan: _CodecPhases, k: int, scalars: list[str], simple: bool, few: set
         lines += [(keep(n, plan.name[n.uid], "b"), "") for n in plan.across if n.uid in own and n.uid in few]
         lines += [(stored(plan, s, printer, "b"), "") for s in phase.block_stores]
         body = (f"    {x}" for x in with_comments(lines, comment_mark="//"))
-        out += [f"void blocks(Loop<{k}>, int b) {{", *body, "}"]
+        out["blocks"] = [f"void blocks(Loop<{k}>, int b) {{", *body, "}"]
     printer, head = CppPrinter(plan), []
     own = {let.node.uid for let in phase.elements}
     lines = [(x, "") for x in scalars]
@@ -429,14 +488,18 @@ def _loop(plan: _CodecPhases, k: int, scalars: list[str], simple: bool, few: set
     if not simple:
         members = " ".join(f"{t} {name};" for t, name, _ in head)
         values = ", ".join(f"{t}{v}" if v.startswith("(") else v[3:] for t, _, v in head)
-        out.append(f"struct Head_{k} {{ {members} }};")
-        out.append(f"Head_{k} head(Loop<{k}>, int{' b' if values else ''}) const {{ return {{{values}}}; }}")
+        struct = f"struct Head_{k} {{ {members} }};"
+        out["head"] = [f"Head_{k} head(Loop<{k}>, int{' b' if values else ''}) const {{ return {{{values}}}; }}"]
     if phase.reductions:
         ends = " ".join(f"{plan.name[n.uid]}_kept[b] = h.{plan.name[n.uid]};" for n in phase.reductions)
-        out.append(f"void tail(Loop<{k}>, const Head_{k} &h, int b) {{ {ends} }}")
-    out.append("template <bool RAGGED, int VALUE, class N>")
-    out.append(f"F encode(Loop<{k}>, {kind} &h, int i, int end, F x, const N &noise) {{")
-    return [*out, *(f"    {line}" for line in with_comments(lines, comment_mark="//")), "}"]
+        out["tail"] = [f"void tail(Loop<{k}>, const Head_{k} &h, int b) {{ {ends} }}"]
+    out["encode"] = [
+        "template <bool RAGGED, int VALUE, class N>",
+        f"F encode(Loop<{k}>, {kind} &h, int i, int end, F x, const N &noise) {{",
+        *(f"    {line}" for line in with_comments(lines, comment_mark="//")),
+        "}",
+    ]
+    return struct, out
 
 
 def _i(printer: CppPrinter, node: Node) -> str:

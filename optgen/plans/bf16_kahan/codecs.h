@@ -3,6 +3,7 @@
 //   plan      specs/plans.py:49  sha256 4a4e5a90a61e
 // clang-format off
 
+// bf16 and its rounding error (Kahan)
 struct weight_bf16_fields : Codec {
     static constexpr int FIELDS = 2;
     static constexpr bool HAS_ROOT = false;
@@ -18,7 +19,6 @@ struct weight_bf16_fields : Codec {
     }
 };
 
-// bf16 and its rounding error (Kahan)
 struct weight_bf16_nearest : weight_bf16_fields {
     static constexpr int NOISE = 0, LOOPS = 1, ROOT_LOOP = 0, READS = 1, DRAWS = 0, KEPT = 0;
     static constexpr bool ROOTED = false;
@@ -39,6 +39,7 @@ struct weight_bf16_nearest : weight_bf16_fields {
     }
 };
 
+// f16 and its rounding error (Kahan)
 struct weight_f16_fields : Codec {
     static constexpr int FIELDS = 2;
     static constexpr bool HAS_ROOT = false;
@@ -54,7 +55,6 @@ struct weight_f16_fields : Codec {
     }
 };
 
-// f16 and its rounding error (Kahan)
 struct weight_f16_nearest : weight_f16_fields {
     static constexpr int NOISE = 0, LOOPS = 1, ROOT_LOOP = 0, READS = 1, DRAWS = 0, KEPT = 0;
     static constexpr bool ROOTED = false;
@@ -71,6 +71,7 @@ struct weight_f16_nearest : weight_f16_fields {
     }
 };
 
+// bf16, stochastic
 struct signed_fields : Codec {
     static constexpr int FIELDS = 1;
     static constexpr bool HAS_ROOT = false;
@@ -83,7 +84,6 @@ struct signed_fields : Codec {
     }
 };
 
-// bf16, stochastic
 struct signed_stochastic : signed_fields {
     static constexpr int NOISE = 16, LOOPS = 1, ROOT_LOOP = 0, READS = 1, DRAWS = 1, KEPT = 0;
     static constexpr bool ROOTED = false;
@@ -97,7 +97,6 @@ struct signed_stochastic : signed_fields {
     }
 };
 
-// bf16, stochastic
 struct signed_nearest : signed_fields {
     static constexpr int NOISE = 0, LOOPS = 1, ROOT_LOOP = 0, READS = 1, DRAWS = 0, KEPT = 0;
     static constexpr bool ROOTED = false;

@@ -3,6 +3,7 @@
 //   plan      specs/plans.py:41  sha256 4a4e5a90a61e
 // clang-format off
 
+// bf16, stochastic
 struct weight_bf16_fields : Codec {
     static constexpr int FIELDS = 1;
     static constexpr bool HAS_ROOT = false;
@@ -15,7 +16,6 @@ struct weight_bf16_fields : Codec {
     }
 };
 
-// bf16, stochastic
 struct weight_bf16_stochastic : weight_bf16_fields {
     static constexpr int NOISE = 16, LOOPS = 1, ROOT_LOOP = 0, READS = 1, DRAWS = 1, KEPT = 0;
     static constexpr bool ROOTED = false;
@@ -29,7 +29,6 @@ struct weight_bf16_stochastic : weight_bf16_fields {
     }
 };
 
-// bf16, stochastic
 struct weight_bf16_nearest : weight_bf16_fields {
     static constexpr int NOISE = 0, LOOPS = 1, ROOT_LOOP = 0, READS = 1, DRAWS = 0, KEPT = 0;
     static constexpr bool ROOTED = false;
@@ -44,6 +43,7 @@ struct weight_bf16_nearest : weight_bf16_fields {
     }
 };
 
+// f16, stochastic
 struct weight_f16_fields : Codec {
     static constexpr int FIELDS = 1;
     static constexpr bool HAS_ROOT = false;
@@ -56,7 +56,6 @@ struct weight_f16_fields : Codec {
     }
 };
 
-// f16, stochastic
 struct weight_f16_stochastic : weight_f16_fields {
     static constexpr int NOISE = 13, LOOPS = 1, ROOT_LOOP = 0, READS = 1, DRAWS = 1, KEPT = 0;
     static constexpr bool ROOTED = false;
@@ -77,7 +76,6 @@ struct weight_f16_stochastic : weight_f16_fields {
     }
 };
 
-// f16, stochastic
 struct weight_f16_nearest : weight_f16_fields {
     static constexpr int NOISE = 0, LOOPS = 1, ROOT_LOOP = 0, READS = 1, DRAWS = 0, KEPT = 0;
     static constexpr bool ROOTED = false;
@@ -90,6 +88,7 @@ struct weight_f16_nearest : weight_f16_fields {
     }
 };
 
+// bf16, stochastic
 struct signed_fields : Codec {
     static constexpr int FIELDS = 1;
     static constexpr bool HAS_ROOT = false;
@@ -102,7 +101,6 @@ struct signed_fields : Codec {
     }
 };
 
-// bf16, stochastic
 struct signed_stochastic : signed_fields {
     static constexpr int NOISE = 16, LOOPS = 1, ROOT_LOOP = 0, READS = 1, DRAWS = 1, KEPT = 0;
     static constexpr bool ROOTED = false;
@@ -116,7 +114,6 @@ struct signed_stochastic : signed_fields {
     }
 };
 
-// bf16, stochastic
 struct signed_nearest : signed_fields {
     static constexpr int NOISE = 0, LOOPS = 1, ROOT_LOOP = 0, READS = 1, DRAWS = 0, KEPT = 0;
     static constexpr bool ROOTED = false;

@@ -3,6 +3,7 @@
 //   plan      specs/plans.py:120  sha256 4a4e5a90a61e
 // clang-format off
 
+// bf16 and its rounding error in 1/254 ulp (FlashOptim)
 struct weight_bf16_fields : Codec {
     static constexpr int FIELDS = 2;
     static constexpr bool HAS_ROOT = false;
@@ -26,7 +27,6 @@ struct weight_bf16_fields : Codec {
     }
 };
 
-// bf16 and its rounding error in 1/254 ulp (FlashOptim)
 struct weight_bf16_nearest : weight_bf16_fields {
     static constexpr int NOISE = 0, LOOPS = 1, ROOT_LOOP = 0, READS = 1, DRAWS = 0, KEPT = 0;
     static constexpr bool ROOTED = false;
@@ -54,6 +54,7 @@ struct weight_bf16_nearest : weight_bf16_fields {
     }
 };
 
+// f16 and its rounding error in 1/254 ulp (FlashOptim)
 struct weight_f16_fields : Codec {
     static constexpr int FIELDS = 2;
     static constexpr bool HAS_ROOT = false;
@@ -77,7 +78,6 @@ struct weight_f16_fields : Codec {
     }
 };
 
-// f16 and its rounding error in 1/254 ulp (FlashOptim)
 struct weight_f16_nearest : weight_f16_fields {
     static constexpr int NOISE = 0, LOOPS = 1, ROOT_LOOP = 0, READS = 1, DRAWS = 0, KEPT = 0;
     static constexpr bool ROOTED = false;
@@ -103,6 +103,7 @@ struct weight_f16_nearest : weight_f16_fields {
     }
 };
 
+// 8-bit signed blocks of 32: softsign, fp16 scale, nearest
 struct signed_fields : Codec {
     static constexpr int FIELDS = 2;
     static constexpr bool HAS_ROOT = false;
@@ -128,12 +129,10 @@ struct signed_fields : Codec {
     }
 };
 
-// 8-bit signed blocks of 32: softsign, fp16 scale, nearest
 struct signed_nearest : signed_fields {
     static constexpr int NOISE = 0, LOOPS = 2, ROOT_LOOP = 0, READS = 3, DRAWS = 0, KEPT = 0;
     static constexpr bool ROOTED = false;
-    alignas(64) float scale_mul_kept[most_of(32) / 32];
-    alignas(64) float scale_rcp_kept[most_of(32) / 32];
+    alignas(64) float scale_mul_kept[most_of(32) / 32], scale_rcp_kept[most_of(32) / 32];
     I top_kept[most_of(32) / 32];
 
     using signed_fields::signed_fields;
@@ -164,6 +163,7 @@ struct signed_nearest : signed_fields {
     }
 };
 
+// 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
 struct nonneg_fields : Codec {
     static constexpr int FIELDS = 2;
     static constexpr bool HAS_ROOT = true;
@@ -196,12 +196,10 @@ struct nonneg_fields : Codec {
     }
 };
 
-// 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
 struct nonneg_nearest : nonneg_fields {
     static constexpr int NOISE = 0, LOOPS = 2, ROOT_LOOP = 1, READS = 3, DRAWS = 0, KEPT = 0;
     static constexpr bool ROOTED = true;
-    alignas(64) float scale_mul_2_kept[most_of(32) / 32];
-    alignas(64) float scale_mul_kept[most_of(32) / 32];
+    alignas(64) float scale_mul_2_kept[most_of(32) / 32], scale_mul_kept[most_of(32) / 32];
     I top_kept[most_of(32) / 32];
 
     using nonneg_fields::nonneg_fields;

@@ -3,6 +3,7 @@
 //   plan      specs/plans.py:180  sha256 4a4e5a90a61e
 // clang-format off
 
+// bf16 and 8 more bits, stochastic
 struct weight_bf16_fields : Codec {
     static constexpr int FIELDS = 2;
     static constexpr bool HAS_ROOT = false;
@@ -17,7 +18,6 @@ struct weight_bf16_fields : Codec {
     }
 };
 
-// bf16 and 8 more bits, stochastic
 struct weight_bf16_stochastic : weight_bf16_fields {
     static constexpr int NOISE = 8, LOOPS = 1, ROOT_LOOP = 0, READS = 1, DRAWS = 1, KEPT = 0;
     static constexpr bool ROOTED = false;
@@ -32,7 +32,6 @@ struct weight_bf16_stochastic : weight_bf16_fields {
     }
 };
 
-// bf16 and 8 more bits, stochastic
 struct weight_bf16_nearest : weight_bf16_fields {
     static constexpr int NOISE = 0, LOOPS = 1, ROOT_LOOP = 0, READS = 1, DRAWS = 0, KEPT = 0;
     static constexpr bool ROOTED = false;
@@ -47,6 +46,7 @@ struct weight_bf16_nearest : weight_bf16_fields {
     }
 };
 
+// f16 and 8 more bits, stochastic
 struct weight_f16_fields : Codec {
     static constexpr int FIELDS = 2;
     static constexpr bool HAS_ROOT = false;
@@ -74,7 +74,6 @@ struct weight_f16_fields : Codec {
     }
 };
 
-// f16 and 8 more bits, stochastic
 struct weight_f16_stochastic : weight_f16_fields {
     static constexpr int NOISE = 8, LOOPS = 1, ROOT_LOOP = 0, READS = 1, DRAWS = 1, KEPT = 0;
     static constexpr bool ROOTED = false;
@@ -99,7 +98,6 @@ struct weight_f16_stochastic : weight_f16_fields {
     }
 };
 
-// f16 and 8 more bits, stochastic
 struct weight_f16_nearest : weight_f16_fields {
     static constexpr int NOISE = 0, LOOPS = 1, ROOT_LOOP = 0, READS = 1, DRAWS = 0, KEPT = 0;
     static constexpr bool ROOTED = false;
@@ -124,6 +122,7 @@ struct weight_f16_nearest : weight_f16_fields {
     }
 };
 
+// 5-bit signed blocks of 64: softsign(0.5), ue8m8 scale, stochastic
 struct signed_fields : Codec {
     static constexpr int FIELDS = 3;
     static constexpr bool HAS_ROOT = false;
@@ -157,7 +156,6 @@ struct signed_fields : Codec {
     }
 };
 
-// 5-bit signed blocks of 64: softsign(0.5), ue8m8 scale, stochastic
 struct signed_stochastic : signed_fields {
     static constexpr int NOISE = 12, LOOPS = 2, ROOT_LOOP = 0, READS = 3, DRAWS = 2, KEPT = 0;
     static constexpr bool ROOTED = false;
@@ -203,35 +201,11 @@ struct signed_stochastic : signed_fields {
     }
 };
 
-// 5-bit signed blocks of 64: softsign(0.5), ue8m8 scale, stochastic
-struct signed_nearest : signed_fields {
-    static constexpr int NOISE = 0, LOOPS = 2, ROOT_LOOP = 0, READS = 3, DRAWS = 0, KEPT = 0;
-    static constexpr bool ROOTED = false;
-    alignas(64) float divisor_mul_kept[most_of(64) / 64];
-    I top_kept[most_of(64) / 64];
+struct signed_nearest : signed_stochastic {
+    static constexpr int NOISE = 0, DRAWS = 0;
 
-    using signed_fields::signed_fields;
-    using Codec::blocks, Codec::head, Codec::tail;
-    struct Head_0 { I top; };
-    Head_0 head(Loop<0>, int b) const { return {I(INT32_MIN)}; }
-    void tail(Loop<0>, const Head_0 &h, int b) { top_kept[b] = h.top; }
-    template <bool RAGGED, int VALUE, class N>
-    F encode(Loop<0>, Head_0 &h, int i, int end, F x, const N &noise) {
-        const F x_abs = abs(x);
-        h.top = larger<RAGGED>(h.top, bits(x_abs), i, end);
-        return x;
-    }
-    void blocks(Loop<1>, int b) {
-        const I top = largest(top_kept + b);
-        const I up = max(I(0x4800000), top) + 32767;
-        const I up_2 = where(top < 0x7f800000, up, I(0x7fc00000));
-        const I divisor = min(I(0x7f7fffff), up_2 & 0x7fff8000);
-        const F divisor_mul = as_float(divisor) * 0.04444444552063942f;
-        store(divisor_mul_kept + b, divisor_mul);
-        store(scale_at + b, up_2 >> 15);
-    }
-    struct Head_1 { F divisor_mul; };
-    Head_1 head(Loop<1>, int b) const { return {F(divisor_mul_kept[b])}; }
+    using signed_stochastic::signed_stochastic;
+    using signed_stochastic::encode;
     template <bool RAGGED, int VALUE, class N>
     F encode(Loop<1>, Head_1 &h, int i, int end, F x, const N &noise) {
         const I x_add = bits(fma(x, 1.0f / fma(0.02222222276031971f, abs(x), h.divisor_mul), 12582912.0f)) - 0x4b3ffff0;
@@ -240,14 +214,9 @@ struct signed_nearest : signed_fields {
         store(high_at + i, piece);
         return x;
     }
-    void pack_codes(int blocks, const int *live) {
-        no_codes<64>(code_at, blocks, live);
-        no_codes<64>(high_at, blocks, live);
-        pack<4>(code_packed, code_at, 64 * blocks);
-        pack<1>(high_packed, high_at, 64 * blocks);
-    }
 };
 
+// 5-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
 struct nonneg_vector_fields : Codec {
     static constexpr int FIELDS = 3;
     static constexpr bool HAS_ROOT = true;
@@ -256,8 +225,7 @@ struct nonneg_vector_fields : Codec {
     int16_t *__restrict range_at;
     alignas(64) uint8_t code_at[2048];
     alignas(64) uint8_t high_at[2048];
-    alignas(64) int32_t middle_2_kept[most_of(64) / 64];
-    alignas(64) int32_t step_2_kept[most_of(64) / 64];
+    alignas(64) int32_t middle_2_kept[most_of(64) / 64], step_2_kept[most_of(64) / 64];
 
     nonneg_vector_fields(char *first, char *const *more) : code_packed((uint8_t *)first), high_packed((uint8_t
         *)more[0]), range_at((int16_t *)more[1]) {}
@@ -292,18 +260,12 @@ struct nonneg_vector_fields : Codec {
     }
 };
 
-// 5-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
 struct nonneg_vector_stochastic : nonneg_vector_fields {
     static constexpr int NOISE = 12, LOOPS = 2, ROOT_LOOP = 1, READS = 3, DRAWS = 2, KEPT = 0;
     static constexpr bool ROOTED = true;
-    alignas(64) int32_t half_add_kept[most_of(64) / 64];
-    alignas(64) int32_t base_kept[most_of(64) / 64];
-    alignas(64) int32_t base_sub_kept[most_of(64) / 64];
-    alignas(64) int32_t scale_kept[most_of(64) / 64];
-    alignas(64) int32_t start_add_kept[most_of(64) / 64];
-    alignas(64) int32_t step_3_kept[most_of(64) / 64];
-    I largest_of_block_kept[most_of(64) / 64];
-    I pattern_block_min_kept[most_of(64) / 64];
+    alignas(64) int32_t half_add_kept[most_of(64) / 64], base_kept[most_of(64) / 64], base_sub_kept[most_of(64) / 64],
+        scale_kept[most_of(64) / 64], start_add_kept[most_of(64) / 64], step_3_kept[most_of(64) / 64];
+    I largest_of_block_kept[most_of(64) / 64], pattern_block_min_kept[most_of(64) / 64];
 
     using nonneg_vector_fields::nonneg_vector_fields;
     using Codec::blocks, Codec::head, Codec::tail;
@@ -378,20 +340,14 @@ struct nonneg_vector_stochastic : nonneg_vector_fields {
     }
 };
 
-// 5-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-struct nonneg_vector_nearest : nonneg_vector_fields {
-    static constexpr int NOISE = 0, LOOPS = 2, ROOT_LOOP = 1, READS = 3, DRAWS = 0, KEPT = 0;
-    static constexpr bool ROOTED = true;
-    alignas(64) int32_t start__kept[most_of(64) / 64];
-    alignas(64) int32_t start_sub_kept[most_of(64) / 64];
-    alignas(64) int32_t scale_kept[most_of(64) / 64];
-    alignas(64) int32_t start_add_kept[most_of(64) / 64];
-    alignas(64) int32_t step_2_kept[most_of(64) / 64];
-    I largest_of_block_kept[most_of(64) / 64];
+struct nonneg_vector_nearest : nonneg_vector_stochastic {
+    static constexpr int NOISE = 0, DRAWS = 0;
+    alignas(64) int32_t start__kept[most_of(64) / 64], start_sub_kept[most_of(64) / 64], step_2_kept[most_of(64) / 64];
     I smallest_of_block_kept[most_of(64) / 64];
 
-    using nonneg_vector_fields::nonneg_vector_fields;
-    using Codec::blocks, Codec::head, Codec::tail;
+    using nonneg_vector_stochastic::nonneg_vector_stochastic;
+    using nonneg_vector_stochastic::blocks, nonneg_vector_stochastic::head, nonneg_vector_stochastic::tail,
+        nonneg_vector_stochastic::encode;
     struct Head_0 { I largest_of_block; I smallest_of_block; };
     Head_0 head(Loop<0>, int b) const { return {I(INT32_MIN), I(INT32_MAX)}; }
     void tail(Loop<0>, const Head_0 &h, int b) {
@@ -440,11 +396,5 @@ struct nonneg_vector_nearest : nonneg_vector_fields {
         store(code_at + i, position >> 24);
         store(high_at + i, piece);
         return value;
-    }
-    void pack_codes(int blocks, const int *live) {
-        no_codes<64>(code_at, blocks, live);
-        no_codes<64>(high_at, blocks, live);
-        pack<4>(code_packed, code_at, 64 * blocks);
-        pack<1>(high_packed, high_at, 64 * blocks);
     }
 };

@@ -3,6 +3,7 @@
 //   plan      specs/plans.py:106  sha256 4a4e5a90a61e
 // clang-format off
 
+// bf16, nearest
 struct weight_bf16_fields : Codec {
     static constexpr int FIELDS = 1;
     static constexpr bool HAS_ROOT = false;
@@ -15,7 +16,6 @@ struct weight_bf16_fields : Codec {
     }
 };
 
-// bf16, nearest
 struct weight_bf16_nearest : weight_bf16_fields {
     static constexpr int NOISE = 0, LOOPS = 1, ROOT_LOOP = 0, READS = 1, DRAWS = 0, KEPT = 0;
     static constexpr bool ROOTED = false;
@@ -30,6 +30,7 @@ struct weight_bf16_nearest : weight_bf16_fields {
     }
 };
 
+// f16, nearest
 struct weight_f16_fields : Codec {
     static constexpr int FIELDS = 1;
     static constexpr bool HAS_ROOT = false;
@@ -42,7 +43,6 @@ struct weight_f16_fields : Codec {
     }
 };
 
-// f16, nearest
 struct weight_f16_nearest : weight_f16_fields {
     static constexpr int NOISE = 0, LOOPS = 1, ROOT_LOOP = 0, READS = 1, DRAWS = 0, KEPT = 0;
     static constexpr bool ROOTED = false;
@@ -55,6 +55,7 @@ struct weight_f16_nearest : weight_f16_fields {
     }
 };
 
+// 8-bit signed blocks of 64: softsign, ue8m8 scale, stochastic
 struct signed_fields : Codec {
     static constexpr int FIELDS = 2;
     static constexpr bool HAS_ROOT = false;
@@ -81,7 +82,6 @@ struct signed_fields : Codec {
     }
 };
 
-// 8-bit signed blocks of 64: softsign, ue8m8 scale, stochastic
 struct signed_stochastic : signed_fields {
     static constexpr int NOISE = 12, LOOPS = 2, ROOT_LOOP = 0, READS = 3, DRAWS = 2, KEPT = 0;
     static constexpr bool ROOTED = false;
@@ -118,35 +118,11 @@ struct signed_stochastic : signed_fields {
     }
 };
 
-// 8-bit signed blocks of 64: softsign, ue8m8 scale, stochastic
-struct signed_nearest : signed_fields {
-    static constexpr int NOISE = 0, LOOPS = 2, ROOT_LOOP = 0, READS = 3, DRAWS = 0, KEPT = 0;
-    static constexpr bool ROOTED = false;
-    alignas(64) float divisor_mul_kept[most_of(64) / 64];
-    I top_kept[most_of(64) / 64];
+struct signed_nearest : signed_stochastic {
+    static constexpr int NOISE = 0, DRAWS = 0;
 
-    using signed_fields::signed_fields;
-    using Codec::blocks, Codec::head, Codec::tail;
-    struct Head_0 { I top; };
-    Head_0 head(Loop<0>, int b) const { return {I(INT32_MIN)}; }
-    void tail(Loop<0>, const Head_0 &h, int b) { top_kept[b] = h.top; }
-    template <bool RAGGED, int VALUE, class N>
-    F encode(Loop<0>, Head_0 &h, int i, int end, F x, const N &noise) {
-        const F x_abs = abs(x);
-        h.top = larger<RAGGED>(h.top, bits(x_abs), i, end);
-        return x;
-    }
-    void blocks(Loop<1>, int b) {
-        const I top = largest(top_kept + b);
-        const I up = max(I(0x4800000), top) + 32767;
-        const I up_2 = where(top < 0x7f800000, up, I(0x7fc00000));
-        const I divisor = min(I(0x7f7fffff), up_2 & 0x7fff8000);
-        const F divisor_mul = as_float(divisor) * 0.003937007859349251f;
-        store(divisor_mul_kept + b, divisor_mul);
-        store(scale_at + b, up_2 >> 15);
-    }
-    struct Head_1 { F divisor_mul; };
-    Head_1 head(Loop<1>, int b) const { return {F(divisor_mul_kept[b])}; }
+    using signed_stochastic::signed_stochastic;
+    using signed_stochastic::encode;
     template <bool RAGGED, int VALUE, class N>
     F encode(Loop<1>, Head_1 &h, int i, int end, F x, const N &noise) {
         store(code_at + i, bits(fma(x, 1.0f / fma(0.003937007859349251f, abs(x), h.divisor_mul), 12583040.0f)));
@@ -154,13 +130,13 @@ struct signed_nearest : signed_fields {
     }
 };
 
+// 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
 struct nonneg_fields : Codec {
     static constexpr int FIELDS = 2;
     static constexpr bool HAS_ROOT = true;
     uint8_t *__restrict code_at;
     int16_t *__restrict range_at;
-    alignas(64) int32_t middle_2_kept[most_of(64) / 64];
-    alignas(64) int32_t step__kept[most_of(64) / 64];
+    alignas(64) int32_t middle_2_kept[most_of(64) / 64], step__kept[most_of(64) / 64];
 
     nonneg_fields(char *first, char *const *more) : code_at((uint8_t *)first), range_at((int16_t *)more[0]) {}
     void decode_blocks(int b) {
@@ -188,18 +164,12 @@ struct nonneg_fields : Codec {
     }
 };
 
-// 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
 struct nonneg_stochastic : nonneg_fields {
     static constexpr int NOISE = 12, LOOPS = 2, ROOT_LOOP = 1, READS = 3, DRAWS = 2, KEPT = 0;
     static constexpr bool ROOTED = true;
-    alignas(64) int32_t half_add_kept[most_of(64) / 64];
-    alignas(64) int32_t base_kept[most_of(64) / 64];
-    alignas(64) int32_t base_sub_kept[most_of(64) / 64];
-    alignas(64) int32_t scale_kept[most_of(64) / 64];
-    alignas(64) int32_t start_add_kept[most_of(64) / 64];
-    alignas(64) int32_t step__kept[most_of(64) / 64];
-    I largest_of_block_kept[most_of(64) / 64];
-    I smallest_of_block_kept[most_of(64) / 64];
+    alignas(64) int32_t half_add_kept[most_of(64) / 64], base_kept[most_of(64) / 64], base_sub_kept[most_of(64) / 64],
+        scale_kept[most_of(64) / 64], start_add_kept[most_of(64) / 64], step__kept[most_of(64) / 64];
+    I largest_of_block_kept[most_of(64) / 64], smallest_of_block_kept[most_of(64) / 64];
 
     using nonneg_fields::nonneg_fields;
     using Codec::blocks, Codec::head, Codec::tail;
@@ -259,32 +229,12 @@ struct nonneg_stochastic : nonneg_fields {
     }
 };
 
-// 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
-struct nonneg_nearest : nonneg_fields {
-    static constexpr int NOISE = 0, LOOPS = 2, ROOT_LOOP = 1, READS = 3, DRAWS = 0, KEPT = 0;
-    static constexpr bool ROOTED = true;
-    alignas(64) int32_t start__kept[most_of(64) / 64];
-    alignas(64) int32_t start_sub_kept[most_of(64) / 64];
-    alignas(64) int32_t scale_kept[most_of(64) / 64];
-    alignas(64) int32_t start_add_kept[most_of(64) / 64];
-    alignas(64) int32_t step__kept[most_of(64) / 64];
-    I largest_of_block_kept[most_of(64) / 64];
-    I smallest_of_block_kept[most_of(64) / 64];
+struct nonneg_nearest : nonneg_stochastic {
+    static constexpr int NOISE = 0, DRAWS = 0;
+    alignas(64) int32_t start__kept[most_of(64) / 64], start_sub_kept[most_of(64) / 64];
 
-    using nonneg_fields::nonneg_fields;
-    using Codec::blocks, Codec::head, Codec::tail;
-    struct Head_0 { I largest_of_block; I smallest_of_block; };
-    Head_0 head(Loop<0>, int b) const { return {I(INT32_MIN), I(INT32_MAX)}; }
-    void tail(Loop<0>, const Head_0 &h, int b) {
-        largest_of_block_kept[b] = h.largest_of_block; smallest_of_block_kept[b] = h.smallest_of_block;
-    }
-    template <bool RAGGED, int VALUE, class N>
-    F encode(Loop<0>, Head_0 &h, int i, int end, F x, const N &noise) {
-        const I pattern = bits(x);
-        h.largest_of_block = larger<RAGGED>(h.largest_of_block, pattern, i, end);
-        h.smallest_of_block = smaller<RAGGED>(h.smallest_of_block, pattern, i, end);
-        return x;
-    }
+    using nonneg_stochastic::nonneg_stochastic;
+    using nonneg_stochastic::blocks, nonneg_stochastic::head, nonneg_stochastic::encode;
     void blocks(Loop<1>, int b) {
         const I largest_of_block = largest(largest_of_block_kept + b);
         const I smallest_of_block = smallest(smallest_of_block_kept + b);

@@ -3,6 +3,7 @@
 //   plan      specs/plans.py:112  sha256 4a4e5a90a61e
 // clang-format off
 
+// bf16 and 8 more bits, nearest
 struct weight_bf16_fields : Codec {
     static constexpr int FIELDS = 2;
     static constexpr bool HAS_ROOT = false;
@@ -17,7 +18,6 @@ struct weight_bf16_fields : Codec {
     }
 };
 
-// bf16 and 8 more bits, nearest
 struct weight_bf16_nearest : weight_bf16_fields {
     static constexpr int NOISE = 0, LOOPS = 1, ROOT_LOOP = 0, READS = 1, DRAWS = 0, KEPT = 0;
     static constexpr bool ROOTED = false;
@@ -32,6 +32,7 @@ struct weight_bf16_nearest : weight_bf16_fields {
     }
 };
 
+// f16 and 8 more bits, nearest
 struct weight_f16_fields : Codec {
     static constexpr int FIELDS = 2;
     static constexpr bool HAS_ROOT = false;
@@ -59,7 +60,6 @@ struct weight_f16_fields : Codec {
     }
 };
 
-// f16 and 8 more bits, nearest
 struct weight_f16_nearest : weight_f16_fields {
     static constexpr int NOISE = 0, LOOPS = 1, ROOT_LOOP = 0, READS = 1, DRAWS = 0, KEPT = 0;
     static constexpr bool ROOTED = false;
@@ -84,6 +84,7 @@ struct weight_f16_nearest : weight_f16_fields {
     }
 };
 
+// 8-bit signed blocks of 64: softsign, ue8m8 scale, nearest
 struct signed_fields : Codec {
     static constexpr int FIELDS = 2;
     static constexpr bool HAS_ROOT = false;
@@ -110,7 +111,6 @@ struct signed_fields : Codec {
     }
 };
 
-// 8-bit signed blocks of 64: softsign, ue8m8 scale, nearest
 struct signed_nearest : signed_fields {
     static constexpr int NOISE = 0, LOOPS = 2, ROOT_LOOP = 0, READS = 3, DRAWS = 0, KEPT = 0;
     static constexpr bool ROOTED = false;
@@ -146,14 +146,14 @@ struct signed_nearest : signed_fields {
     }
 };
 
+// 8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
 struct nonneg_fields : Codec {
     static constexpr int FIELDS = 2;
     static constexpr bool HAS_ROOT = true;
     uint8_t *__restrict code_at;
     int16_t *__restrict scale_at;
-    alignas(64) float scale_2_kept[most_of(64) / 64];
-    alignas(64) float scale_mul_kept[most_of(64) / 64];
-    alignas(64) float scale_mul_2_kept[most_of(64) / 64];
+    alignas(64) float scale_2_kept[most_of(64) / 64], scale_mul_kept[most_of(64) / 64], scale_mul_2_kept[most_of(64) /
+        64];
     alignas(64) int32_t scale_bitcast_kept[most_of(64) / 64];
 
     nonneg_fields(char *first, char *const *more) : code_at((uint8_t *)first), scale_at((int16_t *)more[0]) {}
@@ -191,13 +191,11 @@ struct nonneg_fields : Codec {
     }
 };
 
-// 8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
 struct nonneg_nearest : nonneg_fields {
     static constexpr int NOISE = 0, LOOPS = 2, ROOT_LOOP = 1, READS = 3, DRAWS = 0, KEPT = 0;
     static constexpr bool ROOTED = true;
-    alignas(64) float divisor_mul_kept[most_of(64) / 64];
-    alignas(64) float scale_mul_kept[most_of(64) / 64];
-    alignas(64) float scale_mul_2_kept[most_of(64) / 64];
+    alignas(64) float divisor_mul_kept[most_of(64) / 64], scale_mul_kept[most_of(64) / 64], scale_mul_2_kept[most_of(64)
+        / 64];
     alignas(64) int32_t scale_bitcast_kept[most_of(64) / 64];
     I top_kept[most_of(64) / 64];
 

@@ -3,6 +3,7 @@
 //   plan      specs/plans.py:157  sha256 4a4e5a90a61e
 // clang-format off
 
+// bf16, nearest
 struct weight_bf16_fields : Codec {
     static constexpr int FIELDS = 1;
     static constexpr bool HAS_ROOT = false;
@@ -15,7 +16,6 @@ struct weight_bf16_fields : Codec {
     }
 };
 
-// bf16, nearest
 struct weight_bf16_nearest : weight_bf16_fields {
     static constexpr int NOISE = 0, LOOPS = 1, ROOT_LOOP = 0, READS = 1, DRAWS = 0, KEPT = 0;
     static constexpr bool ROOTED = false;
@@ -30,6 +30,7 @@ struct weight_bf16_nearest : weight_bf16_fields {
     }
 };
 
+// f16, nearest
 struct weight_f16_fields : Codec {
     static constexpr int FIELDS = 1;
     static constexpr bool HAS_ROOT = false;
@@ -42,7 +43,6 @@ struct weight_f16_fields : Codec {
     }
 };
 
-// f16, nearest
 struct weight_f16_nearest : weight_f16_fields {
     static constexpr int NOISE = 0, LOOPS = 1, ROOT_LOOP = 0, READS = 1, DRAWS = 0, KEPT = 0;
     static constexpr bool ROOTED = false;
@@ -55,6 +55,7 @@ struct weight_f16_nearest : weight_f16_fields {
     }
 };
 
+// 4-bit signed blocks of 128: dynamic4, fp32 scale, nearest
 struct signed_fields : Codec {
     static constexpr int FIELDS = 2;
     static constexpr bool HAS_ROOT = false;
@@ -94,7 +95,6 @@ struct signed_fields : Codec {
     }
 };
 
-// 4-bit signed blocks of 128: dynamic4, fp32 scale, nearest
 struct signed_nearest : signed_fields {
     static constexpr int NOISE = 0, LOOPS = 2, ROOT_LOOP = 0, READS = 3, DRAWS = 0, KEPT = 0;
     static constexpr bool ROOTED = false;
@@ -148,14 +148,14 @@ struct signed_nearest : signed_fields {
     }
 };
 
+// 4-bit unsigned blocks of 128: linear, no zero, fp32 scale, nearest
 struct nonneg_vector_fields : Codec {
     static constexpr int FIELDS = 2;
     static constexpr bool HAS_ROOT = true;
     uint8_t *__restrict code_packed;
     float *__restrict scale_at;
     alignas(64) uint8_t code_at[2048];
-    alignas(64) float scale_kept[most_of(128) / 128];
-    alignas(64) float scale_mul_kept[most_of(128) / 128];
+    alignas(64) float scale_kept[most_of(128) / 128], scale_mul_kept[most_of(128) / 128];
 
     nonneg_vector_fields(char *first, char *const *more) : code_packed((uint8_t *)first), scale_at((float *)more[0]) {}
     void unpack_codes(int count) { unpack<4>(code_at, code_packed, count); }
@@ -186,12 +186,10 @@ struct nonneg_vector_fields : Codec {
     }
 };
 
-// 4-bit unsigned blocks of 128: linear, no zero, fp32 scale, nearest
 struct nonneg_vector_nearest : nonneg_vector_fields {
     static constexpr int NOISE = 0, LOOPS = 2, ROOT_LOOP = 1, READS = 3, DRAWS = 0, KEPT = 0;
     static constexpr bool ROOTED = false;
-    alignas(64) float divisor_mul_kept[most_of(128) / 128];
-    alignas(64) float top_mul_kept[most_of(128) / 128];
+    alignas(64) float divisor_mul_kept[most_of(128) / 128], top_mul_kept[most_of(128) / 128];
     I largest_of_block_kept[most_of(128) / 128];
 
     using nonneg_vector_fields::nonneg_vector_fields;

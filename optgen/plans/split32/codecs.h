@@ -3,6 +3,7 @@
 //   plan      specs/plans.py:63  sha256 4a4e5a90a61e
 // clang-format off
 
+// bf16 and 16 more bits
 struct weight_bf16_fields : Codec {
     static constexpr int FIELDS = 2;
     static constexpr bool HAS_ROOT = false;
@@ -19,7 +20,6 @@ struct weight_bf16_fields : Codec {
     }
 };
 
-// bf16 and 16 more bits
 struct weight_bf16_nearest : weight_bf16_fields {
     static constexpr int NOISE = 0, LOOPS = 1, ROOT_LOOP = 0, READS = 1, DRAWS = 0, KEPT = 0;
     static constexpr bool ROOTED = false;
@@ -35,6 +35,7 @@ struct weight_bf16_nearest : weight_bf16_fields {
     }
 };
 
+// f16 and 16 more bits
 struct weight_f16_fields : Codec {
     static constexpr int FIELDS = 2;
     static constexpr bool HAS_ROOT = false;
@@ -61,7 +62,6 @@ struct weight_f16_fields : Codec {
     }
 };
 
-// f16 and 16 more bits
 struct weight_f16_nearest : weight_f16_fields {
     static constexpr int NOISE = 0, LOOPS = 1, ROOT_LOOP = 0, READS = 1, DRAWS = 0, KEPT = 0;
     static constexpr bool ROOTED = false;
@@ -89,6 +89,7 @@ struct weight_f16_nearest : weight_f16_fields {
     }
 };
 
+// bf16, stochastic
 struct signed_fields : Codec {
     static constexpr int FIELDS = 1;
     static constexpr bool HAS_ROOT = false;
@@ -101,7 +102,6 @@ struct signed_fields : Codec {
     }
 };
 
-// bf16, stochastic
 struct signed_stochastic : signed_fields {
     static constexpr int NOISE = 16, LOOPS = 1, ROOT_LOOP = 0, READS = 1, DRAWS = 1, KEPT = 0;
     static constexpr bool ROOTED = false;
@@ -115,7 +115,6 @@ struct signed_stochastic : signed_fields {
     }
 };
 
-// bf16, stochastic
 struct signed_nearest : signed_fields {
     static constexpr int NOISE = 0, LOOPS = 1, ROOT_LOOP = 0, READS = 1, DRAWS = 0, KEPT = 0;
     static constexpr bool ROOTED = false;

@@ -3,6 +3,7 @@
 //   plan      specs/plans.py:150  sha256 4a4e5a90a61e
 // clang-format off
 
+// bf16, nearest
 struct weight_bf16_fields : Codec {
     static constexpr int FIELDS = 1;
     static constexpr bool HAS_ROOT = false;
@@ -15,7 +16,6 @@ struct weight_bf16_fields : Codec {
     }
 };
 
-// bf16, nearest
 struct weight_bf16_nearest : weight_bf16_fields {
     static constexpr int NOISE = 0, LOOPS = 1, ROOT_LOOP = 0, READS = 1, DRAWS = 0, KEPT = 0;
     static constexpr bool ROOTED = false;
@@ -30,6 +30,7 @@ struct weight_bf16_nearest : weight_bf16_fields {
     }
 };
 
+// f16, nearest
 struct weight_f16_fields : Codec {
     static constexpr int FIELDS = 1;
     static constexpr bool HAS_ROOT = false;
@@ -42,7 +43,6 @@ struct weight_f16_fields : Codec {
     }
 };
 
-// f16, nearest
 struct weight_f16_nearest : weight_f16_fields {
     static constexpr int NOISE = 0, LOOPS = 1, ROOT_LOOP = 0, READS = 1, DRAWS = 0, KEPT = 0;
     static constexpr bool ROOTED = false;
@@ -55,6 +55,7 @@ struct weight_f16_nearest : weight_f16_fields {
     }
 };
 
+// e4m3 blocks of 256: fp32 (from 2.23e-15) scale, nearest
 struct signed_fields : Codec {
     static constexpr int FIELDS = 2;
     static constexpr bool HAS_ROOT = false;
@@ -82,7 +83,6 @@ struct signed_fields : Codec {
     }
 };
 
-// e4m3 blocks of 256: fp32 (from 2.23e-15) scale, nearest
 struct signed_nearest : signed_fields {
     static constexpr int NOISE = 0, LOOPS = 2, ROOT_LOOP = 0, READS = 3, DRAWS = 0, KEPT = 0;
     static constexpr bool ROOTED = false;
