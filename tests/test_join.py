@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from optgen import passes
-from optgen.driver import load, record_text, targets, triton_text
+from optgen.driver import cpp_text, load, record_text, targets, triton_text
 from optgen.driver.targets import Case
 from optgen.formats import Blocked, Plan, scales, softsign
 from optgen.formats.plan import field_names
@@ -22,6 +23,7 @@ from optgen.lang.spec import Spec
 from optgen.lower import lower, matrix_of, needs_matrix
 from optgen.ops import spaces
 from optgen.runtime import records
+from optgen.runtime.cpu import cpu
 from optgen.runtime.records import Variant, join
 from tests import harness
 
@@ -126,6 +128,17 @@ def test_the_committed_records_are_those_that_are_joined() -> None:
         exec(compile(text, name, "exec"), made)
         assert made["PLAN"] == record_text.plan_record(PLANS[name])
         assert max(map(len, text.splitlines())) <= record_text.WIDTH
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_codecs_that_stand_in_the_files_of_other_plans_are_found(name: str) -> None:
+    """What is compiled has the structs of a plan that shares none."""
+    found = cpu.codec_text(ROOT / "optgen" / "plans" / name / cpp_text.CODECS)
+    structs = [
+        re.findall(r"^struct .*?^};$", x, re.M | re.S) for x in (found, cpp_text.codec_text(PLANS[name], "fast"))
+    ]
+    one, other = (sorted(" ".join(struct.split()) for struct in some) for some in structs)
+    assert one == other
 
 
 STALE = """

@@ -38,7 +38,7 @@ BACKENDS = {
     ),
     "cpp": Backend(
         lambda spec, maths: {cpp_text.FILE: cpp_text.rule_text(spec, maths)},
-        lambda plan, maths, _: {cpp_text.CODECS: cpp_text.codec_text(plan, maths)},
+        lambda plan, maths, others: {cpp_text.CODECS: cpp_text.codec_text(plan, maths, others)},
         (cpp_text.FILE, cpp_text.CODECS),
     ),
     "reference": Backend(

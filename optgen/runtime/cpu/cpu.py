@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import re
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,17 @@ def _text(file: Path) -> str:
     return file.read_text(encoding="utf-8")
 
 
+@functools.cache
+def codec_text(file: Path) -> str:
+    """Return the text of a plan's codecs, those included that its lines `// from PLAN: CODEC [as NAME]` name."""
+    found, text = [], _text(file)
+    for plan, name, own in re.findall(r"^// from (\w+): (\w+)(?: as (\w+))?$", text, re.M):
+        theirs = _text(file.parent.parent / plan / file.name)
+        structs = re.findall(rf"^struct {name}_(?:fields|stochastic|nearest) .*?^}};$", theirs, re.M | re.S)
+        found += [re.sub(rf"\b{name}_(?=fields|stochastic|nearest)", f"{own or name}_", x) for x in structs]
+    return "\n".join([*found, text])
+
+
 def has_kernels(plan: Pair) -> bool:
     """Return True if C++ kernels were generated."""
     rule, codecs, own = plan.cpp or (Path(), Path(), Path())
@@ -50,7 +62,7 @@ def source(plan: Pair, variant: Variant) -> str:
     rule, codecs, own = plan.cpp
     assert variant.rule is not None
     make = join.source if variant.single is not None else join.steps_source
-    return make(variant, variant.rule, _text(own if variant.own else rule), _text(codecs))
+    return make(variant, variant.rule, _text(own if variant.own else rule), codec_text(codecs))
 
 
 def job(plan: Pair, variant: Variant, grad: torch.dtype) -> native.Job:
