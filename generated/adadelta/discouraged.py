@@ -4,69 +4,34 @@
 #   rebuild   optgen build adadelta
 # fmt: off
 # ruff: noqa
-DISCOURAGED = {  # plan -> state -> what the lint finds wrong with how it is kept; constructing an optimizer warns
-    "int8_rn_split24": {
-        "square_avg": (
-            'the average freezes, and the step sizes made of it with it: a step under decay 0.9 changes it by 0.1 of '
-            'itself at most, and rounding to nearest undoes that in cells of up to 3; round it stochastically, or '
-            'keep it in fp32'
-        ),
-        "acc_delta": (
-            'the average freezes, and the step sizes made of it with it: a step under decay 0.9 changes it by 0.1 of '
-            'itself at most, and rounding to nearest undoes that in cells of up to 3; round it stochastically, or '
-            'keep it in fp32'
-        ),
-    },
-    "flashoptim": {
-        "square_avg": 'its scales cover 6.1e-05 to 6.55e+04 only: blocks beyond overflow or freeze',
-        "acc_delta": 'its scales cover 6.1e-05 to 6.55e+04 only: blocks beyond overflow or freeze',
-    },
-    "bnb8": {
-        "square_avg": (
-            'the average freezes, and the step sizes made of it with it: a step under decay 0.9 changes it by 0.1 of '
-            'itself at most, and rounding to nearest undoes that in cells of up to 1.7; round it stochastically, or '
-            'keep it in fp32'
-        ),
-        "acc_delta": (
-            'the average freezes, and the step sizes made of it with it: a step under decay 0.9 changes it by 0.1 of '
-            'itself at most, and rounding to nearest undoes that in cells of up to 1.7; round it stochastically, or '
-            'keep it in fp32'
-        ),
-    },
-    "torchao8": {
-        "square_avg": 'its scales cover 1e-12 to 3.4e+38 only: blocks beyond overflow or freeze',
-        "acc_delta": 'its scales cover 1e-12 to 3.4e+38 only: blocks beyond overflow or freeze',
-    },
-    "torchao4": {
-        "square_avg": 'its scales cover 1e-12 to 3.4e+38 only: blocks beyond overflow or freeze',
-        "acc_delta": 'its scales cover 1e-12 to 3.4e+38 only: blocks beyond overflow or freeze',
-    },
-    "torchao_fp8": {
-        "square_avg": 'its scales cover 1e-12 to 3.4e+38 only: blocks beyond overflow or freeze',
-        "acc_delta": 'its scales cover 1e-12 to 3.4e+38 only: blocks beyond overflow or freeze',
-    },
-    "lpmm4": {
-        "square_avg": (
-            'the average freezes, and the step sizes made of it with it: a step under decay 0.9 changes it by 0.1 of '
-            'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or '
-            'keep it in fp32'
-        ),
-        "acc_delta": (
-            'the average freezes, and the step sizes made of it with it: a step under decay 0.9 changes it by 0.1 of '
-            'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or '
-            'keep it in fp32'
-        ),
-    },
-    "lpmm4_factor": {
-        "square_avg": (
-            'the average freezes, and the step sizes made of it with it: a step under decay 0.9 changes it by 0.1 of '
-            'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or '
-            'keep it in fp32'
-        ),
-        "acc_delta": (
-            'the average freezes, and the step sizes made of it with it: a step under decay 0.9 changes it by 0.1 of '
-            'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or '
-            'keep it in fp32'
-        ),
-    },
-}
+DISCOURAGED = (  # (what the lint finds wrong with how a state is kept, plan -> states); an optimizer with one warns
+    (
+        'the average freezes, and the step sizes made of it with it: a step under decay 0.9 changes it by 0.1 of '
+        'itself at most, and rounding to nearest undoes that in cells of up to 3; round it stochastically, or keep it'
+        ' in fp32',
+        {'int8_rn_split24': ['square_avg', 'acc_delta']},
+    ),
+    (
+        'its scales cover 6.1e-05 to 6.55e+04 only: blocks beyond overflow or freeze',
+        {'flashoptim': ['square_avg', 'acc_delta']},
+    ),
+    (
+        'the average freezes, and the step sizes made of it with it: a step under decay 0.9 changes it by 0.1 of '
+        'itself at most, and rounding to nearest undoes that in cells of up to 1.7; round it stochastically, or keep '
+        'it in fp32',
+        {'bnb8': ['square_avg', 'acc_delta']},
+    ),
+    (
+        'its scales cover 1e-12 to 3.4e+38 only: blocks beyond overflow or freeze',
+        {
+            'torchao8': ['square_avg', 'acc_delta'], 'torchao4': ['square_avg', 'acc_delta'],
+            'torchao_fp8': ['square_avg', 'acc_delta']
+        },
+    ),
+    (
+        'the average freezes, and the step sizes made of it with it: a step under decay 0.9 changes it by 0.1 of '
+        'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
+        ' in fp32',
+        {'lpmm4': ['square_avg', 'acc_delta'], 'lpmm4_factor': ['square_avg', 'acc_delta']},
+    ),
+)

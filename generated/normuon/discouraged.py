@@ -4,65 +4,49 @@
 #   rebuild   optgen build normuon
 # fmt: off
 # ruff: noqa
-DISCOURAGED = {  # plan -> state -> what the lint finds wrong with how it is kept; constructing an optimizer warns
-    "int8_rn_split24": {
-        "momentum_buffer": (
-            'to nearest, 10 codes up to 0.041 of the scale keep themselves under a decay of 0.95: a state without '
-            'gradients never returns to 0'
-        ),
-        "exp_avg_sq": (
-            'the average freezes, and the step sizes made of it with it: a step under decay 0.95 changes it by 0.05 '
-            'of itself at most, and rounding to nearest undoes that in cells of up to 3; round it stochastically, or '
-            'keep it in fp32'
-        ),
-    },
-    "flashoptim": {
-        "momentum_buffer": 'its scales cover 6.1e-05 to 6.55e+04 only: blocks beyond overflow or freeze',
-        "exp_avg_sq": 'its scales cover 6.1e-05 to 6.55e+04 only: blocks beyond overflow or freeze',
-    },
-    "bnb8": {
-        "momentum_buffer": (
-            'to nearest, 62 codes up to 0.14 of the scale keep themselves under a decay of 0.95: a state without '
-            'gradients never returns to 0'
-        ),
-        "exp_avg_sq": (
-            'the average freezes, and the step sizes made of it with it: a step under decay 0.95 changes it by 0.05 '
-            'of itself at most, and rounding to nearest undoes that in cells of up to 1.7; round it stochastically, '
-            'or keep it in fp32'
-        ),
-    },
-    "torchao8": {
-        "momentum_buffer": 'its scales cover 1e-12 to 3.4e+38 only: blocks beyond overflow or freeze',
-        "exp_avg_sq": 'its scales cover 1e-12 to 3.4e+38 only: blocks beyond overflow or freeze',
-    },
-    "torchao4": {
-        "momentum_buffer": 'its scales cover 1e-12 to 3.4e+38 only: blocks beyond overflow or freeze',
-        "exp_avg_sq": 'its scales cover 1e-12 to 3.4e+38 only: blocks beyond overflow or freeze',
-    },
-    "torchao_fp8": {
-        "momentum_buffer": 'its scales cover 1e-12 to 3.4e+38 only: blocks beyond overflow or freeze',
-        "exp_avg_sq": 'its scales cover 1e-12 to 3.4e+38 only: blocks beyond overflow or freeze',
-    },
-    "lpmm4": {
-        "momentum_buffer": (
-            'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.95: a state without '
-            'gradients never returns to 0'
-        ),
-        "exp_avg_sq": (
-            'the average freezes, and the step sizes made of it with it: a step under decay 0.95 changes it by 0.05 '
-            'of itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or '
-            'keep it in fp32'
-        ),
-    },
-    "lpmm4_factor": {
-        "momentum_buffer": (
-            'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.95: a state without '
-            'gradients never returns to 0'
-        ),
-        "exp_avg_sq": (
-            'the average freezes, and the step sizes made of it with it: a step under decay 0.95 changes it by 0.05 '
-            'of itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or '
-            'keep it in fp32'
-        ),
-    },
-}
+DISCOURAGED = (  # (what the lint finds wrong with how a state is kept, plan -> states); an optimizer with one warns
+    (
+        'to nearest, 10 codes up to 0.041 of the scale keep themselves under a decay of 0.95: a state without '
+        'gradients never returns to 0',
+        {'int8_rn_split24': ['momentum_buffer']},
+    ),
+    (
+        'the average freezes, and the step sizes made of it with it: a step under decay 0.95 changes it by 0.05 of '
+        'itself at most, and rounding to nearest undoes that in cells of up to 3; round it stochastically, or keep it'
+        ' in fp32',
+        {'int8_rn_split24': ['exp_avg_sq']},
+    ),
+    (
+        'its scales cover 6.1e-05 to 6.55e+04 only: blocks beyond overflow or freeze',
+        {'flashoptim': ['momentum_buffer', 'exp_avg_sq']},
+    ),
+    (
+        'to nearest, 62 codes up to 0.14 of the scale keep themselves under a decay of 0.95: a state without '
+        'gradients never returns to 0',
+        {'bnb8': ['momentum_buffer']},
+    ),
+    (
+        'the average freezes, and the step sizes made of it with it: a step under decay 0.95 changes it by 0.05 of '
+        'itself at most, and rounding to nearest undoes that in cells of up to 1.7; round it stochastically, or keep '
+        'it in fp32',
+        {'bnb8': ['exp_avg_sq']},
+    ),
+    (
+        'its scales cover 1e-12 to 3.4e+38 only: blocks beyond overflow or freeze',
+        {
+            'torchao8': ['momentum_buffer', 'exp_avg_sq'], 'torchao4': ['momentum_buffer', 'exp_avg_sq'],
+            'torchao_fp8': ['momentum_buffer', 'exp_avg_sq']
+        },
+    ),
+    (
+        'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.95: a state without gradients '
+        'never returns to 0',
+        {'lpmm4': ['momentum_buffer'], 'lpmm4_factor': ['momentum_buffer']},
+    ),
+    (
+        'the average freezes, and the step sizes made of it with it: a step under decay 0.95 changes it by 0.05 of '
+        'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
+        ' in fp32',
+        {'lpmm4': ['exp_avg_sq'], 'lpmm4_factor': ['exp_avg_sq']},
+    ),
+)

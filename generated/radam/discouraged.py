@@ -4,72 +4,55 @@
 #   rebuild   optgen build radam
 # fmt: off
 # ruff: noqa
-DISCOURAGED = {  # plan -> state -> what the lint finds wrong with how it is kept; constructing an optimizer warns
-    "bf16": {
-        "exp_avg_sq": (
-            'the average freezes, and the step sizes made of it with it: a step under decay 0.999 changes it by 0.001'
-            ' of itself at most, and rounding to nearest undoes that in cells of up to 0.0078 (kept / true in [0.204,'
-            ' inf] (geometric sum of relative errors)); round it stochastically, or keep it in fp32'
-        ),
-    },
-    "int8_rn_split24": {
-        "exp_avg": (
-            'to nearest, 5 codes up to 0.02 of the scale keep themselves under a decay of 0.9: a state without '
-            'gradients never returns to 0'
-        ),
-        "exp_avg_sq": (
-            'the average freezes, and the step sizes made of it with it: a step under decay 0.999 changes it by 0.001'
-            ' of itself at most, and rounding to nearest undoes that in cells of up to 3; round it stochastically, or'
-            ' keep it in fp32'
-        ),
-    },
-    "flashoptim": {
-        "exp_avg": 'its scales cover 6.1e-05 to 6.55e+04 only: blocks beyond overflow or freeze',
-        "exp_avg_sq": 'its scales cover 6.1e-05 to 6.55e+04 only: blocks beyond overflow or freeze',
-    },
-    "bnb8": {
-        "exp_avg": (
-            'to nearest, 28 codes up to 0.0024 of the scale keep themselves under a decay of 0.9: a state without '
-            'gradients never returns to 0'
-        ),
-        "exp_avg_sq": (
-            'the average freezes, and the step sizes made of it with it: a step under decay 0.999 changes it by 0.001'
-            ' of itself at most, and rounding to nearest undoes that in cells of up to 1.7; round it stochastically, '
-            'or keep it in fp32'
-        ),
-    },
-    "torchao8": {
-        "exp_avg": 'its scales cover 1e-12 to 3.4e+38 only: blocks beyond overflow or freeze',
-        "exp_avg_sq": 'its scales cover 1e-12 to 3.4e+38 only: blocks beyond overflow or freeze',
-    },
-    "torchao4": {
-        "exp_avg": 'its scales cover 1e-12 to 3.4e+38 only: blocks beyond overflow or freeze',
-        "exp_avg_sq": 'its scales cover 1e-12 to 3.4e+38 only: blocks beyond overflow or freeze',
-    },
-    "torchao_fp8": {
-        "exp_avg": 'its scales cover 1e-12 to 3.4e+38 only: blocks beyond overflow or freeze',
-        "exp_avg_sq": 'its scales cover 1e-12 to 3.4e+38 only: blocks beyond overflow or freeze',
-    },
-    "lpmm4": {
-        "exp_avg": (
-            'to nearest, 14 codes up to 0.89 of the scale keep themselves under a decay of 0.9: a state without '
-            'gradients never returns to 0'
-        ),
-        "exp_avg_sq": (
-            'the average freezes, and the step sizes made of it with it: a step under decay 0.999 changes it by 0.001'
-            ' of itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or'
-            ' keep it in fp32'
-        ),
-    },
-    "lpmm4_factor": {
-        "exp_avg": (
-            'to nearest, 14 codes up to 0.89 of the scale keep themselves under a decay of 0.9: a state without '
-            'gradients never returns to 0'
-        ),
-        "exp_avg_sq": (
-            'the average freezes, and the step sizes made of it with it: a step under decay 0.999 changes it by 0.001'
-            ' of itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or'
-            ' keep it in fp32'
-        ),
-    },
-}
+DISCOURAGED = (  # (what the lint finds wrong with how a state is kept, plan -> states); an optimizer with one warns
+    (
+        'the average freezes, and the step sizes made of it with it: a step under decay 0.999 changes it by 0.001 of '
+        'itself at most, and rounding to nearest undoes that in cells of up to 0.0078 (kept / true in [0.204, inf] '
+        '(geometric sum of relative errors)); round it stochastically, or keep it in fp32',
+        {'bf16': ['exp_avg_sq']},
+    ),
+    (
+        'to nearest, 5 codes up to 0.02 of the scale keep themselves under a decay of 0.9: a state without gradients '
+        'never returns to 0',
+        {'int8_rn_split24': ['exp_avg']},
+    ),
+    (
+        'the average freezes, and the step sizes made of it with it: a step under decay 0.999 changes it by 0.001 of '
+        'itself at most, and rounding to nearest undoes that in cells of up to 3; round it stochastically, or keep it'
+        ' in fp32',
+        {'int8_rn_split24': ['exp_avg_sq']},
+    ),
+    (
+        'its scales cover 6.1e-05 to 6.55e+04 only: blocks beyond overflow or freeze',
+        {'flashoptim': ['exp_avg', 'exp_avg_sq']},
+    ),
+    (
+        'to nearest, 28 codes up to 0.0024 of the scale keep themselves under a decay of 0.9: a state without '
+        'gradients never returns to 0',
+        {'bnb8': ['exp_avg']},
+    ),
+    (
+        'the average freezes, and the step sizes made of it with it: a step under decay 0.999 changes it by 0.001 of '
+        'itself at most, and rounding to nearest undoes that in cells of up to 1.7; round it stochastically, or keep '
+        'it in fp32',
+        {'bnb8': ['exp_avg_sq']},
+    ),
+    (
+        'its scales cover 1e-12 to 3.4e+38 only: blocks beyond overflow or freeze',
+        {
+            'torchao8': ['exp_avg', 'exp_avg_sq'], 'torchao4': ['exp_avg', 'exp_avg_sq'],
+            'torchao_fp8': ['exp_avg', 'exp_avg_sq']
+        },
+    ),
+    (
+        'to nearest, 14 codes up to 0.89 of the scale keep themselves under a decay of 0.9: a state without gradients'
+        ' never returns to 0',
+        {'lpmm4': ['exp_avg'], 'lpmm4_factor': ['exp_avg']},
+    ),
+    (
+        'the average freezes, and the step sizes made of it with it: a step under decay 0.999 changes it by 0.001 of '
+        'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
+        ' in fp32',
+        {'lpmm4': ['exp_avg_sq'], 'lpmm4_factor': ['exp_avg_sq']},
+    ),
+)

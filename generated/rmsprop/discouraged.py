@@ -4,92 +4,71 @@
 #   rebuild   optgen build rmsprop
 # fmt: off
 # ruff: noqa
-DISCOURAGED = {  # plan -> state -> what the lint finds wrong with how it is kept; constructing an optimizer warns
-    "bf16": {
-        "square_avg": (
-            'the average freezes, and the step sizes made of it with it: a step under decay 0.99 changes it by 0.01 '
-            'of itself at most, and rounding to nearest undoes that in cells of up to 0.0078 (kept / true in [0.719, '
-            '1.63] (geometric sum of relative errors)); round it stochastically, or keep it in fp32'
-        ),
-    },
-    "int8_rn_split24": {
-        "square_avg": (
-            'the average freezes, and the step sizes made of it with it: a step under decay 0.99 changes it by 0.01 '
-            'of itself at most, and rounding to nearest undoes that in cells of up to 3; round it stochastically, or '
-            'keep it in fp32'
-        ),
-        "momentum_buffer": (
-            'to nearest, 5 codes up to 0.02 of the scale keep themselves under a decay of 0.9: a state without '
-            'gradients never returns to 0'
-        ),
-        "grad_avg": (
-            'to nearest, 68 codes up to 0.37 of the scale keep themselves under a decay of 0.99: a state without '
-            'gradients never returns to 0'
-        ),
-    },
-    "flashoptim": {
-        "square_avg": 'its scales cover 6.1e-05 to 6.55e+04 only: blocks beyond overflow or freeze',
-        "momentum_buffer": 'its scales cover 6.1e-05 to 6.55e+04 only: blocks beyond overflow or freeze',
-        "grad_avg": 'its scales cover 6.1e-05 to 6.55e+04 only: blocks beyond overflow or freeze',
-    },
-    "bnb8": {
-        "square_avg": (
-            'the average freezes, and the step sizes made of it with it: a step under decay 0.99 changes it by 0.01 '
-            'of itself at most, and rounding to nearest undoes that in cells of up to 1.7; round it stochastically, '
-            'or keep it in fp32'
-        ),
-        "momentum_buffer": (
-            'to nearest, 28 codes up to 0.0024 of the scale keep themselves under a decay of 0.9: a state without '
-            'gradients never returns to 0'
-        ),
-        "grad_avg": (
-            'to nearest, 212 codes up to 0.7 of the scale keep themselves under a decay of 0.99: a state without '
-            'gradients never returns to 0'
-        ),
-    },
-    "torchao8": {
-        "square_avg": 'its scales cover 1e-12 to 3.4e+38 only: blocks beyond overflow or freeze',
-        "momentum_buffer": 'its scales cover 1e-12 to 3.4e+38 only: blocks beyond overflow or freeze',
-        "grad_avg": 'its scales cover 1e-12 to 3.4e+38 only: blocks beyond overflow or freeze',
-    },
-    "torchao4": {
-        "square_avg": 'its scales cover 1e-12 to 3.4e+38 only: blocks beyond overflow or freeze',
-        "momentum_buffer": 'its scales cover 1e-12 to 3.4e+38 only: blocks beyond overflow or freeze',
-        "grad_avg": 'its scales cover 1e-12 to 3.4e+38 only: blocks beyond overflow or freeze',
-    },
-    "torchao_fp8": {
-        "square_avg": 'its scales cover 1e-12 to 3.4e+38 only: blocks beyond overflow or freeze',
-        "momentum_buffer": 'its scales cover 1e-12 to 3.4e+38 only: blocks beyond overflow or freeze',
-        "grad_avg": 'its scales cover 1e-12 to 3.4e+38 only: blocks beyond overflow or freeze',
-    },
-    "lpmm4": {
-        "square_avg": (
-            'the average freezes, and the step sizes made of it with it: a step under decay 0.99 changes it by 0.01 '
-            'of itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or '
-            'keep it in fp32'
-        ),
-        "momentum_buffer": (
-            'to nearest, 14 codes up to 0.89 of the scale keep themselves under a decay of 0.9: a state without '
-            'gradients never returns to 0'
-        ),
-        "grad_avg": (
-            'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.99: a state without '
-            'gradients never returns to 0'
-        ),
-    },
-    "lpmm4_factor": {
-        "momentum_buffer": (
-            'to nearest, 14 codes up to 0.89 of the scale keep themselves under a decay of 0.9: a state without '
-            'gradients never returns to 0'
-        ),
-        "grad_avg": (
-            'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.99: a state without '
-            'gradients never returns to 0'
-        ),
-        "square_avg": (
-            'the average freezes, and the step sizes made of it with it: a step under decay 0.99 changes it by 0.01 '
-            'of itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or '
-            'keep it in fp32'
-        ),
-    },
-}
+DISCOURAGED = (  # (what the lint finds wrong with how a state is kept, plan -> states); an optimizer with one warns
+    (
+        'the average freezes, and the step sizes made of it with it: a step under decay 0.99 changes it by 0.01 of '
+        'itself at most, and rounding to nearest undoes that in cells of up to 0.0078 (kept / true in [0.719, 1.63] '
+        '(geometric sum of relative errors)); round it stochastically, or keep it in fp32',
+        {'bf16': ['square_avg']},
+    ),
+    (
+        'the average freezes, and the step sizes made of it with it: a step under decay 0.99 changes it by 0.01 of '
+        'itself at most, and rounding to nearest undoes that in cells of up to 3; round it stochastically, or keep it'
+        ' in fp32',
+        {'int8_rn_split24': ['square_avg']},
+    ),
+    (
+        'to nearest, 5 codes up to 0.02 of the scale keep themselves under a decay of 0.9: a state without gradients '
+        'never returns to 0',
+        {'int8_rn_split24': ['momentum_buffer']},
+    ),
+    (
+        'to nearest, 68 codes up to 0.37 of the scale keep themselves under a decay of 0.99: a state without '
+        'gradients never returns to 0',
+        {'int8_rn_split24': ['grad_avg']},
+    ),
+    (
+        'its scales cover 6.1e-05 to 6.55e+04 only: blocks beyond overflow or freeze',
+        {'flashoptim': ['square_avg', 'momentum_buffer', 'grad_avg']},
+    ),
+    (
+        'the average freezes, and the step sizes made of it with it: a step under decay 0.99 changes it by 0.01 of '
+        'itself at most, and rounding to nearest undoes that in cells of up to 1.7; round it stochastically, or keep '
+        'it in fp32',
+        {'bnb8': ['square_avg']},
+    ),
+    (
+        'to nearest, 28 codes up to 0.0024 of the scale keep themselves under a decay of 0.9: a state without '
+        'gradients never returns to 0',
+        {'bnb8': ['momentum_buffer']},
+    ),
+    (
+        'to nearest, 212 codes up to 0.7 of the scale keep themselves under a decay of 0.99: a state without '
+        'gradients never returns to 0',
+        {'bnb8': ['grad_avg']},
+    ),
+    (
+        'its scales cover 1e-12 to 3.4e+38 only: blocks beyond overflow or freeze',
+        {
+            'torchao8': ['square_avg', 'momentum_buffer', 'grad_avg'],
+            'torchao4': ['square_avg', 'momentum_buffer', 'grad_avg'],
+            'torchao_fp8': ['square_avg', 'momentum_buffer', 'grad_avg']
+        },
+    ),
+    (
+        'the average freezes, and the step sizes made of it with it: a step under decay 0.99 changes it by 0.01 of '
+        'itself at most, and rounding to nearest undoes that in cells of up to 1; round it stochastically, or keep it'
+        ' in fp32',
+        {'lpmm4': ['square_avg'], 'lpmm4_factor': ['square_avg']},
+    ),
+    (
+        'to nearest, 14 codes up to 0.89 of the scale keep themselves under a decay of 0.9: a state without gradients'
+        ' never returns to 0',
+        {'lpmm4': ['momentum_buffer'], 'lpmm4_factor': ['momentum_buffer']},
+    ),
+    (
+        'to nearest, 15 codes up to 1 of the scale keep themselves under a decay of 0.99: a state without gradients '
+        'never returns to 0',
+        {'lpmm4': ['grad_avg'], 'lpmm4_factor': ['grad_avg']},
+    ),
+)

@@ -4,62 +4,38 @@
 #   rebuild   optgen build sm3
 # fmt: off
 # ruff: noqa
-DISCOURAGED = {  # plan -> state -> what the lint finds wrong with how it is kept; constructing an optimizer warns
-    "bf16": {
-        "accumulator": (
-            'it only grows, by ever smaller parts of itself, and nearest rounding drops whatever is below half a cell'
-        ),
-    },
-    "int8_rn_split24": {
-        "accumulator": (
-            'it only grows, by ever smaller parts of itself, and nearest rounding drops whatever is below half a cell'
-        ),
-        "momentum_buffer": (
-            'to nearest, 5 codes up to 0.02 of the scale keep themselves under a decay of 0.9: a state without '
-            'gradients never returns to 0'
-        ),
-    },
-    "flashoptim": {
-        "accumulator": 'its scales cover 6.1e-05 to 6.55e+04 only: blocks beyond overflow or freeze',
-        "momentum_buffer": 'its scales cover 6.1e-05 to 6.55e+04 only: blocks beyond overflow or freeze',
-    },
-    "bnb8": {
-        "accumulator": (
-            'it only grows, by ever smaller parts of itself, and nearest rounding drops whatever is below half a cell'
-        ),
-        "momentum_buffer": (
-            'to nearest, 28 codes up to 0.0024 of the scale keep themselves under a decay of 0.9: a state without '
-            'gradients never returns to 0'
-        ),
-    },
-    "torchao8": {
-        "accumulator": 'its scales cover 1e-12 to 3.4e+38 only: blocks beyond overflow or freeze',
-        "momentum_buffer": 'its scales cover 1e-12 to 3.4e+38 only: blocks beyond overflow or freeze',
-    },
-    "torchao4": {
-        "accumulator": 'its scales cover 1e-12 to 3.4e+38 only: blocks beyond overflow or freeze',
-        "momentum_buffer": 'its scales cover 1e-12 to 3.4e+38 only: blocks beyond overflow or freeze',
-    },
-    "torchao_fp8": {
-        "accumulator": 'its scales cover 1e-12 to 3.4e+38 only: blocks beyond overflow or freeze',
-        "momentum_buffer": 'its scales cover 1e-12 to 3.4e+38 only: blocks beyond overflow or freeze',
-    },
-    "lpmm4": {
-        "accumulator": (
-            'it only grows, by ever smaller parts of itself, and nearest rounding drops whatever is below half a cell'
-        ),
-        "momentum_buffer": (
-            'to nearest, 14 codes up to 0.89 of the scale keep themselves under a decay of 0.9: a state without '
-            'gradients never returns to 0'
-        ),
-    },
-    "lpmm4_factor": {
-        "momentum_buffer": (
-            'to nearest, 14 codes up to 0.89 of the scale keep themselves under a decay of 0.9: a state without '
-            'gradients never returns to 0'
-        ),
-        "accumulator": (
-            'it only grows, by ever smaller parts of itself, and nearest rounding drops whatever is below half a cell'
-        ),
-    },
-}
+DISCOURAGED = (  # (what the lint finds wrong with how a state is kept, plan -> states); an optimizer with one warns
+    (
+        'it only grows, by ever smaller parts of itself, and nearest rounding drops whatever is below half a cell',
+        {
+            'bf16': ['accumulator'], 'int8_rn_split24': ['accumulator'], 'bnb8': ['accumulator'],
+            'lpmm4': ['accumulator'], 'lpmm4_factor': ['accumulator']
+        },
+    ),
+    (
+        'to nearest, 5 codes up to 0.02 of the scale keep themselves under a decay of 0.9: a state without gradients '
+        'never returns to 0',
+        {'int8_rn_split24': ['momentum_buffer']},
+    ),
+    (
+        'its scales cover 6.1e-05 to 6.55e+04 only: blocks beyond overflow or freeze',
+        {'flashoptim': ['accumulator', 'momentum_buffer']},
+    ),
+    (
+        'to nearest, 28 codes up to 0.0024 of the scale keep themselves under a decay of 0.9: a state without '
+        'gradients never returns to 0',
+        {'bnb8': ['momentum_buffer']},
+    ),
+    (
+        'its scales cover 1e-12 to 3.4e+38 only: blocks beyond overflow or freeze',
+        {
+            'torchao8': ['accumulator', 'momentum_buffer'], 'torchao4': ['accumulator', 'momentum_buffer'],
+            'torchao_fp8': ['accumulator', 'momentum_buffer']
+        },
+    ),
+    (
+        'to nearest, 14 codes up to 0.89 of the scale keep themselves under a decay of 0.9: a state without gradients'
+        ' never returns to 0',
+        {'lpmm4': ['momentum_buffer'], 'lpmm4_factor': ['momentum_buffer']},
+    ),
+)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -143,11 +144,13 @@ def rule_files(spec: Spec, plans: tuple[str, ...], own: Mapping[str, str], maths
 
 def discouraged_text(spec: Spec) -> str:
     """Return the text of what the lint finds wrong with a ready-made rule under the ready-made plans."""
-    ready_plans = [plan for plan in load.plans().values() if is_ready(plan)]
-    found = {plan.name: judge.discouraged(spec, targets.cases(spec, plan)) for plan in ready_plans}
-    kept = {name: states for name, states in found.items() if states}
+    found: dict[str, dict[str, list[str]]] = {}
+    for plan in filter(is_ready, load.plans().values()):
+        for state, reason in judge.discouraged(spec, targets.cases(spec, plan)).items():
+            found.setdefault(reason, {}).setdefault(plan.name, []).append(state)
     header = "\n".join(kernel_text.header_of(spec, None, "the lint"))
-    return wrapper.render("discouraged.py.j2", header=header, found=kept) if kept else ""
+    rows = [(textwrap.wrap(x, 108, drop_whitespace=False), plans) for x, plans in found.items()]
+    return wrapper.render("discouraged.py.j2", header=header, found=rows) if rows else ""
 
 
 def plan_files(plan: Plan, maths: Maths = "fast", others: Sequence[Plan] = ()) -> Files:

@@ -142,7 +142,7 @@ def _built(base: Any, plan: str) -> Pair | None:
     pair = replace(joined(rules, steps, record, kernels, folder), reference=functions, triton=device)
     if plan not in base.OWN_PLANS and importlib.util.find_spec(f"{base.__module__}.{DISCOURAGED}"):
         found = importlib.import_module(f"{base.__module__}.{DISCOURAGED}").DISCOURAGED
-        pair = replace(pair, discouraged=found.get(plan, {}))
+        pair = replace(pair, discouraged={state: why for why, of in found for state in of.get(plan, ())})
     return pair
 
 

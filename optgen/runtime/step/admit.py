@@ -132,7 +132,7 @@ def warn_discouraged(cls: Any, entries: Iterable[Entry]) -> None:
         if not pair.discouraged or name in warned:
             continue
         variant = checkpoint.select(cls, group, p, label)[2]
-        found = [] if variant.small else [s for s in pair.discouraged if s in variant.states]
+        found = [] if variant.small else [s for s in variant.states if s in pair.discouraged]
         if found:
             warned.add(name)
             usual = cls.DEFAULT_PLAN.get(dtype_name(p.dtype), name)
