@@ -475,7 +475,7 @@ def _loop(
     lines += [assigned(plan, let, printer) for let in phase.elements]
     for n in phase.reductions:
         name, better = plan.name[n.uid], "larger" if n.op == "block_max" else "smaller"
-        lines.append((f"h.{name} = {better}<RAGGED>(h.{name}, {_i(printer, n.args[0])}, i, end);", ""))
+        lines.append((f"h.{name} = {better}<RAGGED>(h.{name}, {printer.text(n.args[0])}, i, end);", ""))
     lines += [(keep(n, plan.name[n.uid], "i"), "") for n in plan.kept if n.uid in own]
     root = "x"
     for s in phase.stores:
@@ -500,10 +500,6 @@ def _loop(
         "}",
     ]
     return struct, out
-
-
-def _i(printer: CppPrinter, node: Node) -> str:
-    return printer.text(node)
 
 
 __all__ = ["codec_structs", "rule_struct", "table_lines"]

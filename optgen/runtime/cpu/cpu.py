@@ -90,7 +90,7 @@ def _function(library: ctypes.CDLL, bucket: Bucket) -> Step | native.Unavailable
     variant, said = bucket.variant, layout()
     wanted = expected(variant, bucket.grad_dtype)
     if [said[k] for k in range(3)] != wanted[:3] or [said[k] for k in range(len(wanted))] != wanted:
-        return native.Unavailable(f"{variant.kernel_name} was generated again since {bucket.plan.name} was imported")
+        return native.Unavailable(f"{variant.function} was generated again since {bucket.plan.name} was imported")
     function = library.optgen_stages if bucket.in_parts else library.optgen_step
     function.restype = ctypes.c_int32
     function.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32)

@@ -48,6 +48,7 @@ def source(variant: Variant, rule: Rule, text: str, codecs: str) -> str:
             "namespace {",
             codecs,
             text,
+            f"static_assert({stage.kernel}::SCALARS == {len(stage.scalars)});",
             "template <class Grad> struct Layout {",
             f"    static constexpr int BLOCK = {variant.block}, SCALARS = {len(rule.scalars)};",
             f"    static constexpr int ORDER[] = {{{', '.join(map(str, (*stage.scalars, 0)))}}};",

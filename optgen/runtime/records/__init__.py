@@ -334,7 +334,6 @@ class Variant:
 
     function     name of the variant
     step         name of its eager step function
-    kernel       name of its Triton kernel, where that is shared with another variant
     param        dtype of the parameter ("bfloat16")
     small        whether it is the variant for tensors too small to be worth quantizing
     vector       whether it is the variant for tensors of fewer than two dimensions, where the plan has one
@@ -371,7 +370,6 @@ class Variant:
     host_states: tuple[tuple[str, float], ...] = ()
     init: Mapping[str, float | str] = field(default_factory=dict)
     step: str = ""
-    kernel: str = ""
     kernel_scalars: tuple[str, ...] | None = None
     kernel_host: HostFunction | None = None
     temps: tuple[Temp, ...] = ()
@@ -406,10 +404,6 @@ class Variant:
     def of_whole(self) -> bool:
         """True if its states can be read and written only for the whole tensor at once."""
         return any(f.shared for f in self.fields)
-
-    @property
-    def kernel_name(self) -> str:
-        return self.kernel or self.function
 
     @cached_property
     def divided(self) -> bool:

@@ -104,7 +104,7 @@ def compile_all(buckets: Sequence[Bucket], asked: Sequence[str]) -> None:
         if not isinstance(made, native.Unavailable):
             bucket.kernel = made
         elif meaning(option) == "cpp":
-            raise RuntimeError(f"backend='cpp', but {bucket.variant.kernel_name}: {made}")
+            raise RuntimeError(f"backend='cpp', but {bucket.variant.function}: {made}")
         else:
-            _warn_slow(f"{bucket.variant.kernel_name}: {made}")
+            _warn_slow(f"{bucket.variant.function}: {made}")
             bucket.backend = "reference"

@@ -288,8 +288,6 @@ struct Grid {
     }
 };
 
-inline bool is_few(const Place &p) { return p.kind != ELEMENT && p.kind != BLOCK_OF && p.kind != EIGHTH; }
-
 // Whether a tensor's matrices are walked by blocks of rows and columns; else flat, and what is reduced is spilled.
 inline bool by_panels(const Stage &s, const Shape &t) { return s.matrices && !t.dense; }
 
