@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .adabelief import AdaBelief as AdaBelief
     from .adadelta import Adadelta as Adadelta
     from .adafactor import Adafactor as Adafactor
+    from .adafactor_paper import AdafactorPaper as AdafactorPaper
     from .adagrad import Adagrad as Adagrad
     from .adam import Adam as Adam
     from .adam_mini import AdamMini as AdamMini
@@ -62,6 +63,7 @@ _MODULES = {
     "AdaBelief": "adabelief",
     "Adadelta": "adadelta",
     "Adafactor": "adafactor",
+    "AdafactorPaper": "adafactor_paper",
     "Adagrad": "adagrad",
     "Adam": "adam",
     "AdamMini": "adam_mini",
@@ -110,6 +112,7 @@ __all__ = [
     "AdaBelief",
     "Adadelta",
     "Adafactor",
+    "AdafactorPaper",
     "Adagrad",
     "Adam",
     "AdamMini",

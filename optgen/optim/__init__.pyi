@@ -91,6 +91,25 @@ class Adafactor(Optimizer):
         fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
     ) -> None: ...
 
+class AdafactorPaper(Optimizer):
+    """Adafactor; with relative_step lr is the largest step, later ones are 1 / sqrt(t)."""
+
+    def __init__(
+        self, params: ParamsT,
+        lr: float | Tensor = 0.01,
+        eps: Sequence[float | Tensor] = (1e-30, 0.001),
+        clip_threshold: float | Tensor = 1.0,
+        decay_rate: float | Tensor = -0.8,
+        beta1: float | Tensor = 0.0,
+        weight_decay: float | Tensor = 0.0,
+        scale_parameter: bool = True,
+        relative_step: bool = True,
+        *,
+        maximize: bool = False, plan: PlanOption = None, overrides: Given = None,
+        module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
+    ) -> None: ...
+
 class Adagrad(Optimizer):
     """The gradient divided by the root of the sum of all its squares."""
 
