@@ -124,7 +124,7 @@ SPELL = {
 }
 
 
-def text(spec, maths):
+def text(spec, maths, plan):
     functions = {}
     for flags in spec.settings():
         step = eager_text.rule_step(spec, flags)

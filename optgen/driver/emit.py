@@ -23,31 +23,32 @@ Files = dict[str, str]
 class Backend:
     """A kind of generated text: the files of a rule and of a plan, of which those without text are left out.
 
+    rule   (rule, maths, plan) -> its files; with a plan, those of the steps that the plan divides otherwise
     names  those of files that only a build with this backend has
     """
 
-    rule: Callable[[Spec, Maths], Files]
+    rule: Callable[[Spec, Maths, Plan | None], Files]
     plan: Callable[[Plan, Maths, Sequence[Plan]], Files] = lambda plan, maths, others: {}
     names: tuple[str, ...] = ()
 
 
 BACKENDS = {
     "triton": Backend(
-        lambda spec, maths: {triton_text.FILE: triton_text.rule_text(spec, maths)},
+        lambda spec, maths, plan: {triton_text.FILE: triton_text.rule_text(spec, maths, plan)},
         lambda plan, maths, others: {triton_text.FILE: triton_text.codec_text(plan, maths, others)},
         (triton_text.FILE,),
     ),
     "cpp": Backend(
-        lambda spec, maths: {cpp_text.FILE: cpp_text.rule_text(spec, maths)},
+        lambda spec, maths, plan: {cpp_text.FILE: cpp_text.rule_text(spec, maths, plan)},
         lambda plan, maths, others: {cpp_text.CODECS: cpp_text.codec_text(plan, maths, others)},
         (cpp_text.FILE, cpp_text.CODECS),
     ),
     "reference": Backend(
-        lambda spec, _: {eager_text.FILE: eager_text.rule_text(spec)},
+        lambda spec, _, plan: {} if plan else {eager_text.FILE: eager_text.rule_text(spec)},
         lambda plan, _, others: {eager_text.FILE: eager_text.codec_text(plan, others)},
     ),
 }
-"""Name -> backend. `emit_plan` makes the files of a rule and a plan together."""
+"""Name -> backend."""
 
 
 def emit_plan(spec: Spec, plan: Plan, *, maths: Maths = "fast", cases: Iterable[Case] | None = None) -> Files:
@@ -66,8 +67,10 @@ def emit_plan(spec: Spec, plan: Plan, *, maths: Maths = "fast", cases: Iterable[
         discouraged=wrong,
         rules=own.partition("# ruff: noqa\n")[2],
     )
-    made = {maker.FILE: maker.rule_text(spec, maths, plan) for maker in (triton_text, cpp_text)} if own else {}
-    return {**made, "__init__.py": text}
+    files = {"__init__.py": text}
+    for backend in BACKENDS.values() if own else ():
+        files |= backend.rule(spec, maths, plan)
+    return {name: text for name, text in files.items() if text}
 
 
 def class_row(spec: Spec, plans: tuple[str, ...], own: Mapping[str, str]) -> wrapper.ClassRow:
@@ -138,7 +141,7 @@ def rule_files(spec: Spec, plans: tuple[str, ...], own: Mapping[str, str], maths
     if is_ready(spec):
         files["discouraged.py"] = discouraged_text(spec)
     for backend in BACKENDS.values():
-        files |= backend.rule(spec, maths)
+        files |= backend.rule(spec, maths, None)
     return {name: text for name, text in files.items() if text}
 
 
