@@ -118,8 +118,6 @@ class Stored:
         self.variant, self.codecs, self.p, self.g, self.fields = variant, codecs, p, g, fields
         self.step_key, self.stream_key = random_keys
         self.place, self.dims = place, dims
-        rule = variant.rule if variant.own else None
-        self.by_rows = rule is not None and any(t.reduction == "tensor_sum" and t.source == "row" for t in rule.temps)
         self.bases = frozenset(self.record.relative.values())
         self.made: dict[str, Tensor] = {}  # new values in the parameter's shape, as they were computed
         self.roots: dict[str, Tensor] = {}  # roots of new values as they will be read back, in the sweep's blocks
@@ -167,10 +165,6 @@ class Sweep(Blocks):
         own = self._own(codec)
         found = function(own, *self.stored.parts(owner))
         return found if own is self else self.elements(own.flat(found))
-
-    def tensor_sum(self, x: Tensor) -> Tensor:
-        """The sum of all elements: in the order of `index`, or of rows where a plan divides the step into such."""
-        return few_sum(self.row_sum(x), "tensor") if self.stored.by_rows else super().tensor_sum(x)
 
     def load(self, name: str) -> Tensor:
         """fp32 values in blocks: as they are stored, or as this step computed them where the plan stores them last."""
@@ -235,16 +229,32 @@ def _root_of(codec: Codec) -> Callable[..., Tensor]:
     return codec.root
 
 
+class _RowsFirst(Sweep):
+    """A sweep of a step that the plan divides: its kernels sum over the tensor by rows, for they sum rows anyway."""
+
+    def tensor_sum(self, x: Tensor) -> Tensor:
+        return few_sum(self.row_sum(x), "tensor")
+
+
+class _Divided(Stored):
+    """A parameter whose sweeps are of that kind."""
+
+    def over(self, *names: str) -> Sweep:
+        return _RowsFirst(self, super().over(*names).size)
+
+
 def step(variant: Variant, rule: ModuleType, codecs: ModuleType) -> Callable[..., Any]:
     """Return `step(p, g, fields..., scalars..., step_key, stream_key, place, dims)`: a step of a rule under a plan."""
     function = getattr(rule, variant.step)
     count = len(variant.fields)
+    temps = variant.rule.temps if variant.rule is not None and variant.own else ()
+    kind = _Divided if any(t.reduction == "tensor_sum" and t.source == "row" for t in temps) else Stored
 
     def run(
         p: Tensor, g: Tensor, *rest: Any, place: tuple[int, int, int] | None = None, dims: Sequence[int] | None = None
     ) -> Any:
         fields = dict(zip(variant.names, rest[:count], strict=True))
-        stored = Stored(variant, codecs, p, g, fields, rest[-2:], place, dims)
+        stored = kind(variant, codecs, p, g, fields, rest[-2:], place, dims)
         return function(stored, *(scalars(p, *rest[count:-2]) if len(rest) > count + 2 else ()))
 
     return run
