@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from optgen.backends.idioms import lanes, printed
-from optgen.backends.printer import ATOM, Printer, Spelling, Text, number, shortest, taken_away, with_more
+from optgen.backends.printer import ATOM, Printer, Spelling, Text, number, shortest, straight, taken_away, with_more
 from optgen.ir import node as ir
 from optgen.ir.node import Node, postorder
 from optgen.ir.program import Buffer, Let, Program, Schedule
@@ -84,30 +84,12 @@ def _call(function: str, tail: str = "") -> Spelling:
     return spell
 
 
-def _straight(n: Node) -> tuple[Node, list[Node]] | None:
-    """Return x and the straight lines a * x + b, at least three, whose least or largest a node is, paired round by
-    round as `lowest_line` and `highest_line` of the prelude do; None for other nodes."""
-    leaves = [n]
-    while any(x.op == n.op for x in leaves):
-        leaves = [y for x in leaves for y in (x.args if x.op == n.op else [x])]
-    x = leaves[0].args[1] if leaves[0].op == "fma" else n
-    if len(leaves) < 3 or not all(y.op == "fma" and y.args[1] is x for y in leaves):
-        return None
-    if not all(a.op == "const" for y in leaves for a in (y.args[0], y.args[2])):
-        return None
-    rounds = leaves
-    while len(rounds) > 1:
-        pairs = zip(rounds[::2], rounds[1::2], strict=False)
-        rounds = [ir.op(n.op, a, b) for a, b in pairs] + rounds[len(rounds) & ~1 :]
-    return (x, leaves) if rounds == [n] else None
-
-
 def _limit(name: str) -> Spelling:
     """min and max; of floats, NaN if either is."""
 
     def spell(p: Printer, n: Node) -> Text:
         assert isinstance(p, TritonPrinter)
-        if found := _straight(n):
+        if found := straight(n):
             x, lines = found
             pairs = (f"({shortest(y.args[0].attr)}, {shortest(y.args[2].attr)})" for y in lines)
             return f"{'highest' if n.op == 'max' else 'lowest'}_line({p.text(x)}, ({', '.join(pairs)}))", ATOM

@@ -32,12 +32,8 @@ struct signed_fields : Codec {
             F(1.0f),
             max(
                 F(0.0f),
-                max(
-                    max(
-                        fma(0.22499999403953552f, piece_abs, -0.6875f),
-                        fma(0.044999998062849045f, piece_abs, -0.05749999359250069f)
-                    ),
-                    fma(0.027000002562999725f, piece_abs, -0.021500002592802048f)
+                highest_line(
+                    piece_abs, {{0.225f, -0.6875f}, {0.044999998f, -0.057499994f}, {0.027000003f, -0.021500003f}}
                 )
             )
         );
@@ -77,13 +73,7 @@ struct signed_nearest : signed_fields {
         const F number_rint = rint(
             min(
                 F(7.0f),
-                min(
-                    min(
-                        fma(61.5384521484375f, number_abs, 0.33076924085617065f),
-                        fma(11.111109733581543f, number_abs, 1.888888955116272f)
-                    ),
-                    fma(4.444444179534912f, number_abs, 3.055555582046509f)
-                )
+                lowest_line(number_abs, {{61.538452f, 0.33076924f}, {11.11111f, 1.888889f}, {4.444444f, 3.0555556f}})
             )
         );
         const I code = to_int(
