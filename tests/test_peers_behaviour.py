@@ -116,9 +116,10 @@ ACTIVE: dict[str, dict[str, Any]] = {
     **{name: {"weight_decay": 0.1} for name in ("Adam", "AdamP", "SGDP", "ADOPT", "NAdam", "RAdam")},
     **{name: {"warmup_steps": 9.0} for name in ("ScheduleFreeAdamW", "ScheduleFreeSGD")},
     "Prodigy": {"lr": 0.5, "d_coef": 100.0},
+    "AdafactorPaper": {"lr": 1.0},
 }
 """What others of a rule's arguments depend on: no dampening without a momentum, no kind of decay without a decay, no
-safeguard against a rate that is 1, nor before the estimate has grown."""
+safeguard against a rate that is 1, nor before the estimate has grown, no relative step while lr is less."""
 
 
 def outcome(cls: Any, options: dict[str, Any]) -> Tensor | None:
