@@ -158,15 +158,13 @@ lpmm4 = Plan(
     "The 4-bit paper's states, number by number: 3.03125 bytes per parameter.",
     signed=Codebook(codebooks.dynamic(bits=4), 4, 128, ties="down", rounding="nearest"),
     nonneg=Rank1(4, vectors=128, rounding="nearest"),
-    read_back=False,
     discouraged="its results can be compared only by its own numbers",
 )
 
 lpmm4_factor = Plan(
-    "The 4-bit paper's first moment and a factored second one, number by number: 2.53125 bytes per parameter.",
+    "The 4-bit paper's first moment and a factored second one, stored as its code does: 2.53125 bytes per parameter.",
     signed=Codebook(codebooks.dynamic(bits=4), 4, 128, ties="down", rounding="nearest"),
-    nonneg=Factored("kept", vectors=Rank1(4, vectors=128, rounding="nearest").of_vectors()),
-    read_back=False,
+    nonneg=Factored(vectors=Rank1(4, vectors=128, rounding="nearest").of_vectors()),
     discouraged="its results can be compared only by its own numbers",
 )
 

@@ -16,7 +16,7 @@ from tests import harness
 HEADERS = sorted(native.HEADERS.glob("simd_*.h"))
 HOST_ONLY = {"pow", "exp", "log"}
 BY_STATEMENT = {"block_max", "block_min"}  # printed as accumulations, not as expressions
-BY_THE_HOST = {"call", "kept"}  # functions of whole matrices, between stages; what only rules without a plan have
+BY_THE_HOST = {"call"}  # functions of whole matrices, between stages
 FUNCTION = re.compile(r"^(?:template <[^>]*> )?inline (\w+) ([\w]+|operator\S+)\((.*?)\) ?{", re.M)
 
 

@@ -118,7 +118,6 @@ SPELL = {
     "const": lambda p, n: (f"np.float32({number(n)})", ATOM),
     "sym": lambda p, n: (n.attr, ATOM),
     "load": lambda p, n: (n.attr, ATOM),
-    "kept": lambda p, n: p.express(n.args[0]),  # fp32 as it is
     "sqrt": lambda p, n: p.call("np.sqrt", *n.args),
     "max": lambda p, n: p.call("np.maximum", *n.args),
 }

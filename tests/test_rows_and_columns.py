@@ -322,11 +322,6 @@ def test_one_more_sweep_over_gradient_and_second_moment() -> None:
     assert (rows["exp_avg_sq"].bytes, rows["exp_avg_sq"].error) == (0, explain.NONE)
 
 
-def test_the_first_moment_is_read_back_only_where_a_plan_allows_it() -> None:
-    again = plans.lpmm4_factor.but(name="again", read_back=True)
-    assert explain.explain(adamw, plans.lpmm4_factor).traffic > explain.explain(adamw, again).traffic
-
-
 # -- vectors, states and their forms
 
 
@@ -419,8 +414,6 @@ def test_what_has_no_rows_and_columns_is_refused() -> None:
     wrong = Plan("Wrong.", name="wrong", overrides={"slow": OfRows()})
     with pytest.raises(UserError, match=r"E305.*starts as the weight"):
         wrong.storage(averaged.states, dtypes.f32, False)
-    with pytest.raises(UserError, match=r'E305.*"computed" or "kept"'):
-        Factored("both")  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"E305.*needs no rows and columns"):
         Factored(vectors=Factored())
 

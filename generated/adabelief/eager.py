@@ -22,16 +22,14 @@ def adabelief(
     g = grad_scale * g
     exp_avg_var = b.load("exp_avg_var")
     # -- update  (specs/adabelief.py)
-    p = p * one_minus_lr_times_weight_decay                            # 20  p = decoupled(p, lr, weight_decay)
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g                    # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    surprise = g - exp_avg                                             # 22  surprise = g - exp_avg
+    p = p * one_minus_lr_times_weight_decay                       # 20  p = decoupled(p, lr, weight_decay)
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * g               # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    surprise = g - exp_avg                                        # 22  surprise = g - exp_avg
     # 23  exp_avg_var = beta2 * exp_avg_var + (1 - beta2) * surprise * surprise + eps
     exp_avg_var = beta2 * exp_avg_var + one_minus_beta2 * surprise * surprise + eps
-    exp_avg_var_kept = b.kept("exp_avg_var", exp_avg_var)              # exp_avg_var as it is kept
     # 24  denom = sqrt(exp_avg_var) / sqrt(1 - beta2**t) + eps
-    denom = sqrt(exp_avg_var_kept) / sqrt_one_minus_beta2_pow_t + eps
-    # 25  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
+    denom = sqrt(exp_avg_var) / sqrt_one_minus_beta2_pow_t + eps
+    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom       # 25  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     b.store("p", p)
     b.store("exp_avg", exp_avg)

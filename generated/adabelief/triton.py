@@ -7,7 +7,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.gpu.codecs import kept, times
+from optgen.runtime.gpu.codecs import times
 from optgen.runtime.gpu.prelude import minus, reciprocal
 from optgen.runtime.gpu.walk import walk
 
@@ -20,13 +20,12 @@ def adabelief_tile(
     """The new p, exp_avg, exp_avg_var."""
     # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))
-    surprise = tl.fma(grad_scale, g, minus(exp_avg))                      # 22  surprise = g - exp_avg
+    surprise = tl.fma(grad_scale, g, minus(exp_avg))  # 22  surprise = g - exp_avg
     # 23  exp_avg_var = beta2 * exp_avg_var + (1 - beta2) * surprise * surprise + eps
     exp_avg_var = tl.fma(one_minus_beta2 * surprise, surprise, times(beta2, exp_avg_var, PLAN.exp_avg_var)) + eps
-    exp_avg_var_kept = kept(exp_avg_var, live, MASKED, PLAN.exp_avg_var)  # exp_avg_var as it is kept
-    p = one_minus_lr_times_weight_decay * p                               # 20  p = decoupled(p, lr, weight_decay)
+    p = one_minus_lr_times_weight_decay * p           # 20  p = decoupled(p, lr, weight_decay)
     # 25  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_var_kept), scalar_3, scalar_4)), p)
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_var), scalar_3, scalar_4)), p)
     return p, exp_avg, exp_avg_var
 
 

@@ -19,13 +19,11 @@ def adadelta(stored, lr, rho, eps, weight_decay, grad_scale, one_minus_rho):
     g = b.load("g")
     g = grad_scale * g
     # -- update  (specs/adadelta.py)
-    g = g + weight_decay * p                                         # 19  g = l2(g, p, weight_decay)
-    # 20  square_avg = rho * square_avg + (1 - rho) * g * g
-    square_avg = rho * square_avg + one_minus_rho * g * g
-    square_avg_kept = b.kept("square_avg", square_avg)               # square_avg as it is kept
+    g = g + weight_decay * p                                     # 19  g = l2(g, p, weight_decay)
+    square_avg = rho * square_avg + one_minus_rho * g * g        # 20  square_avg = rho * square_avg + (1 - rho) * g * g
     # 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
-    delta = sqrt(acc_delta + eps) / sqrt(square_avg_kept + eps) * g
-    p = p - lr * delta                                               # 23  p = p - lr * delta
+    delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
+    p = p - lr * delta                                           # 23  p = p - lr * delta
     # 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
     acc_delta = rho * acc_delta + one_minus_rho * delta * delta
     # -- encode and store

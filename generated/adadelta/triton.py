@@ -7,7 +7,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.gpu.codecs import kept, read, times
+from optgen.runtime.gpu.codecs import read, times
 from optgen.runtime.gpu.prelude import reciprocal
 from optgen.runtime.gpu.walk import walk
 
@@ -21,18 +21,15 @@ def adadelta_tile(
     acc_delta = read(acc_delta, PLAN.acc_delta)
     g = grad_scale * g
     acc_delta_sqrt = tl.sqrt(acc_delta + eps)
-    g = tl.fma(weight_decay, p, g)                                     # 19  g = l2(g, p, weight_decay)
+    g = tl.fma(weight_decay, p, g)               # 19  g = l2(g, p, weight_decay)
     # 20  square_avg = rho * square_avg + (1 - rho) * g * g
     square_avg = tl.fma(one_minus_rho * g, g, times(rho, square_avg, PLAN.square_avg))
-    square_avg_kept = kept(square_avg, live, MASKED, PLAN.square_avg)  # square_avg as it is kept
-    square_avg_kept_rcp = reciprocal(tl.sqrt(square_avg_kept + eps))
-    # 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
-    delta = acc_delta_sqrt * square_avg_kept_rcp * g
-    p = tl.fma(minus_lr, delta, p)                                     # 23  p = p - lr * delta
+    square_avg_rcp = reciprocal(tl.sqrt(square_avg + eps))
+    delta = acc_delta_sqrt * square_avg_rcp * g  # 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
+    p = tl.fma(minus_lr, delta, p)               # 23  p = p - lr * delta
     # 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
     acc_delta = tl.fma(
-        one_minus_rho * acc_delta_sqrt * square_avg_kept_rcp * g * acc_delta_sqrt * square_avg_kept_rcp, g,
-        rho * acc_delta
+        one_minus_rho * acc_delta_sqrt * square_avg_rcp * g * acc_delta_sqrt * square_avg_rcp, g, rho * acc_delta
     )
     return p, square_avg, acc_delta
 

@@ -137,9 +137,8 @@ def adafactor_no_factored(
     # -- update  (specs/adafactor.py)
     # 49  variance = (1 - one_minus_beta2) * variance + one_minus_beta2 * (g * g)
     variance = one_minus_t_pow_beta2_decay * variance + one_minus_beta2 * (g * g)
-    variance_kept = b.kept("variance", variance)  # variance as it is kept
     # 51  update = g * rsqrt(maximum(estimate, eps1 * eps1))
-    update = g * quotient(1.0, sqrt(larger(variance_kept, eps1_times_eps1)))
+    update = g * quotient(1.0, sqrt(larger(variance, eps1_times_eps1)))
     # -- encode and store
     tensor_sum_for_alpha_tensor = b.tensor_sum(p * p)
     tensor_sum_of_update_tensor = b.tensor_sum(update * update)
@@ -163,13 +162,13 @@ def adafactor_no_factored(
     g = grad_scale * g
     variance = b.load("variance")
     # -- update  (specs/adafactor.py)
-    p = p * one_minus_lr_times_weight_decay       # 43  p = decoupled(p, lr, weight_decay)
+    p = p * one_minus_lr_times_weight_decay                              # 43  p = decoupled(p, lr, weight_decay)
     # 49  variance = (1 - one_minus_beta2) * variance + one_minus_beta2 * (g * g)
     variance = one_minus_t_pow_beta2_decay * variance + one_minus_beta2 * (g * g)
-    variance_kept = b.kept("variance", variance)  # variance as it is kept
     # 51  update = g * rsqrt(maximum(estimate, eps1 * eps1))
-    update = g * quotient(1.0, sqrt(larger(variance_kept, eps1_times_eps1)))
-    p = p - alpha_over_tensor_max * update        # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
+    update = g * quotient(1.0, sqrt(larger(variance, eps1_times_eps1)))
+    # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
+    p = p - alpha_over_tensor_max * update
     # -- encode and store
     b.store("p", p)
     b.store("variance", variance)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.gpu.between import rounds
-from optgen.runtime.gpu.codecs import kept, read
+from optgen.runtime.gpu.codecs import read
 from optgen.runtime.gpu.matrices import walk_matrices
 from optgen.runtime.gpu.prelude import minus, reciprocal
 from optgen.runtime.gpu.walk import walk
@@ -170,8 +170,7 @@ def adafactor_no_factored_1_tile(
     variance = read(variance, PLAN.variance)
     # 49  variance = (1 - one_minus_beta2) * variance + one_minus_beta2 * (g * g)
     variance = tl.fma(scalar_0 * g, g, one_minus_t_pow_beta2_decay * variance)
-    variance_kept = kept(variance, live, MASKED, PLAN.variance)  # variance as it is kept
-    g_mul = g * reciprocal(tl.sqrt(tl.maximum(variance_kept, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL)))
+    g_mul = g * reciprocal(tl.sqrt(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL)))
     return p, g_mul
 
 
@@ -225,12 +224,11 @@ def adafactor_no_factored_3_tile(
     variance = read(variance, PLAN.variance)
     # 49  variance = (1 - one_minus_beta2) * variance + one_minus_beta2 * (g * g)
     variance = tl.fma(scalar_0 * g, g, one_minus_t_pow_beta2_decay * variance)
-    variance_kept = kept(variance, live, MASKED, PLAN.variance)  # variance as it is kept
-    p = one_minus_lr_times_weight_decay * p                      # 43  p = decoupled(p, lr, weight_decay)
+    p = one_minus_lr_times_weight_decay * p  # 43  p = decoupled(p, lr, weight_decay)
     # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
     p = tl.fma(
         minus(grad_scale * tensor_div),
-        g * reciprocal(tl.sqrt(tl.maximum(variance_kept, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p
+        g * reciprocal(tl.sqrt(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p
     )
     return p, variance
 

@@ -141,11 +141,10 @@ def adafactor_paper_no_factored(
     g = grad_scale * g
     exp_avg_sq = b.load("exp_avg_sq")
     # -- update  (specs/adafactor_paper.py)
-    square = g * g + eps1                               # 50  square = g * g + eps1
+    square = g * g + eps1                         # 50  square = g * g + eps1
     # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_one_minus_t_pow_decay_rate * square
-    exp_avg_sq_kept = b.kept("exp_avg_sq", exp_avg_sq)  # exp_avg_sq as it is kept
-    update = g * quotient(1.0, sqrt(exp_avg_sq_kept))   # 57  update = g * rsqrt(exp_avg_sq)
+    update = g * quotient(1.0, sqrt(exp_avg_sq))  # 57  update = g * rsqrt(exp_avg_sq)
     # -- encode and store
     tensor_sum_for_rate_tensor = b.tensor_sum(p * p)
     tensor_sum_of_update_tensor = b.tensor_sum(update * update)
@@ -173,14 +172,13 @@ def adafactor_paper_no_factored(
     g = grad_scale * g
     exp_avg_sq = b.load("exp_avg_sq")
     # -- update  (specs/adafactor_paper.py)
-    square = g * g + eps1                               # 50  square = g * g + eps1
+    square = g * g + eps1                           # 50  square = g * g + eps1
     # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_one_minus_t_pow_decay_rate * square
-    exp_avg_sq_kept = b.kept("exp_avg_sq", exp_avg_sq)  # exp_avg_sq as it is kept
-    update = g * quotient(1.0, sqrt(exp_avg_sq_kept))   # 57  update = g * rsqrt(exp_avg_sq)
+    update = g * quotient(1.0, sqrt(exp_avg_sq))    # 57  update = g * rsqrt(exp_avg_sq)
     # 58  update = rate / maximum(1.0, rms(update) / clip_threshold) * update
     update = rate_over_one_max_tensor_div * update
-    p = p - rate_times_weight_decay * p - update        # 62  p = p - rate * weight_decay * p - update
+    p = p - rate_times_weight_decay * p - update    # 62  p = p - rate * weight_decay * p - update
     # -- encode and store
     b.store("p", p)
     b.store("exp_avg_sq", exp_avg_sq)
@@ -324,11 +322,10 @@ def adafactor_paper_has_momentum_no_factored(
     g = grad_scale * g
     exp_avg_sq = b.load("exp_avg_sq")
     # -- update  (specs/adafactor_paper.py)
-    square = g * g + eps1                               # 50  square = g * g + eps1
+    square = g * g + eps1                         # 50  square = g * g + eps1
     # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_one_minus_t_pow_decay_rate * square
-    exp_avg_sq_kept = b.kept("exp_avg_sq", exp_avg_sq)  # exp_avg_sq as it is kept
-    update = g * quotient(1.0, sqrt(exp_avg_sq_kept))   # 57  update = g * rsqrt(exp_avg_sq)
+    update = g * quotient(1.0, sqrt(exp_avg_sq))  # 57  update = g * rsqrt(exp_avg_sq)
     # -- encode and store
     tensor_sum_for_rate_tensor = b.tensor_sum(p * p)
     tensor_sum_of_update_tensor = b.tensor_sum(update * update)
@@ -360,8 +357,7 @@ def adafactor_paper_has_momentum_no_factored(
     square = g * g + eps1                                 # 50  square = g * g + eps1
     # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_one_minus_t_pow_decay_rate * square
-    exp_avg_sq_kept = b.kept("exp_avg_sq", exp_avg_sq)    # exp_avg_sq as it is kept
-    update = g * quotient(1.0, sqrt(exp_avg_sq_kept))     # 57  update = g * rsqrt(exp_avg_sq)
+    update = g * quotient(1.0, sqrt(exp_avg_sq))          # 57  update = g * rsqrt(exp_avg_sq)
     # 58  update = rate / maximum(1.0, rms(update) / clip_threshold) * update
     update = rate_over_one_max_tensor_div * update
     exp_avg = beta1 * exp_avg + one_minus_beta1 * update  # 60  exp_avg = beta1 * exp_avg + (1 - beta1) * update
@@ -504,11 +500,10 @@ def adafactor_paper_no_relative_step_no_factored(
     g = grad_scale * g
     exp_avg_sq = b.load("exp_avg_sq")
     # -- update  (specs/adafactor_paper.py)
-    square = g * g + eps1                               # 50  square = g * g + eps1
+    square = g * g + eps1                         # 50  square = g * g + eps1
     # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_one_minus_t_pow_decay_rate * square
-    exp_avg_sq_kept = b.kept("exp_avg_sq", exp_avg_sq)  # exp_avg_sq as it is kept
-    update = g * quotient(1.0, sqrt(exp_avg_sq_kept))   # 57  update = g * rsqrt(exp_avg_sq)
+    update = g * quotient(1.0, sqrt(exp_avg_sq))  # 57  update = g * rsqrt(exp_avg_sq)
     # -- encode and store
     tensor_sum_for_rate_tensor = b.tensor_sum(p * p)
     tensor_sum_of_update_tensor = b.tensor_sum(update * update)
@@ -536,14 +531,13 @@ def adafactor_paper_no_relative_step_no_factored(
     g = grad_scale * g
     exp_avg_sq = b.load("exp_avg_sq")
     # -- update  (specs/adafactor_paper.py)
-    square = g * g + eps1                               # 50  square = g * g + eps1
+    square = g * g + eps1                           # 50  square = g * g + eps1
     # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_one_minus_t_pow_decay_rate * square
-    exp_avg_sq_kept = b.kept("exp_avg_sq", exp_avg_sq)  # exp_avg_sq as it is kept
-    update = g * quotient(1.0, sqrt(exp_avg_sq_kept))   # 57  update = g * rsqrt(exp_avg_sq)
+    update = g * quotient(1.0, sqrt(exp_avg_sq))    # 57  update = g * rsqrt(exp_avg_sq)
     # 58  update = rate / maximum(1.0, rms(update) / clip_threshold) * update
     update = rate_over_one_max_tensor_div * update
-    p = p - rate_times_weight_decay * p - update        # 62  p = p - rate * weight_decay * p - update
+    p = p - rate_times_weight_decay * p - update    # 62  p = p - rate * weight_decay * p - update
     # -- encode and store
     b.store("p", p)
     b.store("exp_avg_sq", exp_avg_sq)
@@ -687,11 +681,10 @@ def adafactor_paper_no_relative_step_has_momentum_no_factored(
     g = grad_scale * g
     exp_avg_sq = b.load("exp_avg_sq")
     # -- update  (specs/adafactor_paper.py)
-    square = g * g + eps1                               # 50  square = g * g + eps1
+    square = g * g + eps1                         # 50  square = g * g + eps1
     # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_one_minus_t_pow_decay_rate * square
-    exp_avg_sq_kept = b.kept("exp_avg_sq", exp_avg_sq)  # exp_avg_sq as it is kept
-    update = g * quotient(1.0, sqrt(exp_avg_sq_kept))   # 57  update = g * rsqrt(exp_avg_sq)
+    update = g * quotient(1.0, sqrt(exp_avg_sq))  # 57  update = g * rsqrt(exp_avg_sq)
     # -- encode and store
     tensor_sum_for_rate_tensor = b.tensor_sum(p * p)
     tensor_sum_of_update_tensor = b.tensor_sum(update * update)
@@ -723,8 +716,7 @@ def adafactor_paper_no_relative_step_has_momentum_no_factored(
     square = g * g + eps1                                 # 50  square = g * g + eps1
     # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_one_minus_t_pow_decay_rate * square
-    exp_avg_sq_kept = b.kept("exp_avg_sq", exp_avg_sq)    # exp_avg_sq as it is kept
-    update = g * quotient(1.0, sqrt(exp_avg_sq_kept))     # 57  update = g * rsqrt(exp_avg_sq)
+    update = g * quotient(1.0, sqrt(exp_avg_sq))          # 57  update = g * rsqrt(exp_avg_sq)
     # 58  update = rate / maximum(1.0, rms(update) / clip_threshold) * update
     update = rate_over_one_max_tensor_div * update
     exp_avg = beta1 * exp_avg + one_minus_beta1 * update  # 60  exp_avg = beta1 * exp_avg + (1 - beta1) * update
@@ -851,11 +843,10 @@ def adafactor_paper_no_scale_parameter_no_factored(
     g = grad_scale * g
     exp_avg_sq = b.load("exp_avg_sq")
     # -- update  (specs/adafactor_paper.py)
-    square = g * g + eps1                               # 50  square = g * g + eps1
+    square = g * g + eps1                         # 50  square = g * g + eps1
     # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_one_minus_t_pow_decay_rate * square
-    exp_avg_sq_kept = b.kept("exp_avg_sq", exp_avg_sq)  # exp_avg_sq as it is kept
-    update = g * quotient(1.0, sqrt(exp_avg_sq_kept))   # 57  update = g * rsqrt(exp_avg_sq)
+    update = g * quotient(1.0, sqrt(exp_avg_sq))  # 57  update = g * rsqrt(exp_avg_sq)
     # -- encode and store
     tensor_sum_of_update_tensor = b.tensor_sum(update * update)
 
@@ -879,8 +870,7 @@ def adafactor_paper_no_scale_parameter_no_factored(
     square = g * g + eps1                                        # 50  square = g * g + eps1
     # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_one_minus_t_pow_decay_rate * square
-    exp_avg_sq_kept = b.kept("exp_avg_sq", exp_avg_sq)           # exp_avg_sq as it is kept
-    update = g * quotient(1.0, sqrt(exp_avg_sq_kept))            # 57  update = g * rsqrt(exp_avg_sq)
+    update = g * quotient(1.0, sqrt(exp_avg_sq))                 # 57  update = g * rsqrt(exp_avg_sq)
     # 58  update = rate / maximum(1.0, rms(update) / clip_threshold) * update
     update = lr_min_t_pow_m0p5_over_one_max_tensor_div * update
     p = p - lr_min_t_pow_m0p5_times_weight_decay * p - update    # 62  p = p - rate * weight_decay * p - update
@@ -1009,11 +999,10 @@ def adafactor_paper_no_scale_parameter_has_momentum_no_factored(
     g = grad_scale * g
     exp_avg_sq = b.load("exp_avg_sq")
     # -- update  (specs/adafactor_paper.py)
-    square = g * g + eps1                               # 50  square = g * g + eps1
+    square = g * g + eps1                         # 50  square = g * g + eps1
     # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_one_minus_t_pow_decay_rate * square
-    exp_avg_sq_kept = b.kept("exp_avg_sq", exp_avg_sq)  # exp_avg_sq as it is kept
-    update = g * quotient(1.0, sqrt(exp_avg_sq_kept))   # 57  update = g * rsqrt(exp_avg_sq)
+    update = g * quotient(1.0, sqrt(exp_avg_sq))  # 57  update = g * rsqrt(exp_avg_sq)
     # -- encode and store
     tensor_sum_of_update_tensor = b.tensor_sum(update * update)
 
@@ -1038,8 +1027,7 @@ def adafactor_paper_no_scale_parameter_has_momentum_no_factored(
     square = g * g + eps1                                        # 50  square = g * g + eps1
     # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_one_minus_t_pow_decay_rate * square
-    exp_avg_sq_kept = b.kept("exp_avg_sq", exp_avg_sq)           # exp_avg_sq as it is kept
-    update = g * quotient(1.0, sqrt(exp_avg_sq_kept))            # 57  update = g * rsqrt(exp_avg_sq)
+    update = g * quotient(1.0, sqrt(exp_avg_sq))                 # 57  update = g * rsqrt(exp_avg_sq)
     # 58  update = rate / maximum(1.0, rms(update) / clip_threshold) * update
     update = lr_min_t_pow_m0p5_over_one_max_tensor_div * update
     exp_avg = beta1 * exp_avg + one_minus_beta1 * update         # 60  exp_avg = beta1 * exp_avg + (1 - beta1) * update
@@ -1166,11 +1154,10 @@ def adafactor_paper_no_scale_parameter_no_relative_step_no_factored(
     g = grad_scale * g
     exp_avg_sq = b.load("exp_avg_sq")
     # -- update  (specs/adafactor_paper.py)
-    square = g * g + eps1                               # 50  square = g * g + eps1
+    square = g * g + eps1                         # 50  square = g * g + eps1
     # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_one_minus_t_pow_decay_rate * square
-    exp_avg_sq_kept = b.kept("exp_avg_sq", exp_avg_sq)  # exp_avg_sq as it is kept
-    update = g * quotient(1.0, sqrt(exp_avg_sq_kept))   # 57  update = g * rsqrt(exp_avg_sq)
+    update = g * quotient(1.0, sqrt(exp_avg_sq))  # 57  update = g * rsqrt(exp_avg_sq)
     # -- encode and store
     tensor_sum_of_update_tensor = b.tensor_sum(update * update)
 
@@ -1191,14 +1178,13 @@ def adafactor_paper_no_scale_parameter_no_relative_step_no_factored(
     g = grad_scale * g
     exp_avg_sq = b.load("exp_avg_sq")
     # -- update  (specs/adafactor_paper.py)
-    square = g * g + eps1                               # 50  square = g * g + eps1
+    square = g * g + eps1                         # 50  square = g * g + eps1
     # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_one_minus_t_pow_decay_rate * square
-    exp_avg_sq_kept = b.kept("exp_avg_sq", exp_avg_sq)  # exp_avg_sq as it is kept
-    update = g * quotient(1.0, sqrt(exp_avg_sq_kept))   # 57  update = g * rsqrt(exp_avg_sq)
+    update = g * quotient(1.0, sqrt(exp_avg_sq))  # 57  update = g * rsqrt(exp_avg_sq)
     # 58  update = rate / maximum(1.0, rms(update) / clip_threshold) * update
     update = lr_over_one_max_tensor_div * update
-    p = p - lr_times_weight_decay * p - update          # 62  p = p - rate * weight_decay * p - update
+    p = p - lr_times_weight_decay * p - update    # 62  p = p - rate * weight_decay * p - update
     # -- encode and store
     b.store("p", p)
     b.store("exp_avg_sq", exp_avg_sq)
@@ -1324,11 +1310,10 @@ def adafactor_paper_no_scale_parameter_no_relative_step_has_momentum_no_factored
     g = grad_scale * g
     exp_avg_sq = b.load("exp_avg_sq")
     # -- update  (specs/adafactor_paper.py)
-    square = g * g + eps1                               # 50  square = g * g + eps1
+    square = g * g + eps1                         # 50  square = g * g + eps1
     # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_one_minus_t_pow_decay_rate * square
-    exp_avg_sq_kept = b.kept("exp_avg_sq", exp_avg_sq)  # exp_avg_sq as it is kept
-    update = g * quotient(1.0, sqrt(exp_avg_sq_kept))   # 57  update = g * rsqrt(exp_avg_sq)
+    update = g * quotient(1.0, sqrt(exp_avg_sq))  # 57  update = g * rsqrt(exp_avg_sq)
     # -- encode and store
     tensor_sum_of_update_tensor = b.tensor_sum(update * update)
 
@@ -1353,8 +1338,7 @@ def adafactor_paper_no_scale_parameter_no_relative_step_has_momentum_no_factored
     square = g * g + eps1                                 # 50  square = g * g + eps1
     # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_one_minus_t_pow_decay_rate * square
-    exp_avg_sq_kept = b.kept("exp_avg_sq", exp_avg_sq)    # exp_avg_sq as it is kept
-    update = g * quotient(1.0, sqrt(exp_avg_sq_kept))     # 57  update = g * rsqrt(exp_avg_sq)
+    update = g * quotient(1.0, sqrt(exp_avg_sq))          # 57  update = g * rsqrt(exp_avg_sq)
     # 58  update = rate / maximum(1.0, rms(update) / clip_threshold) * update
     update = lr_over_one_max_tensor_div * update
     exp_avg = beta1 * exp_avg + one_minus_beta1 * update  # 60  exp_avg = beta1 * exp_avg + (1 - beta1) * update

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.gpu.between import rounds
-from optgen.runtime.gpu.codecs import kept, read, times
+from optgen.runtime.gpu.codecs import read, times
 from optgen.runtime.gpu.matrices import walk_matrices
 from optgen.runtime.gpu.prelude import minus, reciprocal
 from optgen.runtime.gpu.walk import walk
@@ -168,11 +168,10 @@ def adafactor_paper_no_factored_1_tile(
 ):
     """What is reduced to tensor_sum_for_rate, tensor_sum_of_g."""
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
-    square = tl.fma(grad_scale_times_grad_scale * g, g, eps1)          # 50  square = g * g + eps1
+    square = tl.fma(grad_scale_times_grad_scale * g, g, eps1)  # 50  square = g * g + eps1
     # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     exp_avg_sq = tl.fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq)
-    exp_avg_sq_kept = kept(exp_avg_sq, live, MASKED, PLAN.exp_avg_sq)  # exp_avg_sq as it is kept
-    g_mul = g * reciprocal(tl.sqrt(exp_avg_sq_kept))
+    g_mul = g * reciprocal(tl.sqrt(exp_avg_sq))
     return p, g_mul
 
 
@@ -221,13 +220,12 @@ def adafactor_paper_no_factored_3_tile(
 ):
     """The new p, exp_avg_sq."""
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
-    square = tl.fma(grad_scale_times_grad_scale * g, g, eps1)          # 50  square = g * g + eps1
+    square = tl.fma(grad_scale_times_grad_scale * g, g, eps1)  # 50  square = g * g + eps1
     # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     exp_avg_sq = tl.fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq)
-    exp_avg_sq_kept = kept(exp_avg_sq, live, MASKED, PLAN.exp_avg_sq)  # exp_avg_sq as it is kept
     # 62  p = p - rate * weight_decay * p - update
     p = tl.fma(
-        minus(grad_scale * rate_over_one_max_tensor_div), g * reciprocal(tl.sqrt(exp_avg_sq_kept)),
+        minus(grad_scale * rate_over_one_max_tensor_div), g * reciprocal(tl.sqrt(exp_avg_sq)),
         tl.fma(minus(rate_times_weight_decay), p, p)
     )
     return p, exp_avg_sq
@@ -279,16 +277,15 @@ def adafactor_paper_has_momentum_no_factored_3_tile(
 ):
     """The new p, exp_avg, exp_avg_sq."""
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
-    square = tl.fma(grad_scale_times_grad_scale * g, g, eps1)          # 50  square = g * g + eps1
+    square = tl.fma(grad_scale_times_grad_scale * g, g, eps1)   # 50  square = g * g + eps1
     # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     exp_avg_sq = tl.fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq)
-    exp_avg_sq_kept = kept(exp_avg_sq, live, MASKED, PLAN.exp_avg_sq)  # exp_avg_sq as it is kept
     # 60  exp_avg = beta1 * exp_avg + (1 - beta1) * update
     exp_avg = tl.fma(
-        one_minus_beta1_times_grad_scale * rate_over_one_max_tensor_div, g * reciprocal(tl.sqrt(exp_avg_sq_kept)),
+        one_minus_beta1_times_grad_scale * rate_over_one_max_tensor_div, g * reciprocal(tl.sqrt(exp_avg_sq)),
         times(beta1, exp_avg, PLAN.exp_avg)
     )
-    p = tl.fma(minus(rate_times_weight_decay), p, p) - exp_avg         # 62  p = p - rate * weight_decay * p - update
+    p = tl.fma(minus(rate_times_weight_decay), p, p) - exp_avg  # 62  p = p - rate * weight_decay * p - update
     return p, exp_avg, exp_avg_sq
 
 
@@ -469,11 +466,10 @@ def adafactor_paper_no_scale_parameter_no_factored_1_tile(
 ):
     """What is reduced to tensor_sum_of_g."""
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
-    square = tl.fma(grad_scale_times_grad_scale * g, g, eps1)          # 50  square = g * g + eps1
+    square = tl.fma(grad_scale_times_grad_scale * g, g, eps1)  # 50  square = g * g + eps1
     # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     exp_avg_sq = tl.fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq)
-    exp_avg_sq_kept = kept(exp_avg_sq, live, MASKED, PLAN.exp_avg_sq)  # exp_avg_sq as it is kept
-    g_mul = g * reciprocal(tl.sqrt(exp_avg_sq_kept))
+    g_mul = g * reciprocal(tl.sqrt(exp_avg_sq))
     return (g_mul,)
 
 
@@ -509,13 +505,12 @@ def adafactor_paper_no_scale_parameter_no_factored_3_tile(
 ):
     """The new p, exp_avg_sq."""
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
-    square = tl.fma(grad_scale_times_grad_scale * g, g, eps1)          # 50  square = g * g + eps1
+    square = tl.fma(grad_scale_times_grad_scale * g, g, eps1)  # 50  square = g * g + eps1
     # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     exp_avg_sq = tl.fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq)
-    exp_avg_sq_kept = kept(exp_avg_sq, live, MASKED, PLAN.exp_avg_sq)  # exp_avg_sq as it is kept
     # 62  p = p - rate * weight_decay * p - update
     p = tl.fma(
-        minus(grad_scale * lr_min_t_pow_m0p5_over_one_max_tensor_div), g * reciprocal(tl.sqrt(exp_avg_sq_kept)),
+        minus(grad_scale * lr_min_t_pow_m0p5_over_one_max_tensor_div), g * reciprocal(tl.sqrt(exp_avg_sq)),
         tl.fma(minus_lr_min_t_pow_m0p5_times_weight_decay, p, p)
     )
     return p, exp_avg_sq
@@ -574,11 +569,10 @@ def adafactor_paper_no_scale_parameter_has_momentum_no_factored_3_tile(
     square = tl.fma(grad_scale_times_grad_scale * g, g, eps1)               # 50  square = g * g + eps1
     # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     exp_avg_sq = tl.fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq)
-    exp_avg_sq_kept = kept(exp_avg_sq, live, MASKED, PLAN.exp_avg_sq)       # exp_avg_sq as it is kept
     # 60  exp_avg = beta1 * exp_avg + (1 - beta1) * update
     exp_avg = tl.fma(
         one_minus_beta1_times_grad_scale * lr_min_t_pow_m0p5_over_one_max_tensor_div,
-        g * reciprocal(tl.sqrt(exp_avg_sq_kept)), times(beta1, exp_avg, PLAN.exp_avg)
+        g * reciprocal(tl.sqrt(exp_avg_sq)), times(beta1, exp_avg, PLAN.exp_avg)
     )
     # 62  p = p - rate * weight_decay * p - update
     p = tl.fma(minus_lr_min_t_pow_m0p5_times_weight_decay, p, p) - exp_avg
@@ -651,13 +645,12 @@ def adafactor_paper_no_scale_parameter_no_relative_step_no_factored_3_tile(
 ):
     """The new p, exp_avg_sq."""
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
-    square = tl.fma(grad_scale_times_grad_scale * g, g, eps1)          # 50  square = g * g + eps1
+    square = tl.fma(grad_scale_times_grad_scale * g, g, eps1)  # 50  square = g * g + eps1
     # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     exp_avg_sq = tl.fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq)
-    exp_avg_sq_kept = kept(exp_avg_sq, live, MASKED, PLAN.exp_avg_sq)  # exp_avg_sq as it is kept
     # 62  p = p - rate * weight_decay * p - update
     p = tl.fma(
-        minus(grad_scale * lr_over_one_max_tensor_div), g * reciprocal(tl.sqrt(exp_avg_sq_kept)),
+        minus(grad_scale * lr_over_one_max_tensor_div), g * reciprocal(tl.sqrt(exp_avg_sq)),
         tl.fma(minus_lr_times_weight_decay, p, p)
     )
     return p, exp_avg_sq
@@ -685,16 +678,15 @@ def adafactor_paper_no_scale_parameter_no_relative_step_has_momentum_no_factored
 ):
     """The new p, exp_avg, exp_avg_sq."""
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
-    square = tl.fma(grad_scale_times_grad_scale * g, g, eps1)          # 50  square = g * g + eps1
+    square = tl.fma(grad_scale_times_grad_scale * g, g, eps1)  # 50  square = g * g + eps1
     # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     exp_avg_sq = tl.fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq)
-    exp_avg_sq_kept = kept(exp_avg_sq, live, MASKED, PLAN.exp_avg_sq)  # exp_avg_sq as it is kept
     # 60  exp_avg = beta1 * exp_avg + (1 - beta1) * update
     exp_avg = tl.fma(
-        one_minus_beta1_times_grad_scale * lr_over_one_max_tensor_div, g * reciprocal(tl.sqrt(exp_avg_sq_kept)),
+        one_minus_beta1_times_grad_scale * lr_over_one_max_tensor_div, g * reciprocal(tl.sqrt(exp_avg_sq)),
         times(beta1, exp_avg, PLAN.exp_avg)
     )
-    p = tl.fma(minus_lr_times_weight_decay, p, p) - exp_avg            # 62  p = p - rate * weight_decay * p - update
+    p = tl.fma(minus_lr_times_weight_decay, p, p) - exp_avg    # 62  p = p - rate * weight_decay * p - update
     return p, exp_avg, exp_avg_sq
 
 

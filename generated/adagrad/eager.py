@@ -18,10 +18,9 @@ def adagrad(stored, weight_decay, eps, grad_scale, step_lr):
     g = grad_scale * g
     sum_ = b.load("sum")
     # -- update  (specs/adagrad.py)
-    g = g + weight_decay * p                      # 19  g = l2(g, p, weight_decay)
-    sum_ = sum_ + g * g                           # 20  sum = sum + g * g
-    sum_kept = b.kept("sum", sum_)                # sum as it is kept
-    p = p - step_lr * g / (sqrt(sum_kept) + eps)  # 22  p = p - step_lr * g / (sqrt(sum) + eps)
+    g = g + weight_decay * p                  # 19  g = l2(g, p, weight_decay)
+    sum_ = sum_ + g * g                       # 20  sum = sum + g * g
+    p = p - step_lr * g / (sqrt(sum_) + eps)  # 22  p = p - step_lr * g / (sqrt(sum) + eps)
     # -- encode and store
     b.store("p", p)
     b.store("sum", sum_)

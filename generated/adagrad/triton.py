@@ -7,7 +7,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.gpu.codecs import kept, read
+from optgen.runtime.gpu.codecs import read
 from optgen.runtime.gpu.prelude import minus, reciprocal
 from optgen.runtime.gpu.walk import walk
 
@@ -19,11 +19,10 @@ def adagrad_tile(
     """The new p, sum."""
     sum_ = read(sum_, PLAN.sum)
     g = grad_scale * g
-    g = tl.fma(weight_decay, p, g)                 # 19  g = l2(g, p, weight_decay)
-    sum_ = tl.fma(g, g, sum_)                      # 20  sum = sum + g * g
-    sum_kept = kept(sum_, live, MASKED, PLAN.sum)  # sum as it is kept
+    g = tl.fma(weight_decay, p, g)  # 19  g = l2(g, p, weight_decay)
+    sum_ = tl.fma(g, g, sum_)       # 20  sum = sum + g * g
     # 22  p = p - step_lr * g / (sqrt(sum) + eps)
-    p = tl.fma(minus(g), reciprocal(tl.fma(tl.sqrt(sum_kept), scalar_0, scalar_1)), p)
+    p = tl.fma(minus(g), reciprocal(tl.fma(tl.sqrt(sum_), scalar_0, scalar_1)), p)
     return p, sum_
 
 

@@ -22,15 +22,12 @@ def adam(
     g = grad_scale * g
     exp_avg_sq = b.load("exp_avg_sq")
     # -- update  (specs/adam.py)
-    g = g + weight_decay * p                                          # 26  g = l2(g, p, weight_decay)
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g                   # 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    g = g + weight_decay * p                                     # 26  g = l2(g, p, weight_decay)
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * g              # 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 28  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    exp_avg_sq_kept = b.kept("exp_avg_sq", exp_avg_sq)                # exp_avg_sq as it is kept
-    # 32  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
-    denom = sqrt(exp_avg_sq_kept) / sqrt_one_minus_beta2_pow_t + eps
-    # 33  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
+    denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps  # 32  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
+    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom      # 33  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     b.store("p", p)
     b.store("exp_avg_sq", exp_avg_sq)
@@ -50,15 +47,12 @@ def adam_decoupled_weight_decay(
     g = grad_scale * g
     exp_avg_sq = b.load("exp_avg_sq")
     # -- update  (specs/adam.py)
-    p = p * one_minus_lr_times_weight_decay                           # 24  p = decoupled(p, lr, weight_decay)
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g                   # 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    p = p * one_minus_lr_times_weight_decay                      # 24  p = decoupled(p, lr, weight_decay)
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * g              # 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 28  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    exp_avg_sq_kept = b.kept("exp_avg_sq", exp_avg_sq)                # exp_avg_sq as it is kept
-    # 32  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
-    denom = sqrt(exp_avg_sq_kept) / sqrt_one_minus_beta2_pow_t + eps
-    # 33  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
+    denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps  # 32  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
+    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom      # 33  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     b.store("p", p)
     b.store("exp_avg_sq", exp_avg_sq)
@@ -79,19 +73,15 @@ def adam_amsgrad(
     max_exp_avg_sq = b.load("max_exp_avg_sq")
     exp_avg_sq = b.load("exp_avg_sq")
     # -- update  (specs/adam.py)
-    g = g + weight_decay * p                                              # 26  g = l2(g, p, weight_decay)
-    # 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g
+    g = g + weight_decay * p                                         # 26  g = l2(g, p, weight_decay)
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * g                  # 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 28  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    exp_avg_sq_kept = b.kept("exp_avg_sq", exp_avg_sq)                    # exp_avg_sq as it is kept
     # 30  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq_kept)
-    max_exp_avg_sq_kept = b.kept("max_exp_avg_sq", max_exp_avg_sq)        # max_exp_avg_sq as it is kept
+    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
     # 32  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
-    denom = sqrt(max_exp_avg_sq_kept) / sqrt_one_minus_beta2_pow_t + eps
-    # 33  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
+    denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
+    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 33  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     b.store("p", p)
     b.store("exp_avg_sq", exp_avg_sq)
@@ -113,19 +103,15 @@ def adam_amsgrad_decoupled_weight_decay(
     max_exp_avg_sq = b.load("max_exp_avg_sq")
     exp_avg_sq = b.load("exp_avg_sq")
     # -- update  (specs/adam.py)
-    p = p * one_minus_lr_times_weight_decay                               # 24  p = decoupled(p, lr, weight_decay)
-    # 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g
+    p = p * one_minus_lr_times_weight_decay                          # 24  p = decoupled(p, lr, weight_decay)
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * g                  # 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 28  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    exp_avg_sq_kept = b.kept("exp_avg_sq", exp_avg_sq)                    # exp_avg_sq as it is kept
     # 30  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq_kept)
-    max_exp_avg_sq_kept = b.kept("max_exp_avg_sq", max_exp_avg_sq)        # max_exp_avg_sq as it is kept
+    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
     # 32  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
-    denom = sqrt(max_exp_avg_sq_kept) / sqrt_one_minus_beta2_pow_t + eps
-    # 33  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
+    denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
+    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 33  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     b.store("p", p)
     b.store("exp_avg_sq", exp_avg_sq)

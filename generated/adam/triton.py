@@ -7,7 +7,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.gpu.codecs import kept, read, times
+from optgen.runtime.gpu.codecs import read, times
 from optgen.runtime.gpu.prelude import minus, reciprocal
 from optgen.runtime.gpu.walk import walk
 
@@ -19,14 +19,13 @@ def adam_tile(
 ):
     """The new p, exp_avg, exp_avg_sq."""
     g = grad_scale * g
-    g = tl.fma(weight_decay, p, g)                                     # 26  g = l2(g, p, weight_decay)
+    g = tl.fma(weight_decay, p, g)  # 26  g = l2(g, p, weight_decay)
     # 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1, g, times(beta1, exp_avg, PLAN.exp_avg))
     # 28  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(one_minus_beta2 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))
-    exp_avg_sq_kept = kept(exp_avg_sq, live, MASKED, PLAN.exp_avg_sq)  # exp_avg_sq as it is kept
     # 33  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq_kept), scalar_2, scalar_3)), p)
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3)), p)
     return p, exp_avg, exp_avg_sq
 
 
@@ -53,10 +52,9 @@ def adam_decoupled_weight_decay_tile(
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))
     # 28  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))
-    exp_avg_sq_kept = kept(exp_avg_sq, live, MASKED, PLAN.exp_avg_sq)  # exp_avg_sq as it is kept
-    p = one_minus_lr_times_weight_decay * p                            # 24  p = decoupled(p, lr, weight_decay)
+    p = one_minus_lr_times_weight_decay * p  # 24  p = decoupled(p, lr, weight_decay)
     # 33  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq_kept), scalar_3, scalar_4)), p)
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_3, scalar_4)), p)
     return p, exp_avg, exp_avg_sq
 
 
@@ -81,18 +79,15 @@ def adam_amsgrad_tile(
     """The new p, exp_avg, exp_avg_sq, max_exp_avg_sq."""
     max_exp_avg_sq = read(max_exp_avg_sq, PLAN.max_exp_avg_sq)
     g = grad_scale * g
-    g = tl.fma(weight_decay, p, g)                                     # 26  g = l2(g, p, weight_decay)
+    g = tl.fma(weight_decay, p, g)  # 26  g = l2(g, p, weight_decay)
     # 27  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1, g, times(beta1, exp_avg, PLAN.exp_avg))
     # 28  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(one_minus_beta2 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))
-    exp_avg_sq_kept = kept(exp_avg_sq, live, MASKED, PLAN.exp_avg_sq)  # exp_avg_sq as it is kept
     # 30  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq_kept, propagate_nan=tl.PropagateNan.ALL)
-    # max_exp_avg_sq as it is kept
-    max_exp_avg_sq_kept = kept(max_exp_avg_sq, live, MASKED, PLAN.max_exp_avg_sq)
+    max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     # 33  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq_kept), scalar_2, scalar_3)), p)
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq), scalar_2, scalar_3)), p)
     return p, exp_avg, exp_avg_sq, max_exp_avg_sq
 
 
@@ -120,14 +115,11 @@ def adam_amsgrad_decoupled_weight_decay_tile(
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))
     # 28  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))
-    exp_avg_sq_kept = kept(exp_avg_sq, live, MASKED, PLAN.exp_avg_sq)  # exp_avg_sq as it is kept
     # 30  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq_kept, propagate_nan=tl.PropagateNan.ALL)
-    # max_exp_avg_sq as it is kept
-    max_exp_avg_sq_kept = kept(max_exp_avg_sq, live, MASKED, PLAN.max_exp_avg_sq)
-    p = one_minus_lr_times_weight_decay * p                            # 24  p = decoupled(p, lr, weight_decay)
+    max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
+    p = one_minus_lr_times_weight_decay * p  # 24  p = decoupled(p, lr, weight_decay)
     # 33  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq_kept), scalar_3, scalar_4)), p)
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq), scalar_3, scalar_4)), p)
     return p, exp_avg, exp_avg_sq, max_exp_avg_sq
 
 

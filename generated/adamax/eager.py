@@ -19,13 +19,10 @@ def adamax(stored, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
     g = grad_scale * g
     exp_inf = b.load("exp_inf")
     # -- update  (specs/adamax.py)
-    g = g + weight_decay * p                                        # 20  g = l2(g, p, weight_decay)
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g                 # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    # 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
-    exp_inf = larger(beta2 * exp_inf, g.abs() + eps)
-    exp_inf_kept = b.kept("exp_inf", exp_inf)                       # exp_inf as it is kept
-    # 23  p = p - lr / (1 - beta1**t) * exp_avg / exp_inf
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / exp_inf_kept
+    g = g + weight_decay * p                                   # 20  g = l2(g, p, weight_decay)
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * g            # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    exp_inf = larger(beta2 * exp_inf, g.abs() + eps)           # 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
+    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / exp_inf  # 23  p = p - lr / (1 - beta1**t) * exp_avg / exp_inf
     # -- encode and store
     b.store("p", p)
     b.store("exp_avg", exp_avg)

@@ -7,7 +7,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.gpu.codecs import kept, times
+from optgen.runtime.gpu.codecs import times
 from optgen.runtime.gpu.prelude import minus, reciprocal
 from optgen.runtime.gpu.walk import walk
 
@@ -19,14 +19,13 @@ def adamax_tile(
 ):
     """The new p, exp_avg, exp_inf."""
     g = grad_scale * g
-    g = tl.fma(weight_decay, p, g)                            # 20  g = l2(g, p, weight_decay)
+    g = tl.fma(weight_decay, p, g)  # 20  g = l2(g, p, weight_decay)
     # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1, g, times(beta1, exp_avg, PLAN.exp_avg))
     # 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
     exp_inf = tl.maximum(times(beta2, exp_inf, PLAN.exp_inf), tl.abs(g) + eps, propagate_nan=tl.PropagateNan.ALL)
-    exp_inf_kept = kept(exp_inf, live, MASKED, PLAN.exp_inf)  # exp_inf as it is kept
     # 23  p = p - lr / (1 - beta1**t) * exp_avg / exp_inf
-    p = tl.fma(minus(lr_over_one_minus_beta1_pow_t * exp_avg), reciprocal(exp_inf_kept), p)
+    p = tl.fma(minus(lr_over_one_minus_beta1_pow_t * exp_avg), reciprocal(exp_inf), p)
     return p, exp_avg, exp_inf
 
 

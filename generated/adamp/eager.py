@@ -24,12 +24,11 @@ def adamp(
     exp_avg_sq = b.load("exp_avg_sq")
     p = b.load("p")
     # -- update  (specs/adamp.py)
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g                   # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * g              # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    exp_avg_sq_kept = b.kept("exp_avg_sq", exp_avg_sq)                # exp_avg_sq as it is kept
     # 26  denom = sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps
-    denom = sqrt(exp_avg_sq_kept) / sqrt_one_minus_beta2_pow_t + eps
+    denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
     # 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
     update = exp_avg / denom
     # -- encode and store
@@ -115,15 +114,14 @@ def adamp(
     exp_avg_sq = b.load("exp_avg_sq")
     row_sum_of_p_over_row_mul_2_2 = b.spread(row_sum_of_p_over_row_mul_2_2_tensor)
     # -- update  (specs/adamp.py)
-    p_2 = p * one_minus_lr_times_weight_decay_2                       # 31  p = decoupled(p, lr, weight_decay)
-    exp_avg_sq_kept = b.kept("exp_avg_sq", exp_avg_sq)                # exp_avg_sq as it is kept
+    p_2 = p * one_minus_lr_times_weight_decay_2                  # 31  p = decoupled(p, lr, weight_decay)
     # 26  denom = sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps
-    denom = sqrt(exp_avg_sq_kept) / sqrt_one_minus_beta2_pow_t + eps
+    denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
     # 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
     update = exp_avg / denom
     # 29  update, invariant = without_radial(update, p, g, delta, eps)
     update = update - row_sum_of_p_over_row_mul_2_2 * p
-    p = p_2 - lr_over_one_minus_beta1_pow_t * update                  # 32  p = p - lr / (1 - beta1**t) * update
+    p = p_2 - lr_over_one_minus_beta1_pow_t * update             # 32  p = p - lr / (1 - beta1**t) * update
     # -- encode and store
     b.store("p", p)
 
@@ -141,16 +139,15 @@ def adamp_no_projected(
     g = grad_scale * g
     exp_avg_sq = b.load("exp_avg_sq")
     # -- update  (specs/adamp.py)
-    p = p * one_minus_lr_times_weight_decay                           # 31  p = decoupled(p, lr, weight_decay)
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g                   # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    p = p * one_minus_lr_times_weight_decay                      # 31  p = decoupled(p, lr, weight_decay)
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * g              # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    exp_avg_sq_kept = b.kept("exp_avg_sq", exp_avg_sq)                # exp_avg_sq as it is kept
     # 26  denom = sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps
-    denom = sqrt(exp_avg_sq_kept) / sqrt_one_minus_beta2_pow_t + eps
+    denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
     # 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
     update = exp_avg / denom
-    p = p - lr_over_one_minus_beta1_pow_t * update                    # 32  p = p - lr / (1 - beta1**t) * update
+    p = p - lr_over_one_minus_beta1_pow_t * update               # 32  p = p - lr / (1 - beta1**t) * update
     # -- encode and store
     b.store("p", p)
     b.store("exp_avg_sq", exp_avg_sq)
@@ -173,12 +170,11 @@ def adamp_nesterov(
     exp_avg_sq = b.load("exp_avg_sq")
     # -- update  (specs/adamp.py)
     g_mul = one_minus_beta1 * g
-    exp_avg = beta1 * exp_avg + g_mul                                 # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    exp_avg = beta1 * exp_avg + g_mul                            # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    exp_avg_sq_kept = b.kept("exp_avg_sq", exp_avg_sq)                # exp_avg_sq as it is kept
     # 26  denom = sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps
-    denom = sqrt(exp_avg_sq_kept) / sqrt_one_minus_beta2_pow_t + eps
+    denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
     # 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
     update = (beta1 * exp_avg + g_mul) / denom
     # -- encode and store
@@ -264,19 +260,18 @@ def adamp_nesterov(
     exp_avg_sq = b.load("exp_avg_sq")
     row_sum_of_p_over_row_mul_2_2 = b.spread(row_sum_of_p_over_row_mul_2_2_tensor)
     # -- update  (specs/adamp.py)
-    p_2 = p * one_minus_lr_times_weight_decay_2                       # 31  p = decoupled(p, lr, weight_decay)
+    p_2 = p * one_minus_lr_times_weight_decay_2                  # 31  p = decoupled(p, lr, weight_decay)
     g_mul = one_minus_beta1 * g
-    exp_avg = beta1 * exp_avg + g_mul                                 # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    exp_avg = beta1 * exp_avg + g_mul                            # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    exp_avg_sq_kept = b.kept("exp_avg_sq", exp_avg_sq)                # exp_avg_sq as it is kept
     # 26  denom = sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps
-    denom = sqrt(exp_avg_sq_kept) / sqrt_one_minus_beta2_pow_t + eps
+    denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
     # 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
     update = (beta1 * exp_avg + g_mul) / denom
     # 29  update, invariant = without_radial(update, p, g, delta, eps)
     update = update - row_sum_of_p_over_row_mul_2_2 * p
-    p = p_2 - lr_over_one_minus_beta1_pow_t * update                  # 32  p = p - lr / (1 - beta1**t) * update
+    p = p_2 - lr_over_one_minus_beta1_pow_t * update             # 32  p = p - lr / (1 - beta1**t) * update
     # -- encode and store
     b.store("p", p)
     b.store("exp_avg_sq", exp_avg_sq)
@@ -296,17 +291,16 @@ def adamp_nesterov_no_projected(
     g = grad_scale * g
     exp_avg_sq = b.load("exp_avg_sq")
     # -- update  (specs/adamp.py)
-    p = p * one_minus_lr_times_weight_decay                           # 31  p = decoupled(p, lr, weight_decay)
+    p = p * one_minus_lr_times_weight_decay                      # 31  p = decoupled(p, lr, weight_decay)
     g_mul = one_minus_beta1 * g
-    exp_avg = beta1 * exp_avg + g_mul                                 # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    exp_avg = beta1 * exp_avg + g_mul                            # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    exp_avg_sq_kept = b.kept("exp_avg_sq", exp_avg_sq)                # exp_avg_sq as it is kept
     # 26  denom = sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps
-    denom = sqrt(exp_avg_sq_kept) / sqrt_one_minus_beta2_pow_t + eps
+    denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
     # 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
     update = (beta1 * exp_avg + g_mul) / denom
-    p = p - lr_over_one_minus_beta1_pow_t * update                    # 32  p = p - lr / (1 - beta1**t) * update
+    p = p - lr_over_one_minus_beta1_pow_t * update               # 32  p = p - lr / (1 - beta1**t) * update
     # -- encode and store
     b.store("p", p)
     b.store("exp_avg_sq", exp_avg_sq)

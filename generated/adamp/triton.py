@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.gpu.between import rounds
-from optgen.runtime.gpu.codecs import kept, plus, read, times
+from optgen.runtime.gpu.codecs import plus, read, times
 from optgen.runtime.gpu.matrices import walk_matrices
 from optgen.runtime.gpu.prelude import minus, reciprocal
 from optgen.runtime.gpu.walk import walk
@@ -25,9 +25,8 @@ def adamp_1_tile(
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))
     # 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))
-    exp_avg_sq_kept = kept(exp_avg_sq, live, MASKED, PLAN.exp_avg_sq)  # exp_avg_sq as it is kept
     # 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-    update = exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq_kept), scalar_2, scalar_3))
+    update = exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3))
     return exp_avg, exp_avg_sq, p, g, p, g, p, update
 
 
@@ -124,13 +123,12 @@ def adamp_7_tile(
     """The new p."""
     exp_avg = read(exp_avg, PLAN.exp_avg)
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
-    exp_avg_sq_kept = kept(exp_avg_sq, live, MASKED, PLAN.exp_avg_sq)  # exp_avg_sq as it is kept
     # 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-    update = exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq_kept), scalar_2, scalar_3))
+    update = exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3))
     # 29  update, invariant = without_radial(update, p, g, delta, eps)
     update = tl.fma(minus(row_sum_of_p_over_row_mul_3_2), p, update)
-    p = p * one_minus_lr_times_weight_decay_2                          # 31  p = decoupled(p, lr, weight_decay)
-    p = tl.fma(minus_lr_over_one_minus_beta1_pow_t, update, p)         # 32  p = p - lr / (1 - beta1**t) * update
+    p = p * one_minus_lr_times_weight_decay_2                         # 31  p = decoupled(p, lr, weight_decay)
+    p = tl.fma(minus_lr_over_one_minus_beta1_pow_t, update, p)        # 32  p = p - lr / (1 - beta1**t) * update
     return (p,)
 
 
@@ -154,11 +152,10 @@ def adamp_no_projected_tile(
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))
     # 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))
-    exp_avg_sq_kept = kept(exp_avg_sq, live, MASKED, PLAN.exp_avg_sq)  # exp_avg_sq as it is kept
     # 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-    update = exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq_kept), scalar_2, scalar_3))
-    p = one_minus_lr_times_weight_decay * p                            # 31  p = decoupled(p, lr, weight_decay)
-    p = tl.fma(minus_lr_over_one_minus_beta1_pow_t, update, p)         # 32  p = p - lr / (1 - beta1**t) * update
+    update = exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3))
+    p = one_minus_lr_times_weight_decay * p                     # 31  p = decoupled(p, lr, weight_decay)
+    p = tl.fma(minus_lr_over_one_minus_beta1_pow_t, update, p)  # 32  p = p - lr / (1 - beta1**t) * update
     return p, exp_avg, exp_avg_sq
 
 
@@ -184,12 +181,11 @@ def adamp_nesterov_1_tile(
     """What is reduced to row_sum_for_invariant, row_sum_for_invariant_2, row_sum_for_invariant_3, row_sum_of_p."""
     # 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_0 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))
-    exp_avg_sq_kept = kept(exp_avg_sq, live, MASKED, PLAN.exp_avg_sq)  # exp_avg_sq as it is kept
     # 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
     update = (
         tl.fma(beta1_times_one_minus_beta1_times_grad_scale, g, times(beta1_times_beta1, exp_avg, PLAN.exp_avg))
         + one_minus_beta1_times_grad_scale * g
-    ) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq_kept), scalar_4, scalar_5))
+    ) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5))
     return p, g, p, g, p, update
 
 
@@ -214,16 +210,15 @@ def adamp_nesterov_7_tile(
 ):
     """The new p, exp_avg, exp_avg_sq."""
     g_mul = one_minus_beta1_times_grad_scale * g
-    exp_avg = plus(beta1, exp_avg, g_mul, PLAN.exp_avg)                # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    exp_avg = plus(beta1, exp_avg, g_mul, PLAN.exp_avg)               # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_0 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))
-    exp_avg_sq_kept = kept(exp_avg_sq, live, MASKED, PLAN.exp_avg_sq)  # exp_avg_sq as it is kept
     # 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-    update = tl.fma(beta1, exp_avg, g_mul) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq_kept), scalar_4, scalar_5))
+    update = tl.fma(beta1, exp_avg, g_mul) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5))
     # 29  update, invariant = without_radial(update, p, g, delta, eps)
     update = tl.fma(minus(row_sum_of_p_over_row_mul_3_2), p, update)
-    p = p * one_minus_lr_times_weight_decay_2                          # 31  p = decoupled(p, lr, weight_decay)
-    p = tl.fma(minus_lr_over_one_minus_beta1_pow_t, update, p)         # 32  p = p - lr / (1 - beta1**t) * update
+    p = p * one_minus_lr_times_weight_decay_2                         # 31  p = decoupled(p, lr, weight_decay)
+    p = tl.fma(minus_lr_over_one_minus_beta1_pow_t, update, p)        # 32  p = p - lr / (1 - beta1**t) * update
     return p, exp_avg, exp_avg_sq
 
 
@@ -248,14 +243,13 @@ def adamp_nesterov_no_projected_tile(
 ):
     """The new p, exp_avg, exp_avg_sq."""
     g_mul = one_minus_beta1_times_grad_scale * g
-    exp_avg = plus(beta1, exp_avg, g_mul, PLAN.exp_avg)                # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    exp_avg = plus(beta1, exp_avg, g_mul, PLAN.exp_avg)         # 24  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))
-    exp_avg_sq_kept = kept(exp_avg_sq, live, MASKED, PLAN.exp_avg_sq)  # exp_avg_sq as it is kept
     # 27  update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-    update = tl.fma(beta1, exp_avg, g_mul) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq_kept), scalar_2, scalar_3))
-    p = one_minus_lr_times_weight_decay * p                            # 31  p = decoupled(p, lr, weight_decay)
-    p = tl.fma(minus_lr_over_one_minus_beta1_pow_t, update, p)         # 32  p = p - lr / (1 - beta1**t) * update
+    update = tl.fma(beta1, exp_avg, g_mul) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3))
+    p = one_minus_lr_times_weight_decay * p                     # 31  p = decoupled(p, lr, weight_decay)
+    p = tl.fma(minus_lr_over_one_minus_beta1_pow_t, update, p)  # 32  p = p - lr / (1 - beta1**t) * update
     return p, exp_avg, exp_avg_sq
 
 

@@ -33,9 +33,8 @@ def adan(
     ahead = g + beta2 * change                                               # 28  ahead = g + beta2 * change
     # 29  exp_avg_sq = beta3 * exp_avg_sq + (1 - beta3) * ahead * ahead
     exp_avg_sq = beta3 * exp_avg_sq + one_minus_beta3 * ahead * ahead
-    exp_avg_sq_kept = b.kept("exp_avg_sq", exp_avg_sq)                       # exp_avg_sq as it is kept
     # 30  denom = sqrt(exp_avg_sq) / sqrt(1 - beta3**t) + eps
-    denom = sqrt(exp_avg_sq_kept) / sqrt_one_minus_beta3_pow_t + eps
+    denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta3_pow_t + eps
     # 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
     p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
     p = p / one_plus_lr_times_weight_decay                                   # 34  p = proximal(p, lr, weight_decay)

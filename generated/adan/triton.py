@@ -7,7 +7,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.gpu.codecs import kept, read, times
+from optgen.runtime.gpu.codecs import read, times
 from optgen.runtime.gpu.prelude import minus, reciprocal
 from optgen.runtime.gpu.walk import walk
 
@@ -30,11 +30,10 @@ def adan_tile(
     ahead = tl.fma(beta2, change, g_2)                                      # 28  ahead = g + beta2 * change
     # 29  exp_avg_sq = beta3 * exp_avg_sq + (1 - beta3) * ahead * ahead
     exp_avg_sq = tl.fma(one_minus_beta3 * ahead, ahead, times(beta3, exp_avg_sq, PLAN.exp_avg_sq))
-    exp_avg_sq_kept = kept(exp_avg_sq, live, MASKED, PLAN.exp_avg_sq)       # exp_avg_sq as it is kept
     # 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
     p = tl.fma(
         minus(tl.fma(diff_lr, exp_avg_diff, avg_lr * exp_avg)),
-        reciprocal(tl.fma(tl.sqrt(exp_avg_sq_kept), scalar_6, scalar_7)), p
+        reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_6, scalar_7)), p
     )
     p = one_over_one_plus_lr_times_weight_decay * p                         # 34  p = proximal(p, lr, weight_decay)
     return p, exp_avg, exp_avg_diff, exp_avg_sq, g_2

@@ -23,15 +23,14 @@ def ademamix(
     exp_avg_slow = b.load("exp_avg_slow")
     exp_avg_sq = b.load("exp_avg_sq")
     # -- update  (specs/ademamix.py)
-    p = p * one_minus_lr_times_weight_decay                           # 32  p = decoupled(p, lr, weight_decay)
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g                   # 33  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    p = p * one_minus_lr_times_weight_decay                      # 32  p = decoupled(p, lr, weight_decay)
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * g              # 33  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 34  exp_avg_slow = beta3_now * exp_avg_slow + (1 - beta3_now) * g
     exp_avg_slow = beta3_now * exp_avg_slow + scalar_3 * g
     # 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    exp_avg_sq_kept = b.kept("exp_avg_sq", exp_avg_sq)                # exp_avg_sq as it is kept
     # 36  denom = sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps
-    denom = sqrt(exp_avg_sq_kept) / sqrt_one_minus_beta2_pow_t + eps
+    denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
     # 37  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
     p = p - lr * (exp_avg / one_minus_beta1_pow_t + mix * exp_avg_slow) / denom
     # -- encode and store

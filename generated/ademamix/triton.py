@@ -7,7 +7,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.gpu.codecs import kept, times
+from optgen.runtime.gpu.codecs import times
 from optgen.runtime.gpu.prelude import minus, reciprocal
 from optgen.runtime.gpu.walk import walk
 
@@ -25,12 +25,11 @@ def ademamix_tile(
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))
     # 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_4 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))
-    exp_avg_sq_kept = kept(exp_avg_sq, live, MASKED, PLAN.exp_avg_sq)  # exp_avg_sq as it is kept
-    p = one_minus_lr_times_weight_decay * p                            # 32  p = decoupled(p, lr, weight_decay)
+    p = one_minus_lr_times_weight_decay * p  # 32  p = decoupled(p, lr, weight_decay)
     # 37  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
     p = tl.fma(
         minus(tl.fma(scalar_6, exp_avg_slow, lr_times_one_over_one_minus_beta1_pow_t * exp_avg)),
-        reciprocal(tl.fma(tl.sqrt(exp_avg_sq_kept), scalar_7, scalar_8)), p
+        reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_7, scalar_8)), p
     )
     return p, exp_avg, exp_avg_slow, exp_avg_sq
 

@@ -176,8 +176,7 @@ def came_no_factored(
     square = g * g + eps1                                       # 28  square = g * g + eps1
     # 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * square
-    exp_avg_sq_kept = b.kept("exp_avg_sq", exp_avg_sq)          # exp_avg_sq as it is kept
-    update = g * quotient(1.0, sqrt(exp_avg_sq_kept))           # 35  update = g * rsqrt(exp_avg_sq)
+    update = g * quotient(1.0, sqrt(exp_avg_sq))                # 35  update = g * rsqrt(exp_avg_sq)
     # -- encode and store
     tensor_sum_of_update_tensor = b.tensor_sum(update * update)
 
@@ -201,8 +200,7 @@ def came_no_factored(
     square = g * g + eps1                                       # 28  square = g * g + eps1
     # 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * square
-    exp_avg_sq_kept = b.kept("exp_avg_sq", exp_avg_sq)          # exp_avg_sq as it is kept
-    update = g * quotient(1.0, sqrt(exp_avg_sq_kept))           # 35  update = g * rsqrt(exp_avg_sq)
+    update = g * quotient(1.0, sqrt(exp_avg_sq))                # 35  update = g * rsqrt(exp_avg_sq)
     # 36  update = update / maximum(1.0, rms(update) / clip_threshold)
     update = update / one_max_tensor_div
     exp_avg = beta1 * exp_avg + one_minus_beta1 * update        # 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update

@@ -49,8 +49,8 @@ def cautious_adamw(
     tensor_sum_of_agrees_over_elements_max_0p001 = b.spread(tensor_sum_of_agrees_over_elements_max_0p001_tensor)
     exp_avg_sq = b.load("exp_avg_sq")
     # -- update  (specs/cautious_adamw.py)
-    p = p * one_minus_lr_times_weight_decay                           # 20  p = decoupled(p, lr, weight_decay)
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g                   # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    p = p * one_minus_lr_times_weight_decay                          # 20  p = decoupled(p, lr, weight_decay)
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * g                  # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 23  agrees = where(sign(exp_avg) * sign(g) > 0, 1.0, 0.0)
     agrees = choose(
         0.0 < torch.where(
@@ -58,12 +58,11 @@ def cautious_adamw(
         ) * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)),
         1.0, 0.0
     )
-    scale = agrees / tensor_sum_of_agrees_over_elements_max_0p001     # 24  scale = agrees / maximum(mean(agrees), 1e-3)
+    scale = agrees / tensor_sum_of_agrees_over_elements_max_0p001    # 24  scale = agrees / maximum(mean(agrees), 1e-3)
     # 22  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    exp_avg_sq_kept = b.kept("exp_avg_sq", exp_avg_sq)                # exp_avg_sq as it is kept
     # 25  denom = sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps
-    denom = sqrt(exp_avg_sq_kept) / sqrt_one_minus_beta2_pow_t + eps
+    denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
     # 26  p = p - lr / (1 - beta1**t) * scale * exp_avg / denom
     p = p - lr_over_one_minus_beta1_pow_t * scale * exp_avg / denom
     # -- encode and store

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.gpu.between import rounds
-from optgen.runtime.gpu.codecs import kept, times
+from optgen.runtime.gpu.codecs import times
 from optgen.runtime.gpu.prelude import minus, reciprocal, sign
 from optgen.runtime.gpu.walk import walk
 
@@ -61,12 +61,9 @@ def cautious_adamw_3_tile(
     agrees = tl.where(0.0 < sign(exp_avg) * sign(g_2), 1.0, 0.0)
     # 22  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))
-    exp_avg_sq_kept = kept(exp_avg_sq, live, MASKED, PLAN.exp_avg_sq)  # exp_avg_sq as it is kept
-    p = one_minus_lr_times_weight_decay * p                            # 20  p = decoupled(p, lr, weight_decay)
+    p = one_minus_lr_times_weight_decay * p                       # 20  p = decoupled(p, lr, weight_decay)
     # 26  p = p - lr / (1 - beta1**t) * scale * exp_avg / denom
-    p = tl.fma(
-        minus(tensor_div * (agrees * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq_kept), scalar_3, scalar_4)), p
-    )
+    p = tl.fma(minus(tensor_div * (agrees * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_3, scalar_4)), p)
     return p, exp_avg, exp_avg_sq
 
 

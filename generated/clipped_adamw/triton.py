@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.gpu.between import rounds
-from optgen.runtime.gpu.codecs import kept, read, times
+from optgen.runtime.gpu.codecs import read, times
 from optgen.runtime.gpu.prelude import minus, reciprocal
 from optgen.runtime.gpu.walk import walk
 
@@ -61,10 +61,9 @@ def clipped_adamw_4_tile(
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale * model_min, g, times(beta1, exp_avg, PLAN.exp_avg))
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * model_min * g, model_min * g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))
-    exp_avg_sq_kept = kept(exp_avg_sq, live, MASKED, PLAN.exp_avg_sq)  # exp_avg_sq as it is kept
-    p = one_minus_lr_times_weight_decay * p                            # 30  p = decoupled(p, rate, weight_decay)
+    p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq_kept), scalar_3, scalar_4)), p)
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_3, scalar_4)), p)
     return p, exp_avg, exp_avg_sq
 
 
@@ -93,14 +92,11 @@ def clipped_adamw_amsgrad_4_tile(
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale * model_min, g, times(beta1, exp_avg, PLAN.exp_avg))
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * model_min * g, model_min * g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))
-    exp_avg_sq_kept = kept(exp_avg_sq, live, MASKED, PLAN.exp_avg_sq)  # exp_avg_sq as it is kept
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq_kept, propagate_nan=tl.PropagateNan.ALL)
-    # max_exp_avg_sq as it is kept
-    max_exp_avg_sq_kept = kept(max_exp_avg_sq, live, MASKED, PLAN.max_exp_avg_sq)
-    p = one_minus_lr_times_weight_decay * p                            # 30  p = decoupled(p, rate, weight_decay)
+    max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
+    p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq_kept), scalar_3, scalar_4)), p)
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq), scalar_3, scalar_4)), p)
     return p, exp_avg, exp_avg_sq, max_exp_avg_sq
 
 

@@ -45,9 +45,8 @@ def dadapt_adam(
     exp_avg = keep1 * exp_avg + one_times_one_minus_beta1_times_rate * g
     # 40  exp_avg_sq = keep2 * exp_avg_sq + gain2 * g * g
     exp_avg_sq_2 = keep2 * exp_avg_sq + gain2 * g * g
-    exp_avg_sq_kept = b.kept("exp_avg_sq", exp_avg_sq_2)                  # exp_avg_sq as it is kept
     # 47  p = p - moves * exp_avg / (sqrt(exp_avg_sq) + eps)
-    p = p - moves * exp_avg / (sqrt(exp_avg_sq_kept) + eps)
+    p = p - moves * exp_avg / (sqrt(exp_avg_sq_2) + eps)
     s_2 = keep3 * s + one_times_one_minus_sqrt_beta2_times_rate * g       # 41  s = keep3 * s + gain3 * rate * g
     # -- encode and store
     tensor_sum_for_total_tensor = b.tensor_sum(moves * s_2.abs())
@@ -123,9 +122,8 @@ def dadapt_adam_use_bias_correction(
     exp_avg = keep1 * exp_avg + one_times_one_minus_beta1_times_rate * g
     # 40  exp_avg_sq = keep2 * exp_avg_sq + gain2 * g * g
     exp_avg_sq_2 = keep2 * exp_avg_sq + gain2 * g * g
-    exp_avg_sq_kept = b.kept("exp_avg_sq", exp_avg_sq_2)                  # exp_avg_sq as it is kept
     # 47  p = p - moves * exp_avg / (sqrt(exp_avg_sq) + eps)
-    p = p - moves * exp_avg / (sqrt(exp_avg_sq_kept) + eps)
+    p = p - moves * exp_avg / (sqrt(exp_avg_sq_2) + eps)
     s_2 = keep3 * s + one_times_one_minus_sqrt_beta2_times_rate * g       # 41  s = keep3 * s + gain3 * rate * g
     # -- encode and store
     tensor_sum_for_total_tensor = b.tensor_sum(moves * s_2.abs())

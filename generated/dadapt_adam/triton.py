@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.gpu.between import rounds
-from optgen.runtime.gpu.codecs import kept, read, times
+from optgen.runtime.gpu.codecs import read, times
 from optgen.runtime.gpu.prelude import minus, reciprocal
 from optgen.runtime.gpu.walk import walk
 
@@ -45,11 +45,10 @@ def dadapt_adam_2_tile(
     exp_avg = tl.fma(one_times_one_minus_beta1_times_rate, g, times(keep1, exp_avg, PLAN.exp_avg))
     # 40  exp_avg_sq = keep2 * exp_avg_sq + gain2 * g * g
     exp_avg_sq_2 = tl.fma(gain2 * g, g, keep2 * exp_avg_sq)
-    exp_avg_sq_kept = kept(exp_avg_sq_2, live, MASKED, PLAN.exp_avg_sq)    # exp_avg_sq as it is kept
     # 46  p = policies.decoupled(p, rate, weight_decay)
     p = p * one_minus_rate_times_weight_decay
     # 47  p = p - moves * exp_avg / (sqrt(exp_avg_sq) + eps)
-    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq_kept), scalar_5, scalar_6)), p)
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq_2), scalar_5, scalar_6)), p)
     s_2 = tl.fma(one_times_one_minus_sqrt_beta2_times_rate, g, keep3 * s)  # 41  s = keep3 * s + gain3 * rate * g
     return p, exp_avg, exp_avg_sq_2, s_2, moves * tl.abs(s_2), lr * (g * s * reciprocal(tl.sqrt(exp_avg_sq) + eps))
 
@@ -141,11 +140,10 @@ def dadapt_adam_use_bias_correction_2_tile(
     exp_avg = tl.fma(one_times_one_minus_beta1_times_rate, g, times(keep1, exp_avg, PLAN.exp_avg))
     # 40  exp_avg_sq = keep2 * exp_avg_sq + gain2 * g * g
     exp_avg_sq_2 = tl.fma(gain2 * g, g, keep2 * exp_avg_sq)
-    exp_avg_sq_kept = kept(exp_avg_sq_2, live, MASKED, PLAN.exp_avg_sq)    # exp_avg_sq as it is kept
     # 46  p = policies.decoupled(p, rate, weight_decay)
     p = p * one_minus_rate_times_weight_decay
     # 47  p = p - moves * exp_avg / (sqrt(exp_avg_sq) + eps)
-    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq_kept), scalar_5, scalar_6)), p)
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq_2), scalar_5, scalar_6)), p)
     s_2 = tl.fma(one_times_one_minus_sqrt_beta2_times_rate, g, keep3 * s)  # 41  s = keep3 * s + gain3 * rate * g
     return p, exp_avg, exp_avg_sq_2, s_2, moves * tl.abs(s_2), own * (g * s * reciprocal(tl.sqrt(exp_avg_sq) + eps))
 

@@ -22,14 +22,13 @@ def grams(
     exp_avg = b.load("exp_avg")
     exp_avg_sq = b.load("exp_avg_sq")
     # -- update  (specs/grams.py)
-    p = p * one_minus_lr_times_weight_decay                           # 20  p = decoupled(p, lr, weight_decay)
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g                   # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    p = p * one_minus_lr_times_weight_decay                      # 20  p = decoupled(p, lr, weight_decay)
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * g              # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 22  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    exp_avg_sq_kept = b.kept("exp_avg_sq", exp_avg_sq)                # exp_avg_sq as it is kept
     # 23  denom = sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps
-    denom = sqrt(exp_avg_sq_kept) / sqrt_one_minus_beta2_pow_t + eps
-    size = exp_avg.abs() / denom                                      # 24  size = abs(exp_avg) / denom
+    denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
+    size = exp_avg.abs() / denom                                 # 24  size = abs(exp_avg) / denom
     # 25  p = p - lr / (1 - beta1**t) * sign(g) * size
     p = p - lr_over_one_minus_beta1_pow_t * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)) * size
     # -- encode and store

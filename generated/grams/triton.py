@@ -7,7 +7,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.gpu.codecs import kept, times
+from optgen.runtime.gpu.codecs import times
 from optgen.runtime.gpu.prelude import reciprocal, sign
 from optgen.runtime.gpu.walk import walk
 
@@ -24,12 +24,11 @@ def grams_tile(
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))
     # 22  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))
-    exp_avg_sq_kept = kept(exp_avg_sq, live, MASKED, PLAN.exp_avg_sq)  # exp_avg_sq as it is kept
-    p = one_minus_lr_times_weight_decay * p                            # 20  p = decoupled(p, lr, weight_decay)
+    p = one_minus_lr_times_weight_decay * p  # 20  p = decoupled(p, lr, weight_decay)
     # 25  p = p - lr / (1 - beta1**t) * sign(g) * size
     p = tl.fma(
         minus_lr_over_one_minus_beta1_pow_t,
-        sign(g_2) * tl.abs(exp_avg) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq_kept), scalar_3, scalar_4)), p
+        sign(g_2) * tl.abs(exp_avg) * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_3, scalar_4)), p
     )
     return p, exp_avg, exp_avg_sq
 

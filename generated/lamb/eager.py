@@ -28,9 +28,8 @@ def lamb(
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g
     # 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    exp_avg_sq_kept = b.kept("exp_avg_sq", exp_avg_sq)                   # exp_avg_sq as it is kept
     # 26  denom = sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps
-    denom = sqrt(exp_avg_sq_kept) / sqrt_one_minus_beta2_pow_t + eps
+    denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
     # 27  update = exp_avg / (1 - beta1**t) / denom + weight_decay * p
     update = exp_avg / one_minus_beta1_pow_t / denom + weight_decay * p
     # -- encode and store
@@ -60,9 +59,8 @@ def lamb(
     exp_avg = b.load("exp_avg")
     exp_avg_sq = b.load("exp_avg_sq")
     # -- update  (specs/lamb.py)
-    exp_avg_sq_kept = b.kept("exp_avg_sq", exp_avg_sq)                   # exp_avg_sq as it is kept
     # 26  denom = sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps
-    denom = sqrt(exp_avg_sq_kept) / sqrt_one_minus_beta2_pow_t + eps
+    denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
     # 27  update = exp_avg / (1 - beta1**t) / denom + weight_decay * p
     update = exp_avg / one_minus_beta1_pow_t / denom + weight_decay * p
     p = p - lr_times_trust * update                                      # 31  p = p - lr * trust * update

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.gpu.between import rounds
-from optgen.runtime.gpu.codecs import kept, read, times
+from optgen.runtime.gpu.codecs import read, times
 from optgen.runtime.gpu.prelude import minus, reciprocal
 from optgen.runtime.gpu.walk import walk
 
@@ -23,9 +23,8 @@ def lamb_1_tile(
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))
     # 25  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_1 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))
-    exp_avg_sq_kept = kept(exp_avg_sq, live, MASKED, PLAN.exp_avg_sq)  # exp_avg_sq as it is kept
     # 27  update = exp_avg / (1 - beta1**t) / denom + weight_decay * p
-    update = tl.fma(weight_decay, p, exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq_kept), scalar_2, scalar_3)))
+    update = tl.fma(weight_decay, p, exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3)))
     return exp_avg, exp_avg_sq, p, update
 
 
@@ -70,10 +69,9 @@ def lamb_3_tile(
     """The new p."""
     exp_avg = read(exp_avg, PLAN.exp_avg)
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
-    exp_avg_sq_kept = kept(exp_avg_sq, live, MASKED, PLAN.exp_avg_sq)  # exp_avg_sq as it is kept
     # 27  update = exp_avg / (1 - beta1**t) / denom + weight_decay * p
-    update = tl.fma(weight_decay, p, exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq_kept), scalar_2, scalar_3)))
-    p = tl.fma(minus(lr_times_trust), update, p)                       # 31  p = p - lr * trust * update
+    update = tl.fma(weight_decay, p, exp_avg * reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3)))
+    p = tl.fma(minus(lr_times_trust), update, p)  # 31  p = p - lr * trust * update
     return (p,)
 
 

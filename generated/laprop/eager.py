@@ -24,13 +24,12 @@ def laprop(
     # -- update  (specs/laprop.py)
     # 23  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    exp_avg_sq_kept = b.kept("exp_avg_sq", exp_avg_sq)                       # exp_avg_sq as it is kept
     # 24  scaled = g / (sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps)
-    scaled = g / (sqrt(exp_avg_sq_kept) / sqrt_one_minus_beta2_pow_t + eps)
+    scaled = g / (sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps)
     # 25  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
     exp_avg = beta1 * exp_avg + one_minus_beta1 * scaled
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg                          # 26  p = p - lr / (1 - beta1**t) * exp_avg
-    p = p * one_minus_lr_times_weight_decay                                  # 27  p = decoupled(p, lr, weight_decay)
+    p = p - lr_over_one_minus_beta1_pow_t * exp_avg                     # 26  p = p - lr / (1 - beta1**t) * exp_avg
+    p = p * one_minus_lr_times_weight_decay                             # 27  p = decoupled(p, lr, weight_decay)
     # -- encode and store
     b.store("p", p)
     b.store("exp_avg", exp_avg)

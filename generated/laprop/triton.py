@@ -7,7 +7,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.gpu.codecs import kept, times
+from optgen.runtime.gpu.codecs import times
 from optgen.runtime.gpu.prelude import reciprocal
 from optgen.runtime.gpu.walk import walk
 
@@ -20,14 +20,13 @@ def laprop_tile(
     """The new p, exp_avg, exp_avg_sq."""
     # 23  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_0 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))
-    exp_avg_sq_kept = kept(exp_avg_sq, live, MASKED, PLAN.exp_avg_sq)  # exp_avg_sq as it is kept
     # 25  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
     exp_avg = tl.fma(
-        scalar_2, g * reciprocal(tl.sqrt(exp_avg_sq_kept) + eps_times_sqrt_one_minus_beta2_pow_t),
+        scalar_2, g * reciprocal(tl.sqrt(exp_avg_sq) + eps_times_sqrt_one_minus_beta2_pow_t),
         times(beta1, exp_avg, PLAN.exp_avg)
     )
-    p = tl.fma(minus_lr_over_one_minus_beta1_pow_t, exp_avg, p)        # 26  p = p - lr / (1 - beta1**t) * exp_avg
-    p = one_minus_lr_times_weight_decay * p                            # 27  p = decoupled(p, lr, weight_decay)
+    p = tl.fma(minus_lr_over_one_minus_beta1_pow_t, exp_avg, p)  # 26  p = p - lr / (1 - beta1**t) * exp_avg
+    p = one_minus_lr_times_weight_decay * p                      # 27  p = decoupled(p, lr, weight_decay)
     return p, exp_avg, exp_avg_sq
 
 

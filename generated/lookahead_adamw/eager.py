@@ -22,15 +22,12 @@ def lookahead_adamw(
     g = grad_scale * g
     exp_avg_sq = b.load("exp_avg_sq")
     # -- update  (specs/lookahead_adamw.py)
-    p = p * one_minus_lr_times_weight_decay                           # 30  p = decoupled(p, rate, weight_decay)
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g                   # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    p = p * one_minus_lr_times_weight_decay                      # 30  p = decoupled(p, rate, weight_decay)
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * g              # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    exp_avg_sq_kept = b.kept("exp_avg_sq", exp_avg_sq)                # exp_avg_sq as it is kept
-    # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
-    denom = sqrt(exp_avg_sq_kept) / sqrt_one_minus_beta2_pow_t + eps
-    # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
+    denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps  # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
+    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom      # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     b.store("p", p)
     b.store("exp_avg_sq", exp_avg_sq)
@@ -51,15 +48,12 @@ def lookahead_adamw_sync(
     g = grad_scale * g
     exp_avg_sq = b.load("exp_avg_sq")
     # -- update  (specs/lookahead_adamw.py)
-    p = p * one_minus_lr_times_weight_decay                           # 30  p = decoupled(p, rate, weight_decay)
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g                   # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    p = p * one_minus_lr_times_weight_decay                      # 30  p = decoupled(p, rate, weight_decay)
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * g              # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    exp_avg_sq_kept = b.kept("exp_avg_sq", exp_avg_sq)                # exp_avg_sq as it is kept
-    # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
-    denom = sqrt(exp_avg_sq_kept) / sqrt_one_minus_beta2_pow_t + eps
-    # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
+    denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps  # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
+    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom      # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     slow_add = slow + alpha * (p - slow)
     b.store("p", slow_add)
@@ -82,19 +76,15 @@ def lookahead_adamw_amsgrad(
     max_exp_avg_sq = b.load("max_exp_avg_sq")
     exp_avg_sq = b.load("exp_avg_sq")
     # -- update  (specs/lookahead_adamw.py)
-    p = p * one_minus_lr_times_weight_decay                               # 30  p = decoupled(p, rate, weight_decay)
-    # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g
+    p = p * one_minus_lr_times_weight_decay                          # 30  p = decoupled(p, rate, weight_decay)
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * g                  # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    exp_avg_sq_kept = b.kept("exp_avg_sq", exp_avg_sq)                    # exp_avg_sq as it is kept
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq_kept)
-    max_exp_avg_sq_kept = b.kept("max_exp_avg_sq", max_exp_avg_sq)        # max_exp_avg_sq as it is kept
+    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
     # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
-    denom = sqrt(max_exp_avg_sq_kept) / sqrt_one_minus_beta2_pow_t + eps
-    # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
+    denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
+    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     b.store("p", p)
     b.store("exp_avg_sq", exp_avg_sq)
@@ -117,19 +107,15 @@ def lookahead_adamw_amsgrad_sync(
     max_exp_avg_sq = b.load("max_exp_avg_sq")
     exp_avg_sq = b.load("exp_avg_sq")
     # -- update  (specs/lookahead_adamw.py)
-    p = p * one_minus_lr_times_weight_decay                               # 30  p = decoupled(p, rate, weight_decay)
-    # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g
+    p = p * one_minus_lr_times_weight_decay                          # 30  p = decoupled(p, rate, weight_decay)
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * g                  # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    exp_avg_sq_kept = b.kept("exp_avg_sq", exp_avg_sq)                    # exp_avg_sq as it is kept
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq_kept)
-    max_exp_avg_sq_kept = b.kept("max_exp_avg_sq", max_exp_avg_sq)        # max_exp_avg_sq as it is kept
+    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
     # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
-    denom = sqrt(max_exp_avg_sq_kept) / sqrt_one_minus_beta2_pow_t + eps
-    # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
+    denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
+    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     slow_add = slow + alpha * (p - slow)
     b.store("p", slow_add)

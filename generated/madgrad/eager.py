@@ -38,23 +38,20 @@ def madgrad(stored, weight_decay, eps, grad_scale, weight):
     g = g + weight_decay * p                                # 24  g = l2(g, p, weight_decay)
     g_mul = weight * g
     grad_sum_sq = grad_sum_sq + g_mul * g                   # 28  grad_sum_sq = grad_sum_sq + weight * g * g
-    grad_sum_sq_kept = b.kept("grad_sum_sq", grad_sum_sq)   # grad_sum_sq as it is kept
-    grad_sum_sq_kept_bitcast = (
-        (grad_sum_sq_kept.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 0x2a508935
+    grad_sum_sq_bitcast = (
+        (grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 0x2a508935
     ).view(torch.float32)
-    grad_sum_sq_kept_sub = grad_sum_sq_kept_bitcast - (
-        grad_sum_sq_kept_bitcast - grad_sum_sq_kept / (grad_sum_sq_kept_bitcast * grad_sum_sq_kept_bitcast)
+    grad_sum_sq_sub = grad_sum_sq_bitcast - (
+        grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)
     ) * 0.3333333333333333
-    grad_sum_sq_kept_sub = grad_sum_sq_kept_sub - (
-        grad_sum_sq_kept_sub - grad_sum_sq_kept / (grad_sum_sq_kept_sub * grad_sum_sq_kept_sub)
+    grad_sum_sq_sub = grad_sum_sq_sub - (
+        grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)
     ) * 0.3333333333333333
     # 30  denom = cbrt(grad_sum_sq) + eps
     denom = torch.where(
-        (0.0 < grad_sum_sq_kept) & (grad_sum_sq_kept <= 3.4028234663852886e+38),
-        grad_sum_sq_kept_sub - (
-            grad_sum_sq_kept_sub - grad_sum_sq_kept / (grad_sum_sq_kept_sub * grad_sum_sq_kept_sub)
-        ) * 0.3333333333333333,
-        grad_sum_sq_kept
+        (0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38),
+        grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333,
+        grad_sum_sq
     ) + eps
     s = s + g_mul                                           # 29  s = s + weight * g
     z = start - torch.where(0.0 < denom, s / denom, 0.0)    # 31  z = start - where(denom > 0, s / denom, 0.0)
@@ -75,30 +72,27 @@ def madgrad_has_momentum(stored, weight_decay, eps, grad_scale, weight, one_minu
     g = grad_scale * g
     s = b.load("s")
     # -- update  (specs/madgrad.py)
-    g = g + weight_decay * p                               # 24  g = l2(g, p, weight_decay)
+    g = g + weight_decay * p                           # 24  g = l2(g, p, weight_decay)
     g_mul = weight * g
-    grad_sum_sq = grad_sum_sq + g_mul * g                  # 28  grad_sum_sq = grad_sum_sq + weight * g * g
-    grad_sum_sq_kept = b.kept("grad_sum_sq", grad_sum_sq)  # grad_sum_sq as it is kept
-    grad_sum_sq_kept_bitcast = (
-        (grad_sum_sq_kept.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 0x2a508935
+    grad_sum_sq = grad_sum_sq + g_mul * g              # 28  grad_sum_sq = grad_sum_sq + weight * g * g
+    grad_sum_sq_bitcast = (
+        (grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 0x2a508935
     ).view(torch.float32)
-    grad_sum_sq_kept_sub = grad_sum_sq_kept_bitcast - (
-        grad_sum_sq_kept_bitcast - grad_sum_sq_kept / (grad_sum_sq_kept_bitcast * grad_sum_sq_kept_bitcast)
+    grad_sum_sq_sub = grad_sum_sq_bitcast - (
+        grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)
     ) * 0.3333333333333333
-    grad_sum_sq_kept_sub = grad_sum_sq_kept_sub - (
-        grad_sum_sq_kept_sub - grad_sum_sq_kept / (grad_sum_sq_kept_sub * grad_sum_sq_kept_sub)
+    grad_sum_sq_sub = grad_sum_sq_sub - (
+        grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)
     ) * 0.3333333333333333
     # 30  denom = cbrt(grad_sum_sq) + eps
     denom = torch.where(
-        (0.0 < grad_sum_sq_kept) & (grad_sum_sq_kept <= 3.4028234663852886e+38),
-        grad_sum_sq_kept_sub - (
-            grad_sum_sq_kept_sub - grad_sum_sq_kept / (grad_sum_sq_kept_sub * grad_sum_sq_kept_sub)
-        ) * 0.3333333333333333,
-        grad_sum_sq_kept
+        (0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38),
+        grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333,
+        grad_sum_sq
     ) + eps
-    s = s + g_mul                                          # 29  s = s + weight * g
-    z = x0 - torch.where(0.0 < denom, s / denom, 0.0)      # 31  z = start - where(denom > 0, s / denom, 0.0)
-    p = p + one_minus_momentum * (z - p)                   # 32  p = p + (1 - momentum) * (z - p) if has_momentum else z
+    s = s + g_mul                                      # 29  s = s + weight * g
+    z = x0 - torch.where(0.0 < denom, s / denom, 0.0)  # 31  z = start - where(denom > 0, s / denom, 0.0)
+    p = p + one_minus_momentum * (z - p)               # 32  p = p + (1 - momentum) * (z - p) if has_momentum else z
     # -- encode and store
     b.store("p", p)
     b.store("grad_sum_sq", grad_sum_sq)

@@ -7,7 +7,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.gpu.codecs import kept, read
+from optgen.runtime.gpu.codecs import read
 from optgen.runtime.gpu.prelude import minus, reciprocal
 from optgen.runtime.gpu.walk import walk
 
@@ -43,42 +43,32 @@ def madgrad_tile(
     ) + eps
     # 26  start = x0 if has_momentum else p + where(before > 0, s / before, 0.0)
     start = p + tl.where(0.0 < before, s * (1.0 / before), 0.0)
-    g = tl.fma(weight_decay, p, g)                                        # 24  g = l2(g, p, weight_decay)
+    g = tl.fma(weight_decay, p, g)                               # 24  g = l2(g, p, weight_decay)
     g_mul = weight * g
-    # 28  grad_sum_sq = grad_sum_sq + weight * g * g
-    grad_sum_sq = tl.fma(g_mul, g, grad_sum_sq)
-    grad_sum_sq_kept = kept(grad_sum_sq, live, MASKED, PLAN.grad_sum_sq)  # grad_sum_sq as it is kept
-    grad_sum_sq_kept_bitcast = (
-        (0.3333333333333333 * grad_sum_sq_kept.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 0x2a508935
+    grad_sum_sq = tl.fma(g_mul, g, grad_sum_sq)                  # 28  grad_sum_sq = grad_sum_sq + weight * g * g
+    grad_sum_sq_bitcast = (
+        (0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 0x2a508935
     ).to(tl.float32, bitcast=True)
-    grad_sum_sq_kept_fma = tl.fma(
+    grad_sum_sq_fma = tl.fma(
         -0.3333333333333333,
-        tl.fma(
-            minus(grad_sum_sq_kept), reciprocal(grad_sum_sq_kept_bitcast * grad_sum_sq_kept_bitcast),
-            grad_sum_sq_kept_bitcast
-        ),
-        grad_sum_sq_kept_bitcast
+        tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast),
+        grad_sum_sq_bitcast
     )
-    grad_sum_sq_kept_fma = tl.fma(
-        -0.3333333333333333,
-        tl.fma(minus(grad_sum_sq_kept), reciprocal(grad_sum_sq_kept_fma * grad_sum_sq_kept_fma), grad_sum_sq_kept_fma),
-        grad_sum_sq_kept_fma
+    grad_sum_sq_fma = tl.fma(
+        -0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma),
+        grad_sum_sq_fma
     )
     # 30  denom = cbrt(grad_sum_sq) + eps
     denom = tl.where(
-        (0.0 < grad_sum_sq_kept) & (grad_sum_sq_kept <= 3.4028234663852886e+38),
+        (0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38),
         tl.fma(
             -0.3333333333333333,
-            tl.fma(
-                minus(grad_sum_sq_kept), reciprocal(grad_sum_sq_kept_fma * grad_sum_sq_kept_fma), grad_sum_sq_kept_fma
-            ),
-            grad_sum_sq_kept_fma
+            tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma
         ),
-        grad_sum_sq_kept
+        grad_sum_sq
     ) + eps
-    s = s + g_mul                                                         # 29  s = s + weight * g
-    # 31  z = start - where(denom > 0, s / denom, 0.0)
-    z = start - tl.where(0.0 < denom, s * (1.0 / denom), 0.0)
+    s = s + g_mul                                                # 29  s = s + weight * g
+    z = start - tl.where(0.0 < denom, s * (1.0 / denom), 0.0)    # 31  z = start - where(denom > 0, s / denom, 0.0)
     return z, grad_sum_sq, s
 
 
@@ -101,42 +91,32 @@ def madgrad_has_momentum_tile(
     s = read(s, PLAN.s)
     x0 = read(x0, PLAN.x0)
     g = grad_scale * g
-    g = tl.fma(weight_decay, p, g)                                        # 24  g = l2(g, p, weight_decay)
+    g = tl.fma(weight_decay, p, g)                          # 24  g = l2(g, p, weight_decay)
     g_mul = weight * g
-    # 28  grad_sum_sq = grad_sum_sq + weight * g * g
-    grad_sum_sq = tl.fma(g_mul, g, grad_sum_sq)
-    grad_sum_sq_kept = kept(grad_sum_sq, live, MASKED, PLAN.grad_sum_sq)  # grad_sum_sq as it is kept
-    grad_sum_sq_kept_bitcast = (
-        (0.3333333333333333 * grad_sum_sq_kept.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 0x2a508935
+    grad_sum_sq = tl.fma(g_mul, g, grad_sum_sq)             # 28  grad_sum_sq = grad_sum_sq + weight * g * g
+    grad_sum_sq_bitcast = (
+        (0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 0x2a508935
     ).to(tl.float32, bitcast=True)
-    grad_sum_sq_kept_fma = tl.fma(
+    grad_sum_sq_fma = tl.fma(
         -0.3333333333333333,
-        tl.fma(
-            minus(grad_sum_sq_kept), reciprocal(grad_sum_sq_kept_bitcast * grad_sum_sq_kept_bitcast),
-            grad_sum_sq_kept_bitcast
-        ),
-        grad_sum_sq_kept_bitcast
+        tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast),
+        grad_sum_sq_bitcast
     )
-    grad_sum_sq_kept_fma = tl.fma(
-        -0.3333333333333333,
-        tl.fma(minus(grad_sum_sq_kept), reciprocal(grad_sum_sq_kept_fma * grad_sum_sq_kept_fma), grad_sum_sq_kept_fma),
-        grad_sum_sq_kept_fma
+    grad_sum_sq_fma = tl.fma(
+        -0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma),
+        grad_sum_sq_fma
     )
     # 30  denom = cbrt(grad_sum_sq) + eps
     denom = tl.where(
-        (0.0 < grad_sum_sq_kept) & (grad_sum_sq_kept <= 3.4028234663852886e+38),
+        (0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38),
         tl.fma(
             -0.3333333333333333,
-            tl.fma(
-                minus(grad_sum_sq_kept), reciprocal(grad_sum_sq_kept_fma * grad_sum_sq_kept_fma), grad_sum_sq_kept_fma
-            ),
-            grad_sum_sq_kept_fma
+            tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma
         ),
-        grad_sum_sq_kept
+        grad_sum_sq
     ) + eps
-    s = s + g_mul                                                         # 29  s = s + weight * g
-    # 31  z = start - where(denom > 0, s / denom, 0.0)
-    z = x0 - tl.where(0.0 < denom, s * (1.0 / denom), 0.0)
+    s = s + g_mul                                           # 29  s = s + weight * g
+    z = x0 - tl.where(0.0 < denom, s * (1.0 / denom), 0.0)  # 31  z = start - where(denom > 0, s / denom, 0.0)
     # 32  p = p + (1 - momentum) * (z - p) if has_momentum else z
     p = tl.fma(one_minus_momentum, z - p, p)
     return p, grad_sum_sq, s

@@ -57,9 +57,8 @@ def mars(
     exp_avg = beta1 * exp_avg + one_minus_beta1 * c
     # 27  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * c * c
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * c * c
-    exp_avg_sq_kept = b.kept("exp_avg_sq", exp_avg_sq)                       # exp_avg_sq as it is kept
     # 28  denom = sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps
-    denom = sqrt(exp_avg_sq_kept) / sqrt_one_minus_beta2_pow_t + eps
+    denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
     # 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
     # -- encode and store

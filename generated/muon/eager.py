@@ -94,12 +94,11 @@ def muon_no_matrix(
     # 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
     #     adamw_betas, adamw_eps, weight_decay )
     exp_avg_sq = adamw_betas_1 * exp_avg_sq + one_minus_adamw_betas_1 * g * g
-    exp_avg_sq_kept = b.kept("exp_avg_sq", exp_avg_sq)  # exp_avg_sq as it is kept
     # 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
     #     adamw_betas, adamw_eps, weight_decay )
     p = (
         p * one_minus_adamw_lr_times_weight_decay - adamw_lr_over_one_minus_adamw_betas_0_pow_t * momentum_buffer
-        / (sqrt(exp_avg_sq_kept) / sqrt_one_minus_adamw_betas_1_pow_t + adamw_eps)
+        / (sqrt(exp_avg_sq) / sqrt_one_minus_adamw_betas_1_pow_t + adamw_eps)
     )
     # -- encode and store
     b.store("p", p)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.gpu.between import rounds
-from optgen.runtime.gpu.codecs import kept, plus, times
+from optgen.runtime.gpu.codecs import plus, times
 from optgen.runtime.gpu.prelude import minus, reciprocal, widened
 from optgen.runtime.gpu.walk import walk
 
@@ -87,11 +87,10 @@ def muon_no_matrix_tile(
     # 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
     #     adamw_betas, adamw_eps, weight_decay )
     exp_avg_sq = tl.fma(scalar_1 * g, g, times(adamw_betas_1, exp_avg_sq, PLAN.exp_avg_sq))
-    exp_avg_sq_kept = kept(exp_avg_sq, live, MASKED, PLAN.exp_avg_sq)  # exp_avg_sq as it is kept
     # 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
     #     adamw_betas, adamw_eps, weight_decay )
     p = tl.fma(
-        minus(momentum_buffer), reciprocal(tl.fma(tl.sqrt(exp_avg_sq_kept), scalar_2, scalar_3)),
+        minus(momentum_buffer), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3)),
         one_minus_adamw_lr_times_weight_decay * p
     )
     return p, momentum_buffer, exp_avg_sq

@@ -22,13 +22,12 @@ def nadam(
     exp_avg = b.load("exp_avg")
     exp_avg_sq = b.load("exp_avg_sq")
     # -- update  (specs/nadam.py)
-    g = g + weight_decay * p                                     # 26  g = l2(g, p, weight_decay)
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g              # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    g = g + weight_decay * p                                   # 26  g = l2(g, p, weight_decay)
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * g            # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    exp_avg_sq_kept = b.kept("exp_avg_sq", exp_avg_sq)           # exp_avg_sq as it is kept
-    denom = sqrt(exp_avg_sq_kept / one_minus_beta2_pow_t) + eps  # 32  denom = sqrt(exp_avg_sq / (1 - beta2**t)) + eps
-    p = p - (grad_lr * g + avg_lr * exp_avg) / denom             # 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
+    denom = sqrt(exp_avg_sq / one_minus_beta2_pow_t) + eps     # 32  denom = sqrt(exp_avg_sq / (1 - beta2**t)) + eps
+    p = p - (grad_lr * g + avg_lr * exp_avg) / denom           # 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
     # -- encode and store
     b.store("p", p)
     b.store("exp_avg_sq", exp_avg_sq)
@@ -48,13 +47,12 @@ def nadam_decoupled_weight_decay(
     exp_avg = b.load("exp_avg")
     exp_avg_sq = b.load("exp_avg_sq")
     # -- update  (specs/nadam.py)
-    p = p * one_minus_lr_times_weight_decay                      # 24  p = decoupled(p, lr, weight_decay)
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g              # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    p = p * one_minus_lr_times_weight_decay                    # 24  p = decoupled(p, lr, weight_decay)
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * g            # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    exp_avg_sq_kept = b.kept("exp_avg_sq", exp_avg_sq)           # exp_avg_sq as it is kept
-    denom = sqrt(exp_avg_sq_kept / one_minus_beta2_pow_t) + eps  # 32  denom = sqrt(exp_avg_sq / (1 - beta2**t)) + eps
-    p = p - (grad_lr * g + avg_lr * exp_avg) / denom             # 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
+    denom = sqrt(exp_avg_sq / one_minus_beta2_pow_t) + eps     # 32  denom = sqrt(exp_avg_sq / (1 - beta2**t)) + eps
+    p = p - (grad_lr * g + avg_lr * exp_avg) / denom           # 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
     # -- encode and store
     b.store("p", p)
     b.store("exp_avg_sq", exp_avg_sq)

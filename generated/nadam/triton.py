@@ -7,7 +7,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.gpu.codecs import kept, times
+from optgen.runtime.gpu.codecs import times
 from optgen.runtime.gpu.prelude import minus, reciprocal
 from optgen.runtime.gpu.walk import walk
 
@@ -19,15 +19,14 @@ def nadam_tile(
 ):
     """The new p, exp_avg, exp_avg_sq."""
     g = grad_scale * g
-    g = tl.fma(weight_decay, p, g)                                     # 26  g = l2(g, p, weight_decay)
+    g = tl.fma(weight_decay, p, g)  # 26  g = l2(g, p, weight_decay)
     # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1, g, times(beta1, exp_avg, PLAN.exp_avg))
     # 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(one_minus_beta2 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))
-    exp_avg_sq_kept = kept(exp_avg_sq, live, MASKED, PLAN.exp_avg_sq)  # exp_avg_sq as it is kept
     # 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
     p = tl.fma(
-        minus(tl.fma(avg_lr, exp_avg, grad_lr * g)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq_kept), scalar_4, scalar_5)), p
+        minus(tl.fma(avg_lr, exp_avg, grad_lr * g)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5)), p
     )
     return p, exp_avg, exp_avg_sq
 
@@ -55,12 +54,10 @@ def nadam_decoupled_weight_decay_tile(
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))
     # 31  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))
-    exp_avg_sq_kept = kept(exp_avg_sq, live, MASKED, PLAN.exp_avg_sq)  # exp_avg_sq as it is kept
-    p = one_minus_lr_times_weight_decay * p                            # 24  p = decoupled(p, lr, weight_decay)
+    p = one_minus_lr_times_weight_decay * p  # 24  p = decoupled(p, lr, weight_decay)
     # 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
     p = tl.fma(
-        minus(tl.fma(avg_lr, exp_avg, scalar_3 * g)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq_kept), scalar_5, scalar_6)),
-        p
+        minus(tl.fma(avg_lr, exp_avg, scalar_3 * g)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p
     )
     return p, exp_avg, exp_avg_sq
 

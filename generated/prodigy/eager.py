@@ -102,9 +102,8 @@ def prodigy(
     d_mul = d * g
     # 44  exp_avg_sq = keep2 * exp_avg_sq + gain2 * (d * g) ** 2
     exp_avg_sq = keep2 * exp_avg_sq + gain2 * (d_mul * d_mul)
-    exp_avg_sq_kept = b.kept("exp_avg_sq", exp_avg_sq)                 # exp_avg_sq as it is kept
     # 53  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
-    p = p - rate * exp_avg / (sqrt(exp_avg_sq_kept) + d_2_times_eps)
+    p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d_2_times_eps)
     # -- encode and store
     b.store("p", p)
     b.store("exp_avg", exp_avg)
@@ -210,9 +209,8 @@ def prodigy_safeguard_warmup(
     d_mul = d * g
     # 44  exp_avg_sq = keep2 * exp_avg_sq + gain2 * (d * g) ** 2
     exp_avg_sq = keep2 * exp_avg_sq + gain2 * (d_mul * d_mul)
-    exp_avg_sq_kept = b.kept("exp_avg_sq", exp_avg_sq)                 # exp_avg_sq as it is kept
     # 53  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
-    p = p - rate * exp_avg / (sqrt(exp_avg_sq_kept) + d_2_times_eps)
+    p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d_2_times_eps)
     # -- encode and store
     b.store("p", p)
     b.store("exp_avg", exp_avg)
@@ -318,9 +316,8 @@ def prodigy_use_bias_correction(
     d_mul = d * g
     # 44  exp_avg_sq = keep2 * exp_avg_sq + gain2 * (d * g) ** 2
     exp_avg_sq = keep2 * exp_avg_sq + gain2 * (d_mul * d_mul)
-    exp_avg_sq_kept = b.kept("exp_avg_sq", exp_avg_sq)                 # exp_avg_sq as it is kept
     # 53  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
-    p = p - rate * exp_avg / (sqrt(exp_avg_sq_kept) + d_2_times_eps)
+    p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d_2_times_eps)
     # -- encode and store
     b.store("p", p)
     b.store("exp_avg", exp_avg)
@@ -426,9 +423,8 @@ def prodigy_use_bias_correction_safeguard_warmup(
     d_mul = d * g
     # 44  exp_avg_sq = keep2 * exp_avg_sq + gain2 * (d * g) ** 2
     exp_avg_sq = keep2 * exp_avg_sq + gain2 * (d_mul * d_mul)
-    exp_avg_sq_kept = b.kept("exp_avg_sq", exp_avg_sq)                 # exp_avg_sq as it is kept
     # 53  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
-    p = p - rate * exp_avg / (sqrt(exp_avg_sq_kept) + d_2_times_eps)
+    p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d_2_times_eps)
     # -- encode and store
     b.store("p", p)
     b.store("exp_avg", exp_avg)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.gpu.between import rounds
-from optgen.runtime.gpu.codecs import kept, read, times
+from optgen.runtime.gpu.codecs import read, times
 from optgen.runtime.gpu.prelude import minus
 from optgen.runtime.gpu.walk import walk
 
@@ -100,16 +100,14 @@ def prodigy_5_tile(
 ):
     """The new p, exp_avg, exp_avg_sq."""
     g = grad_scale * g
-    g = tl.where(0.0 < moves, g, 0.0)                                  # 34  g = where(lr > 0, g, 0.0)
+    g = tl.where(0.0 < moves, g, 0.0)          # 34  g = where(lr > 0, g, 0.0)
     # 43  exp_avg = keep1 * exp_avg + gain1 * d * g
     exp_avg = tl.fma(one_times_one_minus_beta1_times_d, g, times(keep1, exp_avg, PLAN.exp_avg))
     # 44  exp_avg_sq = keep2 * exp_avg_sq + gain2 * (d * g) ** 2
     exp_avg_sq = tl.fma(gain2 * d * g, d * g, times(keep2, exp_avg_sq, PLAN.exp_avg_sq))
-    exp_avg_sq_kept = kept(exp_avg_sq, live, MASKED, PLAN.exp_avg_sq)  # exp_avg_sq as it is kept
-    # 52  p = policies.decoupled(p, rate, weight_decay)
-    p = p * one_minus_rate_times_weight_decay
+    p = p * one_minus_rate_times_weight_decay  # 52  p = policies.decoupled(p, rate, weight_decay)
     # 53  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
-    p = tl.fma(minus(rate * exp_avg), 1.0 / (tl.sqrt(exp_avg_sq_kept) + d_2_times_eps), p)
+    p = tl.fma(minus(rate * exp_avg), 1.0 / (tl.sqrt(exp_avg_sq) + d_2_times_eps), p)
     return p, exp_avg, exp_avg_sq
 
 

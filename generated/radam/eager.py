@@ -26,9 +26,8 @@ def radam(
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g            # 25  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 26  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    exp_avg_sq_kept = b.kept("exp_avg_sq", exp_avg_sq)         # exp_avg_sq as it is kept
     # 35  denom = where(rho > 5, adaptive * (sqrt(exp_avg_sq) + eps), 1.0)
-    denom = torch.where(0.0 < scalar_3, adaptive * (sqrt(exp_avg_sq_kept) + eps), 1.0)
+    denom = torch.where(0.0 < scalar_3, adaptive * (sqrt(exp_avg_sq) + eps), 1.0)
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom    # 36  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     b.store("p", p)
@@ -53,9 +52,8 @@ def radam_decoupled_weight_decay(
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g            # 25  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 26  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    exp_avg_sq_kept = b.kept("exp_avg_sq", exp_avg_sq)         # exp_avg_sq as it is kept
     # 35  denom = where(rho > 5, adaptive * (sqrt(exp_avg_sq) + eps), 1.0)
-    denom = torch.where(0.0 < scalar_4, adaptive * (sqrt(exp_avg_sq_kept) + eps), 1.0)
+    denom = torch.where(0.0 < scalar_4, adaptive * (sqrt(exp_avg_sq) + eps), 1.0)
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom    # 36  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     b.store("p", p)

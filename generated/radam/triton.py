@@ -7,7 +7,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.gpu.codecs import kept, times
+from optgen.runtime.gpu.codecs import times
 from optgen.runtime.gpu.prelude import minus, reciprocal
 from optgen.runtime.gpu.walk import walk
 
@@ -19,14 +19,13 @@ def radam_tile(
 ):
     """The new p, exp_avg, exp_avg_sq."""
     g = grad_scale * g
-    g = tl.fma(weight_decay, p, g)                                     # 24  g = l2(g, p, weight_decay)
+    g = tl.fma(weight_decay, p, g)  # 24  g = l2(g, p, weight_decay)
     # 25  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1, g, times(beta1, exp_avg, PLAN.exp_avg))
     # 26  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(one_minus_beta2 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))
-    exp_avg_sq_kept = kept(exp_avg_sq, live, MASKED, PLAN.exp_avg_sq)  # exp_avg_sq as it is kept
     # 35  denom = where(rho > 5, adaptive * (sqrt(exp_avg_sq) + eps), 1.0)
-    denom = tl.where(0.0 < scalar_3, adaptive * (tl.sqrt(exp_avg_sq_kept) + eps), 1.0)
+    denom = tl.where(0.0 < scalar_3, adaptive * (tl.sqrt(exp_avg_sq) + eps), 1.0)
     # 36  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(lr_over_one_minus_beta1_pow_t * exp_avg), reciprocal(denom), p)
     return p, exp_avg, exp_avg_sq
@@ -56,10 +55,9 @@ def radam_decoupled_weight_decay_tile(
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))
     # 26  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g, g, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))
-    exp_avg_sq_kept = kept(exp_avg_sq, live, MASKED, PLAN.exp_avg_sq)  # exp_avg_sq as it is kept
     # 35  denom = where(rho > 5, adaptive * (sqrt(exp_avg_sq) + eps), 1.0)
-    denom = tl.where(0.0 < scalar_4, adaptive * (tl.sqrt(exp_avg_sq_kept) + eps), 1.0)
-    p = one_minus_lr_times_weight_decay * p                            # 22  p = decoupled(p, lr, weight_decay)
+    denom = tl.where(0.0 < scalar_4, adaptive * (tl.sqrt(exp_avg_sq) + eps), 1.0)
+    p = one_minus_lr_times_weight_decay * p  # 22  p = decoupled(p, lr, weight_decay)
     # 36  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(lr_over_one_minus_beta1_pow_t * exp_avg), reciprocal(denom), p)
     return p, exp_avg, exp_avg_sq

@@ -21,8 +21,7 @@ def rmsprop(stored, lr, alpha, eps, weight_decay, grad_scale, one_minus_alpha):
     g = g + weight_decay * p                                   # 27  g = l2(g, p, weight_decay)
     # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     square_avg = alpha * square_avg + one_minus_alpha * g * g
-    square_avg_kept = b.kept("square_avg", square_avg)         # square_avg as it is kept
-    update = g / (sqrt(square_avg_kept) + eps)                 # 34  update = g / (sqrt(variance) + eps)
+    update = g / (sqrt(square_avg) + eps)                      # 34  update = g / (sqrt(variance) + eps)
     p = p - lr * update                                        # 38  p = p - lr * update
     # -- encode and store
     b.store("p", p)
@@ -42,8 +41,7 @@ def rmsprop_has_momentum(stored, lr, alpha, eps, weight_decay, momentum, grad_sc
     g = g + weight_decay * p                                   # 27  g = l2(g, p, weight_decay)
     # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     square_avg = alpha * square_avg + one_minus_alpha * g * g
-    square_avg_kept = b.kept("square_avg", square_avg)         # square_avg as it is kept
-    update = g / (sqrt(square_avg_kept) + eps)                 # 34  update = g / (sqrt(variance) + eps)
+    update = g / (sqrt(square_avg) + eps)                      # 34  update = g / (sqrt(variance) + eps)
     # 36  momentum_buffer = momentum * momentum_buffer + update
     momentum_buffer = momentum * momentum_buffer + update
     p = p - lr * momentum_buffer                               # 38  p = p - lr * update
@@ -63,16 +61,15 @@ def rmsprop_centered(stored, lr, alpha, eps, weight_decay, grad_scale, one_minus
     square_avg = b.load("square_avg")
     grad_avg = b.load("grad_avg")
     # -- update  (specs/rmsprop.py)
-    g = g + weight_decay * p                                       # 27  g = l2(g, p, weight_decay)
+    g = g + weight_decay * p                                  # 27  g = l2(g, p, weight_decay)
     g_mul = one_minus_alpha * g
     # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     square_avg = alpha * square_avg + g_mul * g
-    square_avg_kept = b.kept("square_avg", square_avg)             # square_avg as it is kept
-    grad_avg = alpha * grad_avg + g_mul                            # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+    grad_avg = alpha * grad_avg + g_mul                       # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-    variance = larger(square_avg_kept - grad_avg * grad_avg, 0.0)
-    update = g / (sqrt(variance) + eps)                            # 34  update = g / (sqrt(variance) + eps)
-    p = p - lr * update                                            # 38  p = p - lr * update
+    variance = larger(square_avg - grad_avg * grad_avg, 0.0)
+    update = g / (sqrt(variance) + eps)                       # 34  update = g / (sqrt(variance) + eps)
+    p = p - lr * update                                       # 38  p = p - lr * update
     # -- encode and store
     b.store("p", p)
     b.store("square_avg", square_avg)
@@ -90,18 +87,17 @@ def rmsprop_centered_has_momentum(stored, lr, alpha, eps, weight_decay, momentum
     square_avg = b.load("square_avg")
     grad_avg = b.load("grad_avg")
     # -- update  (specs/rmsprop.py)
-    g = g + weight_decay * p                                       # 27  g = l2(g, p, weight_decay)
+    g = g + weight_decay * p                                  # 27  g = l2(g, p, weight_decay)
     g_mul = one_minus_alpha * g
     # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     square_avg = alpha * square_avg + g_mul * g
-    square_avg_kept = b.kept("square_avg", square_avg)             # square_avg as it is kept
-    grad_avg = alpha * grad_avg + g_mul                            # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+    grad_avg = alpha * grad_avg + g_mul                       # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-    variance = larger(square_avg_kept - grad_avg * grad_avg, 0.0)
-    update = g / (sqrt(variance) + eps)                            # 34  update = g / (sqrt(variance) + eps)
+    variance = larger(square_avg - grad_avg * grad_avg, 0.0)
+    update = g / (sqrt(variance) + eps)                       # 34  update = g / (sqrt(variance) + eps)
     # 36  momentum_buffer = momentum * momentum_buffer + update
     momentum_buffer = momentum * momentum_buffer + update
-    p = p - lr * momentum_buffer                                   # 38  p = p - lr * update
+    p = p - lr * momentum_buffer                              # 38  p = p - lr * update
     # -- encode and store
     b.store("p", p)
     b.store("square_avg", square_avg)

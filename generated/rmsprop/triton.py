@@ -7,7 +7,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.gpu.codecs import kept, plus, read, times
+from optgen.runtime.gpu.codecs import plus, read, times
 from optgen.runtime.gpu.prelude import minus, reciprocal
 from optgen.runtime.gpu.walk import walk
 
@@ -20,12 +20,11 @@ def rmsprop_tile(
     """The new p, square_avg."""
     square_avg = read(square_avg, PLAN.square_avg)
     g = grad_scale * g
-    g = tl.fma(weight_decay, p, g)                                     # 27  g = l2(g, p, weight_decay)
+    g = tl.fma(weight_decay, p, g)                                   # 27  g = l2(g, p, weight_decay)
     # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     square_avg = tl.fma(one_minus_alpha * g, g, alpha * square_avg)
-    square_avg_kept = kept(square_avg, live, MASKED, PLAN.square_avg)  # square_avg as it is kept
-    update = g * reciprocal(tl.sqrt(square_avg_kept) + eps)            # 34  update = g / (sqrt(variance) + eps)
-    p = tl.fma(minus_lr, update, p)                                    # 38  p = p - lr * update
+    update = g * reciprocal(tl.sqrt(square_avg) + eps)               # 34  update = g / (sqrt(variance) + eps)
+    p = tl.fma(minus_lr, update, p)                                  # 38  p = p - lr * update
     return p, square_avg
 
 
@@ -46,15 +45,14 @@ def rmsprop_has_momentum_tile(
     """The new p, square_avg, momentum_buffer."""
     square_avg = read(square_avg, PLAN.square_avg)
     g = grad_scale * g
-    g = tl.fma(weight_decay, p, g)                                     # 27  g = l2(g, p, weight_decay)
+    g = tl.fma(weight_decay, p, g)                                   # 27  g = l2(g, p, weight_decay)
     # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     square_avg = tl.fma(one_minus_alpha * g, g, alpha * square_avg)
-    square_avg_kept = kept(square_avg, live, MASKED, PLAN.square_avg)  # square_avg as it is kept
     # 36  momentum_buffer = momentum * momentum_buffer + update
     momentum_buffer = tl.fma(
-        g, reciprocal(tl.sqrt(square_avg_kept) + eps), times(momentum, momentum_buffer, PLAN.momentum_buffer)
+        g, reciprocal(tl.sqrt(square_avg) + eps), times(momentum, momentum_buffer, PLAN.momentum_buffer)
     )
-    p = tl.fma(minus_lr, momentum_buffer, p)                           # 38  p = p - lr * update
+    p = tl.fma(minus_lr, momentum_buffer, p)                         # 38  p = p - lr * update
     return p, square_avg, momentum_buffer
 
 
@@ -79,17 +77,14 @@ def rmsprop_centered_tile(
     """The new p, square_avg, grad_avg."""
     square_avg = read(square_avg, PLAN.square_avg)
     g = grad_scale * g
-    g = tl.fma(weight_decay, p, g)                                     # 27  g = l2(g, p, weight_decay)
+    g = tl.fma(weight_decay, p, g)                          # 27  g = l2(g, p, weight_decay)
     g_mul = one_minus_alpha * g
-    # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
-    grad_avg = plus(alpha, grad_avg, g_mul, PLAN.grad_avg)
-    # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-    square_avg = tl.fma(g_mul, g, alpha * square_avg)
-    square_avg_kept = kept(square_avg, live, MASKED, PLAN.square_avg)  # square_avg as it is kept
+    grad_avg = plus(alpha, grad_avg, g_mul, PLAN.grad_avg)  # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+    square_avg = tl.fma(g_mul, g, alpha * square_avg)       # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-    variance = tl.maximum(tl.fma(minus(grad_avg), grad_avg, square_avg_kept), 0.0, propagate_nan=tl.PropagateNan.ALL)
-    update = g * reciprocal(tl.sqrt(variance) + eps)                   # 34  update = g / (sqrt(variance) + eps)
-    p = tl.fma(minus_lr, update, p)                                    # 38  p = p - lr * update
+    variance = tl.maximum(tl.fma(minus(grad_avg), grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
+    update = g * reciprocal(tl.sqrt(variance) + eps)        # 34  update = g / (sqrt(variance) + eps)
+    p = tl.fma(minus_lr, update, p)                         # 38  p = p - lr * update
     return p, square_avg, grad_avg
 
 
@@ -113,20 +108,17 @@ def rmsprop_centered_has_momentum_tile(
     """The new p, square_avg, grad_avg, momentum_buffer."""
     square_avg = read(square_avg, PLAN.square_avg)
     g = grad_scale * g
-    g = tl.fma(weight_decay, p, g)                                     # 27  g = l2(g, p, weight_decay)
+    g = tl.fma(weight_decay, p, g)                          # 27  g = l2(g, p, weight_decay)
     g_mul = one_minus_alpha * g
-    # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
-    grad_avg = plus(alpha, grad_avg, g_mul, PLAN.grad_avg)
-    # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-    square_avg = tl.fma(g_mul, g, alpha * square_avg)
-    square_avg_kept = kept(square_avg, live, MASKED, PLAN.square_avg)  # square_avg as it is kept
+    grad_avg = plus(alpha, grad_avg, g_mul, PLAN.grad_avg)  # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+    square_avg = tl.fma(g_mul, g, alpha * square_avg)       # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-    variance = tl.maximum(tl.fma(minus(grad_avg), grad_avg, square_avg_kept), 0.0, propagate_nan=tl.PropagateNan.ALL)
+    variance = tl.maximum(tl.fma(minus(grad_avg), grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
     # 36  momentum_buffer = momentum * momentum_buffer + update
     momentum_buffer = tl.fma(
         g, reciprocal(tl.sqrt(variance) + eps), times(momentum, momentum_buffer, PLAN.momentum_buffer)
     )
-    p = tl.fma(minus_lr, momentum_buffer, p)                           # 38  p = p - lr * update
+    p = tl.fma(minus_lr, momentum_buffer, p)                # 38  p = p - lr * update
     return p, square_avg, grad_avg, momentum_buffer
 
 

@@ -27,9 +27,8 @@ def rprop(stored, etaminus, etaplus, step_size_min, step_size_max, grad_scale, w
     scaled = torch.where(0.0 < agreement, size * etaplus, torch.where(agreement_lt, size * etaminus, size))
     # 25  step_size = clip(scaled, step_size_min, step_size_max)
     step_size = smaller(larger(scaled, step_size_min), step_size_max)
-    step_size_kept = b.kept("step_size", step_size)                    # step_size as it is kept
     # 28  p = p - sign(prev) * step_size
-    p = p - torch.where(prev > 0, 1.0, torch.where(prev < 0, -1.0, prev)) * step_size_kept
+    p = p - torch.where(prev > 0, 1.0, torch.where(prev < 0, -1.0, prev)) * step_size
     # -- encode and store
     b.store("p", p)
     b.store("prev", prev)

@@ -7,7 +7,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.gpu.codecs import kept, read
+from optgen.runtime.gpu.codecs import read
 from optgen.runtime.gpu.prelude import minus, sign
 from optgen.runtime.gpu.walk import walk
 
@@ -21,10 +21,10 @@ def rprop_tile(
     prev = read(prev, PLAN.prev)
     step_size = read(step_size, PLAN.step_size)
     g_2 = grad_scale * g
-    agreement = grad_scale * (g * prev)                             # 22  agreement = g * prev
+    agreement = grad_scale * (g * prev)          # 22  agreement = g * prev
     agreement_lt = agreement < 0.0
-    prev = tl.where(agreement_lt, 0.0, g_2)                         # 27  prev = where(agreement < 0, 0.0, g)
-    size = step_size + where_lt_one_t_zero_lr                       # 23  size = step_size + where(t > 1, 0.0, lr)
+    prev = tl.where(agreement_lt, 0.0, g_2)      # 27  prev = where(agreement < 0, 0.0, g)
+    size = step_size + where_lt_one_t_zero_lr    # 23  size = step_size + where(t > 1, 0.0, lr)
     # 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
     scaled = tl.where(0.0 < agreement, etaplus * size, tl.where(agreement_lt, etaminus * size, size))
     # 25  step_size = clip(scaled, step_size_min, step_size_max)
@@ -32,8 +32,7 @@ def rprop_tile(
         tl.maximum(scaled, step_size_min, propagate_nan=tl.PropagateNan.ALL), step_size_max,
         propagate_nan=tl.PropagateNan.ALL
     )
-    step_size_kept = kept(step_size, live, MASKED, PLAN.step_size)  # step_size as it is kept
-    p = tl.fma(minus(sign(prev)), step_size_kept, p)                # 28  p = p - sign(prev) * step_size
+    p = tl.fma(minus(sign(prev)), step_size, p)  # 28  p = p - sign(prev) * step_size
     return p, prev, step_size
 
 

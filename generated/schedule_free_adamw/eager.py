@@ -24,9 +24,8 @@ def schedule_free_adamw(
     # -- update  (specs/schedule_free_adamw.py)
     # 37  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    exp_avg_sq_kept = b.kept("exp_avg_sq", exp_avg_sq)         # exp_avg_sq as it is kept
     # 38  step = g / (sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps) + weight_decay * p
-    step = g / (sqrt(exp_avg_sq_kept) / sqrt_one_minus_beta2_pow_t + eps) + weight_decay * p
+    step = g / (sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps) + weight_decay * p
     # 39  p = p + c * (z - p) + rate * (beta1 * (1 - c) - 1) * step
     p = p + c * (z - p) + scalar_3 * step
     z = z - rate * step                                        # 40  z = z - rate * step

@@ -52,10 +52,9 @@ def sm3_no_factored(stored, lr, eps, grad_scale):
     g = grad_scale * g
     accumulator = b.load("accumulator")
     # -- update  (specs/sm3.py)
-    accumulator = accumulator + g * g                         # 42  accumulator = accumulator + g * g
-    accumulator_kept = b.kept("accumulator", accumulator)     # accumulator as it is kept
-    update = g * quotient(1.0, sqrt(accumulator_kept + eps))  # 44  update = g * rsqrt(total + eps)
-    p = p - lr * update                                       # 48  p = p - lr * update
+    accumulator = accumulator + g * g                    # 42  accumulator = accumulator + g * g
+    update = g * quotient(1.0, sqrt(accumulator + eps))  # 44  update = g * rsqrt(total + eps)
+    p = p - lr * update                                  # 48  p = p - lr * update
     # -- encode and store
     b.store("p", p)
     b.store("accumulator", accumulator)
@@ -109,12 +108,11 @@ def sm3_has_momentum_no_factored(stored, lr, momentum, eps, grad_scale, one_minu
     g = grad_scale * g
     accumulator = b.load("accumulator")
     # -- update  (specs/sm3.py)
-    accumulator = accumulator + g * g                         # 42  accumulator = accumulator + g * g
-    accumulator_kept = b.kept("accumulator", accumulator)     # accumulator as it is kept
-    update = g * quotient(1.0, sqrt(accumulator_kept + eps))  # 44  update = g * rsqrt(total + eps)
+    accumulator = accumulator + g * g                    # 42  accumulator = accumulator + g * g
+    update = g * quotient(1.0, sqrt(accumulator + eps))  # 44  update = g * rsqrt(total + eps)
     # 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
     momentum_buffer = momentum * momentum_buffer + one_minus_momentum * update
-    p = p - lr * momentum_buffer                              # 48  p = p - lr * update
+    p = p - lr * momentum_buffer                         # 48  p = p - lr * update
     # -- encode and store
     b.store("p", p)
     b.store("accumulator", accumulator)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.gpu.between import rounds
-from optgen.runtime.gpu.codecs import kept, read, times
+from optgen.runtime.gpu.codecs import read, times
 from optgen.runtime.gpu.matrices import walk_matrices
 from optgen.runtime.gpu.prelude import reciprocal
 from optgen.runtime.gpu.walk import walk
@@ -68,9 +68,8 @@ def sm3_no_factored_tile(
     """The new p, accumulator."""
     accumulator = read(accumulator, PLAN.accumulator)
     accumulator = tl.fma(grad_scale_times_grad_scale * g, g, accumulator)  # 42  accumulator = accumulator + g * g
-    accumulator_kept = kept(accumulator, live, MASKED, PLAN.accumulator)   # accumulator as it is kept
     # 48  p = p - lr * update
-    p = tl.fma(minus_lr_times_grad_scale, g * reciprocal(tl.sqrt(accumulator_kept + eps)), p)
+    p = tl.fma(minus_lr_times_grad_scale, g * reciprocal(tl.sqrt(accumulator + eps)), p)
     return p, accumulator
 
 
@@ -126,10 +125,9 @@ def sm3_has_momentum_no_factored_tile(
     """The new p, accumulator, momentum_buffer."""
     accumulator = read(accumulator, PLAN.accumulator)
     accumulator = tl.fma(grad_scale_times_grad_scale * g, g, accumulator)  # 42  accumulator = accumulator + g * g
-    accumulator_kept = kept(accumulator, live, MASKED, PLAN.accumulator)   # accumulator as it is kept
     # 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
     momentum_buffer = tl.fma(
-        one_minus_momentum_times_grad_scale, g * reciprocal(tl.sqrt(accumulator_kept + eps)),
+        one_minus_momentum_times_grad_scale, g * reciprocal(tl.sqrt(accumulator + eps)),
         times(momentum, momentum_buffer, PLAN.momentum_buffer)
     )
     p = tl.fma(minus_lr, momentum_buffer, p)                               # 48  p = p - lr * update

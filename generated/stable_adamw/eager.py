@@ -25,9 +25,8 @@ def stable_adamw(
     exp_avg = beta1_hat * exp_avg + scalar_1 * g            # 22  exp_avg = beta1_hat * exp_avg + (1 - beta1_hat) * g
     # 23  exp_avg_sq = beta2_hat * exp_avg_sq + (1 - beta2_hat) * g * g
     exp_avg_sq = beta2_hat * exp_avg_sq + scalar_3 * g * g
-    exp_avg_sq_kept = b.kept("exp_avg_sq", exp_avg_sq)      # exp_avg_sq as it is kept
     # -- encode and store
-    tensor_sum_for_surprise_tensor = b.tensor_sum(g * g / larger(exp_avg_sq_kept, eps_times_eps))
+    tensor_sum_for_surprise_tensor = b.tensor_sum(g * g / larger(exp_avg_sq, eps_times_eps))
     b.store("exp_avg_sq", exp_avg_sq)
     b.store("exp_avg", exp_avg)
 
@@ -51,8 +50,7 @@ def stable_adamw(
     exp_avg = b.load("exp_avg")
     exp_avg_sq = b.load("exp_avg_sq")
     # -- update  (specs/stable_adamw.py)
-    p = p * one_minus_rate_times_weight_decay               # 26  p = decoupled(p, rate, weight_decay)
-    exp_avg_sq_kept = b.kept("exp_avg_sq", exp_avg_sq)      # exp_avg_sq as it is kept
-    p = p - rate * exp_avg / (sqrt(exp_avg_sq_kept) + eps)  # 27  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + eps)
+    p = p * one_minus_rate_times_weight_decay          # 26  p = decoupled(p, rate, weight_decay)
+    p = p - rate * exp_avg / (sqrt(exp_avg_sq) + eps)  # 27  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + eps)
     # -- encode and store
     b.store("p", p)

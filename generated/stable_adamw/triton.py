@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.gpu.between import rounds
-from optgen.runtime.gpu.codecs import kept, read, times
+from optgen.runtime.gpu.codecs import read, times
 from optgen.runtime.gpu.prelude import minus, reciprocal
 from optgen.runtime.gpu.walk import walk
 
@@ -24,9 +24,8 @@ def stable_adamw_1_tile(
     exp_avg = tl.fma(scalar_1, g, times(beta1_hat, exp_avg, PLAN.exp_avg))
     # 23  exp_avg_sq = beta2_hat * exp_avg_sq + (1 - beta2_hat) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g, g, beta2_hat * exp_avg_sq)
-    exp_avg_sq_kept = kept(exp_avg_sq, live, MASKED, PLAN.exp_avg_sq)       # exp_avg_sq as it is kept
     return exp_avg, exp_avg_sq, g * g, reciprocal(
-        tl.maximum(exp_avg_sq_kept, eps_times_eps, propagate_nan=tl.PropagateNan.ALL)
+        tl.maximum(exp_avg_sq, eps_times_eps, propagate_nan=tl.PropagateNan.ALL)
     )
 
 
@@ -66,10 +65,9 @@ def stable_adamw_3_tile(
     """The new p."""
     exp_avg = read(exp_avg, PLAN.exp_avg)
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
-    exp_avg_sq_kept = kept(exp_avg_sq, live, MASKED, PLAN.exp_avg_sq)  # exp_avg_sq as it is kept
-    p = p * one_minus_rate_times_weight_decay                          # 26  p = decoupled(p, rate, weight_decay)
+    p = p * one_minus_rate_times_weight_decay  # 26  p = decoupled(p, rate, weight_decay)
     # 27  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + eps)
-    p = tl.fma(minus(rate * exp_avg), reciprocal(tl.sqrt(exp_avg_sq_kept) + eps), p)
+    p = tl.fma(minus(rate * exp_avg), reciprocal(tl.sqrt(exp_avg_sq) + eps), p)
     return (p,)
 
 

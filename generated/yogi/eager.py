@@ -32,9 +32,8 @@ def yogi(
     exp_avg_sq = exp_avg_sq - one_minus_beta2 * torch.where(
         exp_avg_sq - square > 0, 1.0, torch.where(exp_avg_sq - square < 0, -1.0, exp_avg_sq - square)
     ) * square
-    exp_avg_sq_kept = b.kept("exp_avg_sq", exp_avg_sq)                 # exp_avg_sq as it is kept
     # 29  denom = sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps
-    denom = sqrt(exp_avg_sq_kept) / sqrt_one_minus_beta2_pow_t + eps
+    denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
     # 30  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
     # -- encode and store

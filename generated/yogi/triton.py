@@ -7,7 +7,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.gpu.codecs import kept, read, times
+from optgen.runtime.gpu.codecs import read, times
 from optgen.runtime.gpu.prelude import minus, reciprocal, sign
 from optgen.runtime.gpu.walk import walk
 
@@ -28,10 +28,9 @@ def yogi_tile(
     exp_avg_sq = tl.fma(
         minus(scalar_4 * sign(tl.fma(minus(grad_scale_times_grad_scale * g), g, exp_avg_sq)) * g), g, exp_avg_sq
     )
-    exp_avg_sq_kept = kept(exp_avg_sq, live, MASKED, PLAN.exp_avg_sq)  # exp_avg_sq as it is kept
     p = one_minus_lr_times_weight_decay * p                            # 24  p = decoupled(p, lr, weight_decay)
     # 30  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq_kept), scalar_5, scalar_6)), p)
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p)
     return p, exp_avg, exp_avg_sq
 
 

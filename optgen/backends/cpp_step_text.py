@@ -12,7 +12,6 @@ from dataclasses import replace
 
 from optgen.backends import triton, triton_text
 from optgen.backends.cpp import RESERVED, CppPrinter, Phases, assigned, type_of, wanted
-from optgen.backends.cpp_text import plain
 from optgen.backends.printer import ATOM, Printer, Text, with_comments
 from optgen.ir.node import Node
 from optgen.ir.program import Let, Stage, Store
@@ -78,7 +77,7 @@ def stage_function(stage: Stage, kernel: str, nonneg: Collection[str], whole: Co
     nonneg  states of which no value is negative
     whole   states that are kept as a whole: their fields come as they are
     """
-    schedule = plain(stage.schedule)
+    schedule = stage.schedule
     sweep, program = schedule.sweep, schedule.program
     states = [b for b in program.buffers if b.role == "state" and b.space == spaces.elem and b.owner not in whole]
     elements = frozenset(b.name for b in states)

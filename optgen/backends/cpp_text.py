@@ -30,8 +30,8 @@ from optgen.backends.cpp import (
 from optgen.backends.printer import ATOM, Text, computed, with_comments
 from optgen.backends.reference import ROOT, Codec, X
 from optgen.backends.triton_text import C, multiplied
-from optgen.ir.node import Node, Rewriter, postorder
-from optgen.ir.program import Buffer, Let, Schedule, Step
+from optgen.ir.node import Node, postorder
+from optgen.ir.program import Buffer, Schedule, Step
 from optgen.ops import spaces
 
 _RESERVED = RESERVED | frozenset(
@@ -67,7 +67,6 @@ class _RulePrinter(CppPrinter):
 
 def rule_struct(schedule: Schedule, kernel: str, nonneg: Collection[str], source: str) -> list[str]:
     """The struct of a sweep; `nonneg`: states of which no value is negative."""
-    schedule = plain(schedule)
     sweep, program = schedule.sweep, schedule.program
     elements = frozenset(b.name for b in program.buffers if b.role == "state" and b.space == spaces.elem)
     pieces = multiplied(schedule, nonneg, elements)
@@ -132,16 +131,6 @@ def rule_struct(schedule: Schedule, kernel: str, nonneg: Collection[str], source
         out.insert(2, f"    static constexpr bool NEXT[] = {{{flags}}}, ROOT[] = {{{flags}}};")
     out[1] = out[1].format(apart=apart)
     return [*out, "};"]
-
-
-def plain(schedule: Schedule) -> Schedule:
-    """Return the schedule with new values in the place of what is kept of them, as formats with blocks have it."""
-    through = Rewriter(lambda n: n.args[0] if n.op == "kept" else n)
-    lets: dict[int, Let] = {}
-    for let in schedule.sweep.lets:
-        lets.setdefault((made := let.of(through(let.node))).node.uid, made)
-    stores = tuple(replace(s, node=through(s.node)) for s in schedule.sweep.stores)
-    return replace(schedule, sweep=replace(schedule.sweep, lets=tuple(lets.values()), stores=stores))
 
 
 def _f(printer: CppPrinter, node: Node) -> str:

@@ -152,7 +152,6 @@ SPELL: dict[str, Spelling] = {
     "sym": lambda p, n: (str(n.attr), ATOM),
     "key": lambda p, n: (str(n.attr), ATOM),
     "draw": _draw,
-    "kept": lambda p, n: (f'b.kept("{n.attr}", {p.text(n.args[0])})', ATOM),
     "load": _load,
     "neg": lambda p, n: (f"-{p.text(n.args[0], 30)}", 30),
     "not": lambda p, n: (f"~{p.text(n.args[0], 30)}", 30),

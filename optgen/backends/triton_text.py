@@ -33,7 +33,7 @@ PRELUDE = (
     "apart", "bits", "block_magnitude", "block_max", "block_min", "byte", "counter", "floor", "highest_line", "inverse",
     "joined", "lowest_line", "minus", "reciprocal", "rint", "rotl", "rounded", "sign", "widened",
 )  # fmt: skip
-CODECS = ("Codec", "beside", "fraction", "integer", "kept", "middle", "plus", "read", "times")
+CODECS = ("Codec", "beside", "fraction", "integer", "middle", "plus", "read", "times")
 MODULES = {
     "between": ("rounds",), "codecs": CODECS, "matrices": ("walk_matrices",), "prelude": PRELUDE, "walk": ("walk",),
 }  # fmt: skip
@@ -54,10 +54,6 @@ def imports(lines: Iterable[str]) -> list[str]:
 # -- rules
 
 
-def _kept(p: Printer, n: Node) -> Text:
-    return f"kept({p.text(n.args[0])}, live, MASKED, PLAN.{n.attr})", ATOM
-
-
 class RulePrinter(TritonPrinter):
     """A printer of values that a plan keeps.
 
@@ -69,7 +65,7 @@ class RulePrinter(TritonPrinter):
 
     def __init__(self, schedule: Schedule, nonneg: Collection[str], whole: Collection[str]) -> None:
         super().__init__(schedule.program)
-        self.spell = {**self.spell, "kept": _kept, "draw": self._draw}
+        self.spell = {**self.spell, "draw": self._draw}
         found = [b for b in schedule.program.buffers if b.role == "state" and b.space == spaces.elem]
         self.states = frozenset(b.name for b in found if b.owner not in whole)
         self.pieces = multiplied(schedule, nonneg, self.states)
@@ -315,7 +311,7 @@ def _body(step: Step, known: Known) -> tuple[list[str], dict[str, tuple[str, Nod
     return lines, results
 
 
-def codec_record(codec: Codec, name: str, as_kept: bool, plus: bool) -> list[str]:
+def codec_record(codec: Codec, name: str, *, plus: bool) -> list[str]:
     """The arguments of a codec's record."""
     given = [f"{name}_decode", f"{name}_nearest"]
     given += [f"encode={name}_encode"] if codec.encode else []
@@ -328,7 +324,6 @@ def codec_record(codec: Codec, name: str, as_kept: bool, plus: bool) -> list[str
     given += ["guards=True"] if "nan" in rules else []
     given += ["looks_up=True"] if looks_up else []
     given += ["lines=True"] if "table" in rules else []
-    given += ["as_kept=True"] if as_kept else []
     given += ["plus=True"] if plus else []
     numbers = triton.in_memory(programs)
     given += [f"tables=({', '.join(numbers)},)"] if numbers else []

@@ -180,7 +180,6 @@ def codec_text(plan: Plan, others: Sequence[Plan] = ()) -> str:
         given += [f"block={block}"] if block > 1 else []
         given += ["packed=True"] if any(f.dtype.packed for f in fields.values()) else []
         given += ["whole=True"] if any(f.space != "elem" for f in fields.values()) else []
-        given += ["as_kept=True"] if fmt is not None and fmt.as_kept else []
         doc = plan.master.describe(dtypes.bf16 if name.endswith("bf16") else dtypes.f16) if fmt is None else str(fmt)
         records.append([f"# {doc}", f"{name} = Codec({', '.join(given)})"])
     file = targets.source_name(plan.loc.file)

@@ -102,7 +102,7 @@ def _steps(spec: Spec, maths: Maths, plan: Plan | None) -> Iterator[tuple[Mappin
 
 def is_divided(storage: Storage, rule: Step) -> bool:
     """Return True if a plan divides the step of a rule into stages of its own; see `Variant.divided`."""
-    return any(map(is_whole, storage.states.values())) or (not storage.plan.read_back and bool(rule.early))
+    return any(map(is_whole, storage.states.values()))
 
 
 def _meaning(step: Step, stage: Stage) -> tuple[object, ...]:

@@ -189,7 +189,7 @@ def plan_record(plan: Plan) -> PlanRecord:
         weights[param.torch] = FormatRecord(f"weight_{param.name}", tuple(fields), plan.master.noise_bits(param))
     given = {role: _format(plan, getattr(plan, role)) for role in ("signed", "nonneg", "initial", "small")}
     own = {state: _format(plan, fmt) for state, fmt in sorted(plan.overrides.items())}
-    return PlanRecord(plan.small_numel, weights, **given, overrides=own, read_back=plan.read_back)
+    return PlanRecord(plan.small_numel, weights, **given, overrides=own)
 
 
 def _format(plan: Plan, fmt: Format) -> FormatRecord:

@@ -109,8 +109,7 @@ def codec_text(plan: Plan, maths: Maths, others: Sequence[Plan] = ()) -> str:
         for function in triton_text.codec_functions(codec, name):
             lines += ["", "", *function]
         numbers |= triton_text.numbers(codec)
-        as_kept, plus = (False, False) if fmt is None else (fmt.as_kept, fmt.plus_zero)
-        given = triton_text.codec_record(codec, name, as_kept, plus)
+        given = triton_text.codec_record(codec, name, plus=fmt is not None and fmt.plus_zero)
         records += ["", f"# {doc}", *wrapped(f"{name} = Codec(", given, ")")]
     tables = [line for name, x in sorted(numbers.items()) for line in reference.listed(name, x)]
     file = targets.source_name(plan.loc.file)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from optgen.base import loc as locs
 from optgen.base.loc import Loc
@@ -30,13 +30,12 @@ class Factored(Format):
     the means.  Rows of less than 2^-100 of the mean of all are raised to that, columns to 2^-100, and what is read to
     2^-126: an encoded value is never 0.  A NaN, or a sum beyond the range of f32, makes its whole matrix NaN.
 
-    reads    "computed": the rule goes on with the new value as it computed it.  An average then has at least
-             (1 - decay) * g^2 for every element, so that no gradient meets a root far smaller than itself;
-             "kept": with row * column of the new value, as Adafactor and 4-bit Factor do
+    The rule goes on with the new value as it computed it: an average has at least (1 - decay) * g^2 for every element,
+    so that no gradient meets a root far smaller than itself.
+
     vectors  the format where a tensor has no rows and columns
     """
 
-    reads: Literal["computed", "kept"] = "computed"
     vectors: Format = f32
     loc: Loc | None = field(default_factory=lambda: locs.here(2), compare=False, repr=False)
 
@@ -45,19 +44,12 @@ class Factored(Format):
     matrix = "last"
 
     def __post_init__(self) -> None:
-        if self.reads not in ("computed", "kept"):
-            raise refusal(self.loc, f"Factored(reads={self.reads!r})", '"computed" or "kept"')
         if not isinstance(self.vectors, Format) or self.vectors.matrix is not None:
             want = "a format that needs no rows and columns: it is for tensors that have none"
             raise refusal(self.loc, f"Factored(vectors={self.vectors})", want)
 
     def __str__(self) -> str:
-        new = ", the new value read as kept" if self.as_kept else ""
-        return f"means of rows and columns, f32{new}"
-
-    @property
-    def as_kept(self) -> bool:
-        return self.reads == "kept"
+        return "means of rows and columns, f32"
 
     def of_vectors(self) -> Format:
         return self.vectors

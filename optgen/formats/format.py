@@ -162,11 +162,6 @@ class Format(ABC):
         """
         return None
 
-    @property
-    def as_kept(self) -> bool:
-        """True if the rule goes on with the new value as it was kept, not as it was computed."""
-        return False
-
     def of_vectors(self) -> Format:
         """Return the format that keeps the state of a tensor without rows and columns; itself where it needs none."""
         return self

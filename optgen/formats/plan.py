@@ -165,8 +165,6 @@ class Plan:
     initial      states that start as the weight: precise as weights, not as moments
     small        every state of a tensor with fewer than small_numel elements (of the logical tensor)
     overrides    state name -> format, before all of these; of small tensors in its form for vectors (Format.of_vectors)
-    read_back    whether a step of several sweeps may take a new value from where it was stored, where that saves bytes;
-                 without it, it goes on with what it computed
     discouraged  why the plan exists although the lint finds an error; "": such a plan is refused
     """
 
@@ -180,7 +178,6 @@ class Plan:
     small: Format = floats.f32
     small_numel: int = SMALL
     overrides: Mapping[str, Format] = field(default_factory=dict)
-    read_back: bool = True
     discouraged: str = ""
     loc: Loc = field(default_factory=lambda: locs.of_frame(_first_frame_outside()), init=False)
 
@@ -223,7 +220,6 @@ class Plan:
             ("doc", isinstance(self.doc, str), "a text, the first argument"),
             ("name", isinstance(self.name, str) and _nameable(self.name), name),
             ("small_numel", is_whole(self.small_numel) and self.small_numel >= 0, "a number of elements, 0 or more"),
-            ("read_back", isinstance(self.read_back, bool), "True or False"),
             ("discouraged", isinstance(self.discouraged, str), "the reason, a text"),
         ):
             if not fits:

@@ -229,7 +229,7 @@ _RULES: Mapping[str, RangeRule] = {
     "div": lambda n, a: _over_node(a[0], a[1], n.args[1], n),
     "rcp": lambda n, a: _over_node((1.0, 1.0), a[0], n.args[0], n),
     "sqrt": lambda n, a: (math.sqrt(max(a[0][0], 0.0)), math.sqrt(max(a[0][1], 0.0))),
-    "cbrt": _root, "power": _root, "kept": _root, "shr": _shr,
+    "cbrt": _root, "power": _root, "shr": _shr,
     "draw": lambda n, a: (0, (1 << n.attr[2]) - 1),
     "where": lambda n, a: (min(a[1][0], a[2][0]), max(a[1][1], a[2][1])),
     "lshr": lambda n, a: (0, (1 << (32 - n.args[1].attr)) - 1),
@@ -304,4 +304,4 @@ def is_plus(node: Node, loads: Collection[str] = ()) -> bool:
         return is_plus(a[0], loads) and is_plus(a[1], loads)
     if op == "where":
         return is_plus(a[1], loads) and is_plus(a[2], loads)
-    return op in ("sqrt", "kept") and is_plus(a[0], loads)
+    return op == "sqrt" and is_plus(a[0], loads)

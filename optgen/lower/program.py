@@ -229,48 +229,9 @@ def _signed(spec: Spec) -> Callable[[Node], Node]:
     return rule
 
 
-def _replacing(old: Node, new: Node) -> Rewriter:
-    return Rewriter(lambda node: new if node is old else node)
-
-
-def _with_kept(
-    keep: Mapping[str, Callable[[Node], Node]],
-    weight: Node,
-    states: Mapping[str, Node],
-    body: list[Let],
-    still: frozenset[str],
-) -> tuple[Node, dict[str, Node], list[Let]]:
-    """New weight, new states and lets, where what reads a new value finds it as it is kept.
-
-    `keep` says how each state is kept that the rule goes on with so; states that stay `still` are as they are kept.
-    """
-    new, lets = dict(states), list(body)
-    for name, kept_of in keep.items():
-        if name in still:
-            continue
-        value = new[name]
-        kept = kept_of(value)
-        rewrite = _replacing(value, kept)
-        weight = rewrite(weight)
-        new = {k: v if k == name or k in still else rewrite(v) for k, v in new.items()}
-        at = max((i + 1 for i, let in enumerate(lets) if let.node is value), default=len(lets))
-        lets = [let if let.node is value else replace(let, node=rewrite(let.node)) for let in lets]
-        lets.insert(at, Let(f"{name}_kept", kept, doc=f"{name} as it is kept"))
-    return weight, new, lets
-
-
 def hyper_ranges(spec: Spec) -> tuple[tuple[str, tuple[float, float]], ...]:
     """Closed intervals of the hyper-parameters and the step."""
     return (("step", (1.0, math.inf)), *((part, h.interval) for h in spec.hypers for part in h.parts))
-
-
-def _kept_by(storage: Storage) -> dict[str, Callable[[Node], Node]]:
-    """Return, for each state whose rule goes on with the stored value, the function from new to stored value."""
-
-    def of(fmt: Format) -> Callable[[Node], Node]:
-        return lambda value: fmt.decode(fmt.encode(Value(value))).node
-
-    return {name: of(fmt) for name, fmt in storage.states.items() if fmt.as_kept}
 
 
 def lower(
@@ -310,10 +271,7 @@ def lower(
     lets = [replace(let, node=rewrite(let.node)) for let in trace.lets]
     pairs = _pairs(spec, storage, alone)
     still = _settled(spec.unchanged(flags), pairs)
-    keep = _kept_by(storage) | (_kept_later(spec, storage) if alone else {})
-    new_weight, new_nodes, lets = _with_kept(
-        keep, rewrite(trace.p), {name: rewrite(node) for name, node in trace.states.items()}, lets, still
-    )
+    new_weight, new_nodes = rewrite(trace.p), {name: rewrite(node) for name, node in trace.states.items()}
     body = [Let("g", g.node, "decode"), *decoded, *lets]
     new_states = {name: Value(node) for name, node in new_nodes.items()}
     rare = _rare(spec, storage, flags)
@@ -329,8 +287,6 @@ def lower(
     # A state that is read with values of rows and columns is not read back within the step: they change with it.
     elements = [n for n, v in states.items() if v.node.space == spaces.elem and storage.states[n].matrix is None]
     kept += [KeptValue(name, states[name].node, new_nodes[name]) for name in elements if name not in still]
-    if not storage.plan.read_back:
-        kept = []
     names = (part for h in spec.hypers for part in h.parts)
     present_host = spec.present_host(flags)
     return Program(
@@ -360,16 +316,6 @@ def plain_storage(spec: Spec, flags: Mapping[str, bool]) -> Storage:
     present = spec.present(flags)
     nonneg = frozenset(s.name for s in present if s.nonneg)
     return Storage(PLAIN, dtypes.f32, False, Native(), {s.name: floats.f32 for s in present}, nonneg)
-
-
-def _kept_later(spec: Spec, storage: Storage) -> dict[str, Callable[[Node], Node]]:
-    """Return the states that some formats have the rule go on with as kept: nonnegative, with a value per element."""
-
-    def of(name: str) -> Callable[[Node], Node]:
-        return lambda value: ir.op("kept", value, attr=name)
-
-    own = {s.name for s in spec.states if s.nonneg and s.space == spaces.elem and s.init != "param"}
-    return {name: of(name) for name in storage.states if name in own and not is_whole(storage.states[name])}
 
 
 def lower_rule(spec: Spec, flags: Mapping[str, bool]) -> Program:
@@ -412,4 +358,4 @@ def lower_divided(spec: Spec, flags: Mapping[str, bool], storage: Storage) -> Pr
         for name, fmt in storage.states.items()
     }
     opened = replace(storage, param=dtypes.f32, master=Native(), states=states)
-    return lower(spec, flags, opened, alone=True, drawn=True)
+    return replace(lower(spec, flags, opened, alone=True, drawn=True), kept=())

@@ -160,7 +160,6 @@ _ROWS = (
     Prim("axis_min", "n", "of indices: for each column the smallest among its own", space="col"),
     # a function of whole matrices that no kernel computes: attr is its name in optgen.runtime.reference.matrices
     Prim("call", "f*", "one value per element of a function of the whole matrix, then its host scalars", f32, "elem"),
-    Prim("kept", "f", "a state's new value as its codec keeps it, where the rule goes on with that; attr: its name"),
     # host space only, fp64
     Prim("pow", "ff", "x ** y", host="only", shown="x ** y with a variable exponent", number=_power, symbol="Pow"),
     Prim("exp", "f", host="only", number=math.exp, tensor="exp", symbol="exp"),

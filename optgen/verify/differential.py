@@ -129,8 +129,7 @@ def enclose(
     p, states, host = _evaluated(spec, before, gradient, hypers)
     still = untouched(spec, storage, flags)
     step = StoredStep(spec, storage, before, kept, dims, still)
-    early = [*read_back(spec, storage, flags), *(name for name, f in storage.states.items() if f.as_kept)]
-    if early := [name for name in early if name not in still]:
+    if early := [name for name in read_back(spec, storage, flags) if name not in still]:
         trace = spec.trace(flags)
         p, states = step.read_back({"p": trace.p, **trace.states}, gradient, _scalars(spec, before, hypers), early)
     new = {name: step.kept_state(name, states) for name in states}
@@ -168,8 +167,7 @@ class StoredStep:
     def read_back(
         self, roots: Mapping[str, Node], gradient: Interval, scalars: Mapping[str, float], early: Collection[str]
     ) -> tuple[Interval, dict[str, Interval]]:
-        """Return new p and states, where what reads a value of `early` may see it before it was stored or after; where
-        its format says that the rule reads it as kept, after.
+        """Return new p and states, where what reads a value of `early` may see it before it was stored or after.
 
         roots    the new values ("p" and states) as nodes of the rule
         scalars  hyper-parameters by part, host states and the step
@@ -189,8 +187,6 @@ class StoredStep:
                 after = self.kept_state(name, exact)
             # An unknown end stays one: NaN wins in minimum and maximum.
             lo, hi = torch.minimum(exact[name].lo, after.lo), torch.maximum(exact[name].hi, after.hi)
-            if name != "p" and self.storage.states[name].as_kept:
-                lo, hi = after.lo, after.hi
             reading = reading.replacing(roots[name], Interval(lo, hi, before.p.model))
         found = {name: filled(held[name], before.p, reading.before_replacing(node)) for name, node in roots.items()}
         return found.pop("p"), found

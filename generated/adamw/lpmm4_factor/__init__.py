@@ -13,16 +13,16 @@ from optgen.runtime.records.scalars import choose, divide, larger, root
 def scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     """The kernel's scalars at this step, and the new host states; fp64."""
     beta1, beta2 = betas
-    scalar_0 = (1 - beta2) * grad_scale * grad_scale
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
     one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
+    scalar_2 = (1 - beta2) * grad_scale * grad_scale
     common_1 = root(1 - beta2**step)
     common_2 = divide(lr, 1 - beta1**step) * common_1
     common_3 = common_2 < 7.888609052210118e-31
-    scalar_2 = choose(common_3, 1, divide(1, common_2))
-    scalar_3 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_3, 0, common_2))
+    scalar_3 = choose(common_3, 1, divide(1, common_2))
+    scalar_4 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_3, 0, common_2))
     return (
-        beta2, scalar_0, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+        beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
     )
 
 
@@ -31,15 +31,15 @@ def scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, peak_lr):
     beta1, beta2 = betas
     peak_lr_2 = larger(peak_lr, lr)              # 28  peak_lr = maximum(peak_lr, lr)
     rate = divide(lr, larger(peak_lr_2, 1e-30))  # 29  rate = schedule_of(lr, peak_lr) if decouple_lr else lr
-    scalar_0 = (1 - beta2) * grad_scale * grad_scale
-    scalar_0_2 = 1 - rate * weight_decay
+    scalar_0 = 1 - rate * weight_decay
     one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
+    scalar_2 = (1 - beta2) * grad_scale * grad_scale
     common_1 = root(1 - beta2**step)
     common_2 = divide(lr, 1 - beta1**step) * common_1
     common_3 = common_2 < 7.888609052210118e-31
-    scalar_2 = choose(common_3, 1, divide(1, common_2))
-    scalar_3 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_3, 0, common_2))
-    return (beta2, scalar_0, beta1, scalar_0_2, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, peak_lr_2)
+    scalar_3 = choose(common_3, 1, divide(1, common_2))
+    scalar_4 = divide(larger(eps * common_1, 1.1754943508222875e-38), choose(common_3, 0, common_2))
+    return (beta1, beta2, scalar_0, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, peak_lr_2)
 
 
 RULES = (
@@ -48,8 +48,8 @@ RULES = (
             {'amsgrad': False, 'decouple_lr': False},
         ),
         scalars=(
-            "beta2", "scalar_0", "beta1", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale",
-            "scalar_2", "scalar_3",
+            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
+            "scalar_3", "scalar_4",
         ),
         host=scalars,
         temps=(
@@ -59,7 +59,6 @@ RULES = (
             Temp("exp_avg_sq_row_means", "row"),
             Temp("mat_sum_for_exp_avg_sq_row_factor", "mat", "mat_sum", "row"),
             Temp("mat_max", "mat"),
-            Temp("exp_avg_sq_row_factor_min_1p1754943508222875em38", "row"),
         ),
         stages=(
             Stage(
@@ -67,10 +66,10 @@ RULES = (
                 stores=('exp_avg_sq_least',), picked=('exp_avg_sq_least',),
             ),
             Stage(
-                "adamw_2", "elem", 0, (0, 1), temps=('row_sum_for_exp_avg_sq_row_means',
-                'col_sum_for_exp_avg_sq_col_factor'), matrices=True, reads=('g', 'exp_avg_sq_row', 'exp_avg_sq_col',
-                'exp_avg_sq_least'), sums=(('sum', ('row_sum_for_exp_avg_sq_row_means',
-                'col_sum_for_exp_avg_sq_col_factor')),),
+                "adamw_2", "elem", 0, (0, 1, 2, 3, 4, 5, 6), temps=('row_sum_for_exp_avg_sq_row_means',
+                'col_sum_for_exp_avg_sq_col_factor'), matrices=True, reads=('p', 'g', 'exp_avg', 'exp_avg_sq_row',
+                'exp_avg_sq_col', 'exp_avg_sq_least'), stores=('p', 'exp_avg'), sums=(('sum',
+                ('row_sum_for_exp_avg_sq_row_means', 'col_sum_for_exp_avg_sq_col_factor')),),
             ),
             Stage(
                 "adamw_3", "row", 1, (), temps=('exp_avg_sq_row_means', 'mat_sum_for_exp_avg_sq_row_factor'),
@@ -87,14 +86,8 @@ RULES = (
                 picked=('mat_max',),
             ),
             Stage(
-                "adamw_6", "row", 1, (), temps=('exp_avg_sq_row_factor_min_1p1754943508222875em38',), matrices=True,
-                reads=('exp_avg_sq_row_means', 'mat_max'), stores=('exp_avg_sq_row',
-                'exp_avg_sq_row_factor_min_1p1754943508222875em38'), picked=('exp_avg_sq_row',
-                'exp_avg_sq_row_factor_min_1p1754943508222875em38'),
-            ),
-            Stage(
-                "adamw_7", "elem", 2, (2, 3, 4, 5, 6), matrices=True, reads=('p', 'g', 'exp_avg', 'exp_avg_sq_row',
-                'exp_avg_sq_col', 'exp_avg_sq_row_factor_min_1p1754943508222875em38'), stores=('p', 'exp_avg'),
+                "adamw_6", "row", 1, (), matrices=True, reads=('exp_avg_sq_row_means', 'mat_max'),
+                stores=('exp_avg_sq_row',), picked=('exp_avg_sq_row',),
             ),
         ),
         whole=('exp_avg_sq',),
@@ -104,7 +97,7 @@ RULES = (
             {'amsgrad': False, 'decouple_lr': True},
         ),
         scalars=(
-            "beta2", "scalar_0", "beta1", "scalar_0_2", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3",
+            "beta1", "beta2", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4",
         ),
         host=scalars_2,
         temps=(
@@ -114,7 +107,6 @@ RULES = (
             Temp("exp_avg_sq_row_means", "row"),
             Temp("mat_sum_for_exp_avg_sq_row_factor", "mat", "mat_sum", "row"),
             Temp("mat_max", "mat"),
-            Temp("exp_avg_sq_row_factor_min_1p1754943508222875em38", "row"),
         ),
         stages=(
             Stage(
@@ -122,10 +114,10 @@ RULES = (
                 stores=('exp_avg_sq_least',), picked=('exp_avg_sq_least',),
             ),
             Stage(
-                "adamw_2", "elem", 0, (0, 1), temps=('row_sum_for_exp_avg_sq_row_means',
-                'col_sum_for_exp_avg_sq_col_factor'), matrices=True, reads=('g', 'exp_avg_sq_row', 'exp_avg_sq_col',
-                'exp_avg_sq_least'), sums=(('sum', ('row_sum_for_exp_avg_sq_row_means',
-                'col_sum_for_exp_avg_sq_col_factor')),),
+                "adamw_2", "elem", 0, (0, 1, 2, 3, 4, 5, 6), temps=('row_sum_for_exp_avg_sq_row_means',
+                'col_sum_for_exp_avg_sq_col_factor'), matrices=True, reads=('p', 'g', 'exp_avg', 'exp_avg_sq_row',
+                'exp_avg_sq_col', 'exp_avg_sq_least'), stores=('p', 'exp_avg'), sums=(('sum',
+                ('row_sum_for_exp_avg_sq_row_means', 'col_sum_for_exp_avg_sq_col_factor')),),
             ),
             Stage(
                 "adamw_3", "row", 1, (), temps=('exp_avg_sq_row_means', 'mat_sum_for_exp_avg_sq_row_factor'),
@@ -142,14 +134,8 @@ RULES = (
                 picked=('mat_max',),
             ),
             Stage(
-                "adamw_6", "row", 1, (), temps=('exp_avg_sq_row_factor_min_1p1754943508222875em38',), matrices=True,
-                reads=('exp_avg_sq_row_means', 'mat_max'), stores=('exp_avg_sq_row',
-                'exp_avg_sq_row_factor_min_1p1754943508222875em38'), picked=('exp_avg_sq_row',
-                'exp_avg_sq_row_factor_min_1p1754943508222875em38'),
-            ),
-            Stage(
-                "adamw_7", "elem", 2, (2, 3, 4, 5, 6), matrices=True, reads=('p', 'g', 'exp_avg', 'exp_avg_sq_row',
-                'exp_avg_sq_col', 'exp_avg_sq_row_factor_min_1p1754943508222875em38'), stores=('p', 'exp_avg'),
+                "adamw_6", "row", 1, (), matrices=True, reads=('exp_avg_sq_row_means', 'mat_max'),
+                stores=('exp_avg_sq_row',), picked=('exp_avg_sq_row',),
             ),
         ),
         whole=('exp_avg_sq',),
@@ -159,25 +145,23 @@ RULES = (
             {'amsgrad': True, 'decouple_lr': False},
         ),
         scalars=(
-            "beta2", "scalar_0", "beta1", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale",
-            "scalar_2", "scalar_3",
+            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2",
+            "scalar_3", "scalar_4",
         ),
         host=scalars,
         temps=(
             Temp("exp_avg_sq_least", "row"),
             Temp("max_exp_avg_sq_least", "row"),
             Temp("col_sum_for_exp_avg_sq_col_factor", "col", "col_sum", "elem"),
+            Temp("col_sum_for_max_exp_avg_sq_col_factor", "col", "col_sum", "elem"),
             Temp("row_sum_for_exp_avg_sq_row_means", "row", "row_sum", "elem"),
+            Temp("row_sum_for_max_exp_avg_sq_row_means", "row", "row_sum", "elem"),
             Temp("exp_avg_sq_row_means", "row"),
             Temp("mat_sum_for_exp_avg_sq_row_factor", "mat", "mat_sum", "row"),
-            Temp("mat_max", "mat"),
-            Temp("exp_avg_sq_row_factor_min_1p1754943508222875em38", "row"),
-            Temp("col_sum_for_max_exp_avg_sq_col_factor", "col", "col_sum", "elem"),
-            Temp("row_sum_for_max_exp_avg_sq_row_means", "row", "row_sum", "elem"),
             Temp("mat_sum_for_max_exp_avg_sq_row_factor", "mat", "mat_sum", "row"),
             Temp("max_exp_avg_sq_row_means", "row"),
+            Temp("mat_max", "mat"),
             Temp("mat_max_2", "mat"),
-            Temp("row_min", "row"),
         ),
         stages=(
             Stage(
@@ -186,61 +170,36 @@ RULES = (
                 picked=('max_exp_avg_sq_least', 'exp_avg_sq_least'),
             ),
             Stage(
-                "adamw_2", "elem", 0, (0, 1), temps=('row_sum_for_exp_avg_sq_row_means',
-                'col_sum_for_exp_avg_sq_col_factor'), matrices=True, reads=('g', 'exp_avg_sq_row', 'exp_avg_sq_col',
-                'exp_avg_sq_least'), sums=(('sum', ('row_sum_for_exp_avg_sq_row_means',
-                'col_sum_for_exp_avg_sq_col_factor')),),
+                "adamw_amsgrad_2", "elem", 0, (0, 1, 2, 3, 4, 5, 6), temps=('row_sum_for_exp_avg_sq_row_means',
+                'col_sum_for_exp_avg_sq_col_factor', 'row_sum_for_max_exp_avg_sq_row_means',
+                'col_sum_for_max_exp_avg_sq_col_factor'), matrices=True, reads=('p', 'g', 'exp_avg',
+                'exp_avg_sq_row', 'exp_avg_sq_col', 'max_exp_avg_sq_row', 'max_exp_avg_sq_col', 'exp_avg_sq_least',
+                'max_exp_avg_sq_least'), stores=('p', 'exp_avg'), sums=(('sum', ('row_sum_for_exp_avg_sq_row_means',
+                'col_sum_for_exp_avg_sq_col_factor')), ('sum', ('row_sum_for_max_exp_avg_sq_row_means',
+                'col_sum_for_max_exp_avg_sq_col_factor'))),
             ),
             Stage(
-                "adamw_3", "row", 1, (), temps=('exp_avg_sq_row_means', 'mat_sum_for_exp_avg_sq_row_factor'),
-                matrices=True, reads=('row_sum_for_exp_avg_sq_row_means',), stores=('exp_avg_sq_row_means',),
-                sums=(('sum', ('mat_sum_for_exp_avg_sq_row_factor',)),), extents=('columns',),
+                "adamw_amsgrad_3", "row", 1, (), temps=('max_exp_avg_sq_row_means',
+                'mat_sum_for_max_exp_avg_sq_row_factor', 'exp_avg_sq_row_means',
+                'mat_sum_for_exp_avg_sq_row_factor'), matrices=True, reads=('row_sum_for_max_exp_avg_sq_row_means',
+                'row_sum_for_exp_avg_sq_row_means'), stores=('max_exp_avg_sq_row_means', 'exp_avg_sq_row_means'),
+                sums=(('sum', ('mat_sum_for_max_exp_avg_sq_row_factor',)), ('sum',
+                ('mat_sum_for_exp_avg_sq_row_factor',))), extents=('columns',),
             ),
             Stage(
-                "adamw_4", "col", 1, (), matrices=True, reads=('col_sum_for_exp_avg_sq_col_factor',),
-                stores=('exp_avg_sq_col',), extents=('rows',), picked=('exp_avg_sq_col',),
+                "adamw_amsgrad_4", "col", 1, (), matrices=True, reads=('col_sum_for_exp_avg_sq_col_factor',
+                'col_sum_for_max_exp_avg_sq_col_factor'), stores=('exp_avg_sq_col', 'max_exp_avg_sq_col'),
+                extents=('rows',), picked=('exp_avg_sq_col', 'max_exp_avg_sq_col'),
             ),
             Stage(
-                "adamw_5", "mat", 1, (), temps=('mat_max',), matrices=True,
-                reads=('mat_sum_for_exp_avg_sq_row_factor',), stores=('mat_max',), extents=('rows',),
-                picked=('mat_max',),
+                "adamw_amsgrad_5", "mat", 1, (), temps=('mat_max_2', 'mat_max'), matrices=True,
+                reads=('mat_sum_for_max_exp_avg_sq_row_factor', 'mat_sum_for_exp_avg_sq_row_factor'),
+                stores=('mat_max_2', 'mat_max'), extents=('rows',), picked=('mat_max_2', 'mat_max'),
             ),
             Stage(
-                "adamw_6", "row", 1, (), temps=('exp_avg_sq_row_factor_min_1p1754943508222875em38',), matrices=True,
-                reads=('exp_avg_sq_row_means', 'mat_max'), stores=('exp_avg_sq_row',
-                'exp_avg_sq_row_factor_min_1p1754943508222875em38'), picked=('exp_avg_sq_row',
-                'exp_avg_sq_row_factor_min_1p1754943508222875em38'),
-            ),
-            Stage(
-                "adamw_amsgrad_7", "elem", 2, (), temps=('row_sum_for_max_exp_avg_sq_row_means',
-                'col_sum_for_max_exp_avg_sq_col_factor'), matrices=True, reads=('exp_avg_sq_row', 'exp_avg_sq_col',
-                'max_exp_avg_sq_row', 'max_exp_avg_sq_col', 'max_exp_avg_sq_least',
-                'exp_avg_sq_row_factor_min_1p1754943508222875em38'), sums=(('sum',
-                ('row_sum_for_max_exp_avg_sq_row_means', 'col_sum_for_max_exp_avg_sq_col_factor')),),
-            ),
-            Stage(
-                "adamw_amsgrad_8", "row", 3, (), temps=('max_exp_avg_sq_row_means',
-                'mat_sum_for_max_exp_avg_sq_row_factor'), matrices=True,
-                reads=('row_sum_for_max_exp_avg_sq_row_means',), stores=('max_exp_avg_sq_row_means',), sums=(('sum',
-                ('mat_sum_for_max_exp_avg_sq_row_factor',)),), extents=('columns',),
-            ),
-            Stage(
-                "adamw_amsgrad_9", "col", 3, (), matrices=True, reads=('col_sum_for_max_exp_avg_sq_col_factor',),
-                stores=('max_exp_avg_sq_col',), extents=('rows',), picked=('max_exp_avg_sq_col',),
-            ),
-            Stage(
-                "adamw_amsgrad_10", "mat", 3, (), temps=('mat_max_2',), matrices=True,
-                reads=('mat_sum_for_max_exp_avg_sq_row_factor',), stores=('mat_max_2',), extents=('rows',),
-                picked=('mat_max_2',),
-            ),
-            Stage(
-                "adamw_amsgrad_11", "row", 3, (), temps=('row_min',), matrices=True,
-                reads=('max_exp_avg_sq_row_means', 'mat_max_2'), stores=('max_exp_avg_sq_row', 'row_min'),
-                picked=('max_exp_avg_sq_row', 'row_min'),
-            ),
-            Stage(
-                "adamw_amsgrad_12", "elem", 4, (2, 3, 4, 5, 6), matrices=True, reads=('p', 'g', 'exp_avg',
-                'max_exp_avg_sq_row', 'max_exp_avg_sq_col', 'row_min'), stores=('p', 'exp_avg'),
+                "adamw_amsgrad_6", "row", 1, (), matrices=True, reads=('exp_avg_sq_row_means', 'mat_max',
+                'max_exp_avg_sq_row_means', 'mat_max_2'), stores=('exp_avg_sq_row', 'max_exp_avg_sq_row'),
+                picked=('exp_avg_sq_row', 'max_exp_avg_sq_row'),
             ),
         ),
         whole=('exp_avg_sq', 'max_exp_avg_sq'),
@@ -250,24 +209,22 @@ RULES = (
             {'amsgrad': True, 'decouple_lr': True},
         ),
         scalars=(
-            "beta2", "scalar_0", "beta1", "scalar_0_2", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3",
+            "beta1", "beta2", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4",
         ),
         host=scalars_2,
         temps=(
             Temp("exp_avg_sq_least", "row"),
             Temp("max_exp_avg_sq_least", "row"),
             Temp("col_sum_for_exp_avg_sq_col_factor", "col", "col_sum", "elem"),
+            Temp("col_sum_for_max_exp_avg_sq_col_factor", "col", "col_sum", "elem"),
             Temp("row_sum_for_exp_avg_sq_row_means", "row", "row_sum", "elem"),
+            Temp("row_sum_for_max_exp_avg_sq_row_means", "row", "row_sum", "elem"),
             Temp("exp_avg_sq_row_means", "row"),
             Temp("mat_sum_for_exp_avg_sq_row_factor", "mat", "mat_sum", "row"),
-            Temp("mat_max", "mat"),
-            Temp("exp_avg_sq_row_factor_min_1p1754943508222875em38", "row"),
-            Temp("col_sum_for_max_exp_avg_sq_col_factor", "col", "col_sum", "elem"),
-            Temp("row_sum_for_max_exp_avg_sq_row_means", "row", "row_sum", "elem"),
             Temp("mat_sum_for_max_exp_avg_sq_row_factor", "mat", "mat_sum", "row"),
             Temp("max_exp_avg_sq_row_means", "row"),
+            Temp("mat_max", "mat"),
             Temp("mat_max_2", "mat"),
-            Temp("row_min", "row"),
         ),
         stages=(
             Stage(
@@ -276,61 +233,36 @@ RULES = (
                 picked=('max_exp_avg_sq_least', 'exp_avg_sq_least'),
             ),
             Stage(
-                "adamw_2", "elem", 0, (0, 1), temps=('row_sum_for_exp_avg_sq_row_means',
-                'col_sum_for_exp_avg_sq_col_factor'), matrices=True, reads=('g', 'exp_avg_sq_row', 'exp_avg_sq_col',
-                'exp_avg_sq_least'), sums=(('sum', ('row_sum_for_exp_avg_sq_row_means',
-                'col_sum_for_exp_avg_sq_col_factor')),),
+                "adamw_amsgrad_2", "elem", 0, (0, 1, 2, 3, 4, 5, 6), temps=('row_sum_for_exp_avg_sq_row_means',
+                'col_sum_for_exp_avg_sq_col_factor', 'row_sum_for_max_exp_avg_sq_row_means',
+                'col_sum_for_max_exp_avg_sq_col_factor'), matrices=True, reads=('p', 'g', 'exp_avg',
+                'exp_avg_sq_row', 'exp_avg_sq_col', 'max_exp_avg_sq_row', 'max_exp_avg_sq_col', 'exp_avg_sq_least',
+                'max_exp_avg_sq_least'), stores=('p', 'exp_avg'), sums=(('sum', ('row_sum_for_exp_avg_sq_row_means',
+                'col_sum_for_exp_avg_sq_col_factor')), ('sum', ('row_sum_for_max_exp_avg_sq_row_means',
+                'col_sum_for_max_exp_avg_sq_col_factor'))),
             ),
             Stage(
-                "adamw_3", "row", 1, (), temps=('exp_avg_sq_row_means', 'mat_sum_for_exp_avg_sq_row_factor'),
-                matrices=True, reads=('row_sum_for_exp_avg_sq_row_means',), stores=('exp_avg_sq_row_means',),
-                sums=(('sum', ('mat_sum_for_exp_avg_sq_row_factor',)),), extents=('columns',),
+                "adamw_amsgrad_3", "row", 1, (), temps=('max_exp_avg_sq_row_means',
+                'mat_sum_for_max_exp_avg_sq_row_factor', 'exp_avg_sq_row_means',
+                'mat_sum_for_exp_avg_sq_row_factor'), matrices=True, reads=('row_sum_for_max_exp_avg_sq_row_means',
+                'row_sum_for_exp_avg_sq_row_means'), stores=('max_exp_avg_sq_row_means', 'exp_avg_sq_row_means'),
+                sums=(('sum', ('mat_sum_for_max_exp_avg_sq_row_factor',)), ('sum',
+                ('mat_sum_for_exp_avg_sq_row_factor',))), extents=('columns',),
             ),
             Stage(
-                "adamw_4", "col", 1, (), matrices=True, reads=('col_sum_for_exp_avg_sq_col_factor',),
-                stores=('exp_avg_sq_col',), extents=('rows',), picked=('exp_avg_sq_col',),
+                "adamw_amsgrad_4", "col", 1, (), matrices=True, reads=('col_sum_for_exp_avg_sq_col_factor',
+                'col_sum_for_max_exp_avg_sq_col_factor'), stores=('exp_avg_sq_col', 'max_exp_avg_sq_col'),
+                extents=('rows',), picked=('exp_avg_sq_col', 'max_exp_avg_sq_col'),
             ),
             Stage(
-                "adamw_5", "mat", 1, (), temps=('mat_max',), matrices=True,
-                reads=('mat_sum_for_exp_avg_sq_row_factor',), stores=('mat_max',), extents=('rows',),
-                picked=('mat_max',),
+                "adamw_amsgrad_5", "mat", 1, (), temps=('mat_max_2', 'mat_max'), matrices=True,
+                reads=('mat_sum_for_max_exp_avg_sq_row_factor', 'mat_sum_for_exp_avg_sq_row_factor'),
+                stores=('mat_max_2', 'mat_max'), extents=('rows',), picked=('mat_max_2', 'mat_max'),
             ),
             Stage(
-                "adamw_6", "row", 1, (), temps=('exp_avg_sq_row_factor_min_1p1754943508222875em38',), matrices=True,
-                reads=('exp_avg_sq_row_means', 'mat_max'), stores=('exp_avg_sq_row',
-                'exp_avg_sq_row_factor_min_1p1754943508222875em38'), picked=('exp_avg_sq_row',
-                'exp_avg_sq_row_factor_min_1p1754943508222875em38'),
-            ),
-            Stage(
-                "adamw_amsgrad_7", "elem", 2, (), temps=('row_sum_for_max_exp_avg_sq_row_means',
-                'col_sum_for_max_exp_avg_sq_col_factor'), matrices=True, reads=('exp_avg_sq_row', 'exp_avg_sq_col',
-                'max_exp_avg_sq_row', 'max_exp_avg_sq_col', 'max_exp_avg_sq_least',
-                'exp_avg_sq_row_factor_min_1p1754943508222875em38'), sums=(('sum',
-                ('row_sum_for_max_exp_avg_sq_row_means', 'col_sum_for_max_exp_avg_sq_col_factor')),),
-            ),
-            Stage(
-                "adamw_amsgrad_8", "row", 3, (), temps=('max_exp_avg_sq_row_means',
-                'mat_sum_for_max_exp_avg_sq_row_factor'), matrices=True,
-                reads=('row_sum_for_max_exp_avg_sq_row_means',), stores=('max_exp_avg_sq_row_means',), sums=(('sum',
-                ('mat_sum_for_max_exp_avg_sq_row_factor',)),), extents=('columns',),
-            ),
-            Stage(
-                "adamw_amsgrad_9", "col", 3, (), matrices=True, reads=('col_sum_for_max_exp_avg_sq_col_factor',),
-                stores=('max_exp_avg_sq_col',), extents=('rows',), picked=('max_exp_avg_sq_col',),
-            ),
-            Stage(
-                "adamw_amsgrad_10", "mat", 3, (), temps=('mat_max_2',), matrices=True,
-                reads=('mat_sum_for_max_exp_avg_sq_row_factor',), stores=('mat_max_2',), extents=('rows',),
-                picked=('mat_max_2',),
-            ),
-            Stage(
-                "adamw_amsgrad_11", "row", 3, (), temps=('row_min',), matrices=True,
-                reads=('max_exp_avg_sq_row_means', 'mat_max_2'), stores=('max_exp_avg_sq_row', 'row_min'),
-                picked=('max_exp_avg_sq_row', 'row_min'),
-            ),
-            Stage(
-                "adamw_amsgrad_12", "elem", 4, (2, 3, 4, 5, 6), matrices=True, reads=('p', 'g', 'exp_avg',
-                'max_exp_avg_sq_row', 'max_exp_avg_sq_col', 'row_min'), stores=('p', 'exp_avg'),
+                "adamw_amsgrad_6", "row", 1, (), matrices=True, reads=('exp_avg_sq_row_means', 'mat_max',
+                'max_exp_avg_sq_row_means', 'mat_max_2'), stores=('exp_avg_sq_row', 'max_exp_avg_sq_row'),
+                picked=('exp_avg_sq_row', 'max_exp_avg_sq_row'),
             ),
         ),
         whole=('exp_avg_sq', 'max_exp_avg_sq'),

@@ -12,16 +12,24 @@ OPTGEN_INLINE void adamw_1(S0 &exp_avg_sq_row, S1 &exp_avg_sq_least) {
 }
 
 // a sweep: row_sum, col_sum
-template <class S0, class S1, class S2, class S3>
-OPTGEN_INLINE void adamw_2(
-    F g, F beta2, F scalar_0, S0 &exp_avg_sq_row, S1 &exp_avg_sq_col, S2 &exp_avg_sq_least,
-    S3 &row_sum_for_exp_avg_sq_row_means
+template <class S0, class S1, class S2, class S3, class S4>
+OPTGEN_INLINE F adamw_2(
+    F p, F g, F beta1, F beta2, F one_minus_lr_times_weight_decay, F one_minus_beta1_times_grad_scale, F scalar_2,
+    F scalar_3, F scalar_4, S0 &exp_avg, S1 &exp_avg_sq_row, S2 &exp_avg_sq_col, S3 &exp_avg_sq_least,
+    S4 &row_sum_for_exp_avg_sq_row_means
 ) {
-    // means of rows and columns, f32, the new value read as kept
+    // means of rows and columns, f32
     const F exp_avg_sq = max(exp_avg_sq_row.read() * exp_avg_sq_col.read(), exp_avg_sq_least.read());
+    // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));
     // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    const F exp_avg_sq_2 = fma(scalar_0 * g, g, beta2 * exp_avg_sq);
+    const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
+    const F p_ = one_minus_lr_times_weight_decay * p;                 // 30  p = decoupled(p, rate, weight_decay)
+    // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+    const F p_2 = fma(-exp_avg_, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_);
+    exp_avg.set(exp_avg_);
     row_sum_for_exp_avg_sq_row_means.set(exp_avg_sq_2);
+    return p_2;
 }
 
 // row: values of rows
@@ -51,32 +59,10 @@ OPTGEN_INLINE void adamw_5(F extent_rows, S0 &mat_sum_for_exp_avg_sq_row_factor,
 }
 
 // row: values of rows
-template <class S0, class S1, class S2, class S3>
-OPTGEN_INLINE void adamw_6(
-    S0 &exp_avg_sq_row_means, S1 &mat_max, S2 &exp_avg_sq_row, S3 &exp_avg_sq_row_factor_min_1p1754943508222875em38
-) {
+template <class S0, class S1, class S2>
+OPTGEN_INLINE void adamw_6(S0 &exp_avg_sq_row_means, S1 &mat_max, S2 &exp_avg_sq_row) {
     const F exp_avg_sq_row_factor = max(F(7.888609052210118e-31f), exp_avg_sq_row_means.read() / mat_max.read());
     exp_avg_sq_row.set(exp_avg_sq_row_factor);
-    exp_avg_sq_row_factor_min_1p1754943508222875em38.set(min(F(1.1754943508222875e-38f), exp_avg_sq_row_factor));
-}
-
-// a sweep: the update
-template <class S0, class S1, class S2, class S3>
-OPTGEN_INLINE F adamw_7(
-    F p, F g, F beta1, F one_minus_lr_times_weight_decay, F one_minus_beta1_times_grad_scale, F scalar_2, F scalar_3,
-    S0 &exp_avg, S1 &exp_avg_sq_row, S2 &exp_avg_sq_col, S3 &exp_avg_sq_row_factor_min_1p1754943508222875em38
-) {
-    // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));
-    // exp_avg_sq as it is kept
-    const F exp_avg_sq_kept_ = max(
-        exp_avg_sq_row.read() * exp_avg_sq_col.read(), exp_avg_sq_row_factor_min_1p1754943508222875em38.read()
-    );
-    const F p_ = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
-    // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    const F p_2 = fma(-exp_avg_, 1.0f / fma(sqrt(exp_avg_sq_kept_), scalar_2, scalar_3), p_);
-    exp_avg.set(exp_avg_);
-    return p_2;
 }
 
 // row: values of rows
@@ -91,71 +77,83 @@ OPTGEN_INLINE void adamw_amsgrad_1(
 }
 
 // a sweep: row_sum, col_sum
-template <class S0, class S1, class S2, class S3, class S4, class S5, class S6>
-OPTGEN_INLINE void adamw_amsgrad_7(
-    S0 &exp_avg_sq_row, S1 &exp_avg_sq_col, S2 &max_exp_avg_sq_row, S3 &max_exp_avg_sq_col, S4 &max_exp_avg_sq_least,
-    S5 &exp_avg_sq_row_factor_min_1p1754943508222875em38, S6 &row_sum_for_max_exp_avg_sq_row_means
+template <class S0, class S1, class S2, class S3, class S4, class S5, class S6, class S7, class S8>
+OPTGEN_INLINE F adamw_amsgrad_2(
+    F p, F g, F beta1, F beta2, F one_minus_lr_times_weight_decay, F one_minus_beta1_times_grad_scale, F scalar_2,
+    F scalar_3, F scalar_4, S0 &exp_avg, S1 &exp_avg_sq_row, S2 &exp_avg_sq_col, S3 &max_exp_avg_sq_row,
+    S4 &max_exp_avg_sq_col, S5 &exp_avg_sq_least, S6 &max_exp_avg_sq_least, S7 &row_sum_for_exp_avg_sq_row_means,
+    S8 &row_sum_for_max_exp_avg_sq_row_means
 ) {
-    // means of rows and columns, f32, the new value read as kept
+    // means of rows and columns, f32
     const F max_exp_avg_sq = max(max_exp_avg_sq_row.read() * max_exp_avg_sq_col.read(), max_exp_avg_sq_least.read());
-    // exp_avg_sq as it is kept
-    const F exp_avg_sq_kept_ = max(
-        exp_avg_sq_row.read() * exp_avg_sq_col.read(), exp_avg_sq_row_factor_min_1p1754943508222875em38.read()
-    );
+    // means of rows and columns, f32
+    const F exp_avg_sq = max(exp_avg_sq_row.read() * exp_avg_sq_col.read(), exp_avg_sq_least.read());
+    // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));
+    // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
+    const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
     // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_kept_);
+    const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
+    const F p_ = one_minus_lr_times_weight_decay * p;                 // 30  p = decoupled(p, rate, weight_decay)
+    // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+    const F p_2 = fma(-exp_avg_, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_);
+    exp_avg.set(exp_avg_);
+    row_sum_for_exp_avg_sq_row_means.set(exp_avg_sq_2);
     row_sum_for_max_exp_avg_sq_row_means.set(max_exp_avg_sq_2);
+    return p_2;
 }
 
 // row: values of rows
-template <class S0, class S1, class S2>
-OPTGEN_INLINE void adamw_amsgrad_8(
-    F extent_columns, S0 &row_sum_for_max_exp_avg_sq_row_means, S1 &max_exp_avg_sq_row_means,
-    S2 &mat_sum_for_max_exp_avg_sq_row_factor
+template <class S0, class S1, class S2, class S3, class S4, class S5>
+OPTGEN_INLINE void adamw_amsgrad_3(
+    F extent_columns, S0 &row_sum_for_max_exp_avg_sq_row_means, S1 &row_sum_for_exp_avg_sq_row_means,
+    S2 &max_exp_avg_sq_row_means, S3 &exp_avg_sq_row_means, S4 &mat_sum_for_max_exp_avg_sq_row_factor,
+    S5 &mat_sum_for_exp_avg_sq_row_factor
 ) {
     const F max_exp_avg_sq_row_means_ = row_sum_for_max_exp_avg_sq_row_means.read() / extent_columns;
+    const F exp_avg_sq_row_means_ = row_sum_for_exp_avg_sq_row_means.read() / extent_columns;
     max_exp_avg_sq_row_means.set(max_exp_avg_sq_row_means_);
+    exp_avg_sq_row_means.set(exp_avg_sq_row_means_);
     mat_sum_for_max_exp_avg_sq_row_factor.set(max_exp_avg_sq_row_means_);
+    mat_sum_for_exp_avg_sq_row_factor.set(exp_avg_sq_row_means_);
 }
 
 // col: values of columns
-template <class S0, class S1>
-OPTGEN_INLINE void adamw_amsgrad_9(F extent_rows, S0 &col_sum_for_max_exp_avg_sq_col_factor, S1 &max_exp_avg_sq_col) {
+template <class S0, class S1, class S2, class S3>
+OPTGEN_INLINE void adamw_amsgrad_4(
+    F extent_rows, S0 &col_sum_for_exp_avg_sq_col_factor, S1 &col_sum_for_max_exp_avg_sq_col_factor, S2 &exp_avg_sq_col,
+    S3 &max_exp_avg_sq_col
+) {
+    const F exp_avg_sq_col_factor = max(
+        F(7.888609052210118e-31f), col_sum_for_exp_avg_sq_col_factor.read() / extent_rows
+    );
     const F max_exp_avg_sq_col_factor = max(
         F(7.888609052210118e-31f), col_sum_for_max_exp_avg_sq_col_factor.read() / extent_rows
     );
+    exp_avg_sq_col.set(exp_avg_sq_col_factor);
     max_exp_avg_sq_col.set(max_exp_avg_sq_col_factor);
 }
 
 // mat: values of matrices
-template <class S0, class S1>
-OPTGEN_INLINE void adamw_amsgrad_10(F extent_rows, S0 &mat_sum_for_max_exp_avg_sq_row_factor, S1 &mat_max_2) {
+template <class S0, class S1, class S2, class S3>
+OPTGEN_INLINE void adamw_amsgrad_5(
+    F extent_rows, S0 &mat_sum_for_max_exp_avg_sq_row_factor, S1 &mat_sum_for_exp_avg_sq_row_factor, S2 &mat_max_2,
+    S3 &mat_max
+) {
     mat_max_2.set(max(F(1.1754943508222875e-38f), mat_sum_for_max_exp_avg_sq_row_factor.read() / extent_rows));
+    mat_max.set(max(F(1.1754943508222875e-38f), mat_sum_for_exp_avg_sq_row_factor.read() / extent_rows));
 }
 
 // row: values of rows
-template <class S0, class S1, class S2, class S3>
-OPTGEN_INLINE void adamw_amsgrad_11(S0 &max_exp_avg_sq_row_means, S1 &mat_max_2, S2 &max_exp_avg_sq_row, S3 &row_min) {
+template <class S0, class S1, class S2, class S3, class S4, class S5>
+OPTGEN_INLINE void adamw_amsgrad_6(
+    S0 &exp_avg_sq_row_means, S1 &mat_max, S2 &max_exp_avg_sq_row_means, S3 &mat_max_2, S4 &exp_avg_sq_row,
+    S5 &max_exp_avg_sq_row
+) {
+    const F exp_avg_sq_row_factor = max(F(7.888609052210118e-31f), exp_avg_sq_row_means.read() / mat_max.read());
     const F max_exp_avg_sq_row_factor = max(
         F(7.888609052210118e-31f), max_exp_avg_sq_row_means.read() / mat_max_2.read()
     );
+    exp_avg_sq_row.set(exp_avg_sq_row_factor);
     max_exp_avg_sq_row.set(max_exp_avg_sq_row_factor);
-    row_min.set(min(F(1.1754943508222875e-38f), max_exp_avg_sq_row_factor));
-}
-
-// a sweep: the update
-template <class S0, class S1, class S2, class S3>
-OPTGEN_INLINE F adamw_amsgrad_12(
-    F p, F g, F beta1, F one_minus_lr_times_weight_decay, F one_minus_beta1_times_grad_scale, F scalar_2, F scalar_3,
-    S0 &exp_avg, S1 &max_exp_avg_sq_row, S2 &max_exp_avg_sq_col, S3 &row_min
-) {
-    // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    const F exp_avg_ = fma(one_minus_beta1_times_grad_scale, g, exp_avg.times(beta1));
-    // max_exp_avg_sq as it is kept
-    const F max_exp_avg_sq_kept_ = max(max_exp_avg_sq_row.read() * max_exp_avg_sq_col.read(), row_min.read());
-    const F p_ = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
-    // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    const F p_2 = fma(-exp_avg_, 1.0f / fma(sqrt(max_exp_avg_sq_kept_), scalar_2, scalar_3), p_);
-    exp_avg.set(exp_avg_);
-    return p_2;
 }

@@ -28,21 +28,35 @@ def adamw_1_between(table, work, LEVEL: tl.constexpr):
 
 @triton.jit
 def adamw_2_tile(
-    PLAN: tl.constexpr, g, exp_avg_sq_row, exp_avg_sq_col, exp_avg_sq_least, beta2, scalar_0, live,
+    PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq_row, exp_avg_sq_col, exp_avg_sq_least, beta1, beta2,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, live,
     MASKED: tl.constexpr,
 ):
-    """What is reduced to row_sum_for_exp_avg_sq_row_means, col_sum_for_exp_avg_sq_col_factor."""
-    # means of rows and columns, f32, the new value read as kept
+    """The new p, exp_avg; what is reduced to row_sum_for_exp_avg_sq_row_means,
+    col_sum_for_exp_avg_sq_col_factor."""
+    # means of rows and columns, f32
     exp_avg_sq = tl.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least, propagate_nan=tl.PropagateNan.ALL)
+    # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_0 * g, g, beta2 * exp_avg_sq)
-    return (exp_avg_sq,)
+    exp_avg_sq = tl.fma(scalar_2 * g, g, beta2 * exp_avg_sq)
+    p = one_minus_lr_times_weight_decay * p                   # 30  p = decoupled(p, rate, weight_decay)
+    # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_3, scalar_4)), p)
+    return p, exp_avg, exp_avg_sq
 
 
 @triton.jit(do_not_specialize=["step_key"])
-def adamw_2_sweep(table, work, beta2: tl.float32, scalar_0: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr):
+def adamw_2_sweep(
+    table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32,
+    step_key: tl.int32, SWEEP: tl.constexpr,
+):
     """adamw: the tiles of one work item."""
-    walk_matrices(table, work, adamw_2_tile, SWEEP, (beta2, scalar_0), step_key)
+    walk_matrices(
+        table, work, adamw_2_tile, SWEEP, (beta1, beta2, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4), step_key,
+    )
 
 
 @triton.jit
@@ -73,13 +87,11 @@ def adamw_5_values(mat_sum_for_exp_avg_sq_row_factor, extent_rows):
 
 @triton.jit
 def adamw_6_values(exp_avg_sq_row_means, mat_max):
-    """The new exp_avg_sq_row, exp_avg_sq_row_factor_min_1p1754943508222875em38."""
+    """The new exp_avg_sq_row."""
     exp_avg_sq_row_factor = tl.maximum(
         exp_avg_sq_row_means / mat_max, 7.888609052210118e-31, propagate_nan=tl.PropagateNan.ALL
     )
-    return exp_avg_sq_row_factor, tl.minimum(
-        exp_avg_sq_row_factor, 1.1754943508222875e-38, propagate_nan=tl.PropagateNan.ALL
-    )
+    return (exp_avg_sq_row_factor,)
 
 
 @triton.jit
@@ -89,39 +101,6 @@ def adamw_3_between(table, work, LEVEL: tl.constexpr):
     rounds(table, work, adamw_4_values, LEVEL, 1, ())
     rounds(table, work, adamw_5_values, LEVEL, 2, ())
     rounds(table, work, adamw_6_values, LEVEL, 3, ())
-
-
-@triton.jit
-def adamw_7_tile(
-    PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq_row, exp_avg_sq_col,
-    exp_avg_sq_row_factor_min_1p1754943508222875em38, beta1, one_minus_lr_times_weight_decay,
-    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, live, MASKED: tl.constexpr,
-):
-    """The new p, exp_avg."""
-    # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))
-    # exp_avg_sq as it is kept
-    exp_avg_sq_kept = tl.maximum(
-        exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_row_factor_min_1p1754943508222875em38,
-        propagate_nan=tl.PropagateNan.ALL
-    )
-    p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
-    # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq_kept), scalar_2, scalar_3)), p)
-    return p, exp_avg
-
-
-@triton.jit(do_not_specialize=["step_key"])
-def adamw_7_sweep(
-    table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32,
-    SWEEP: tl.constexpr,
-):
-    """adamw: the tiles of one work item."""
-    walk_matrices(
-        table, work, adamw_7_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-        scalar_2, scalar_3), step_key,
-    )
 
 
 @triton.jit
@@ -139,105 +118,96 @@ def adamw_amsgrad_1_between(table, work, LEVEL: tl.constexpr):
 
 
 @triton.jit
-def adamw_amsgrad_7_tile(
-    PLAN: tl.constexpr, exp_avg_sq_row, exp_avg_sq_col, max_exp_avg_sq_row, max_exp_avg_sq_col,
-    max_exp_avg_sq_least, exp_avg_sq_row_factor_min_1p1754943508222875em38, live, MASKED: tl.constexpr,
+def adamw_amsgrad_2_tile(
+    PLAN: tl.constexpr, p, g, exp_avg, exp_avg_sq_row, exp_avg_sq_col, max_exp_avg_sq_row, max_exp_avg_sq_col,
+    exp_avg_sq_least, max_exp_avg_sq_least, beta1, beta2, one_minus_lr_times_weight_decay,
+    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, live, MASKED: tl.constexpr,
 ):
-    """What is reduced to row_sum_for_max_exp_avg_sq_row_means, col_sum_for_max_exp_avg_sq_col_factor."""
-    # means of rows and columns, f32, the new value read as kept
+    """The new p, exp_avg; what is reduced to row_sum_for_exp_avg_sq_row_means,
+    col_sum_for_exp_avg_sq_col_factor, row_sum_for_max_exp_avg_sq_row_means,
+    col_sum_for_max_exp_avg_sq_col_factor."""
+    # means of rows and columns, f32
     max_exp_avg_sq = tl.maximum(
         max_exp_avg_sq_row * max_exp_avg_sq_col, max_exp_avg_sq_least, propagate_nan=tl.PropagateNan.ALL
     )
-    # exp_avg_sq as it is kept
-    exp_avg_sq_kept = tl.maximum(
-        exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_row_factor_min_1p1754943508222875em38,
-        propagate_nan=tl.PropagateNan.ALL
-    )
+    # means of rows and columns, f32
+    exp_avg_sq = tl.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least, propagate_nan=tl.PropagateNan.ALL)
+    # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))
+    # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
+    exp_avg_sq = tl.fma(scalar_2 * g, g, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq_kept, propagate_nan=tl.PropagateNan.ALL)
-    return (max_exp_avg_sq,)
+    max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
+    p = one_minus_lr_times_weight_decay * p                   # 30  p = decoupled(p, rate, weight_decay)
+    # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq), scalar_3, scalar_4)), p)
+    return p, exp_avg, exp_avg_sq, max_exp_avg_sq
 
 
 @triton.jit(do_not_specialize=["step_key"])
-def adamw_amsgrad_7_sweep(table, work, step_key: tl.int32, SWEEP: tl.constexpr):
+def adamw_amsgrad_2_sweep(
+    table, work, beta1: tl.float32, beta2: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
+    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32,
+    step_key: tl.int32, SWEEP: tl.constexpr,
+):
     """adamw: the tiles of one work item."""
-    walk_matrices(table, work, adamw_amsgrad_7_tile, SWEEP, (), step_key)
+    walk_matrices(
+        table, work, adamw_amsgrad_2_tile, SWEEP, (beta1, beta2, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4), step_key,
+    )
 
 
 @triton.jit
-def adamw_amsgrad_8_values(row_sum_for_max_exp_avg_sq_row_means, extent_columns):
-    """The new max_exp_avg_sq_row_means; what is reduced to mat_sum_for_max_exp_avg_sq_row_factor."""
+def adamw_amsgrad_3_values(row_sum_for_max_exp_avg_sq_row_means, row_sum_for_exp_avg_sq_row_means, extent_columns):
+    """The new max_exp_avg_sq_row_means, exp_avg_sq_row_means; what is reduced to
+    mat_sum_for_max_exp_avg_sq_row_factor, mat_sum_for_exp_avg_sq_row_factor."""
     max_exp_avg_sq_row_means = row_sum_for_max_exp_avg_sq_row_means / extent_columns
-    return max_exp_avg_sq_row_means, max_exp_avg_sq_row_means
+    exp_avg_sq_row_means = row_sum_for_exp_avg_sq_row_means / extent_columns
+    return max_exp_avg_sq_row_means, exp_avg_sq_row_means, max_exp_avg_sq_row_means, exp_avg_sq_row_means
 
 
 @triton.jit
-def adamw_amsgrad_9_values(col_sum_for_max_exp_avg_sq_col_factor, extent_rows):
-    """The new max_exp_avg_sq_col."""
+def adamw_amsgrad_4_values(col_sum_for_exp_avg_sq_col_factor, col_sum_for_max_exp_avg_sq_col_factor, extent_rows):
+    """The new exp_avg_sq_col, max_exp_avg_sq_col."""
+    exp_avg_sq_col_factor = tl.maximum(
+        col_sum_for_exp_avg_sq_col_factor / extent_rows, 7.888609052210118e-31, propagate_nan=tl.PropagateNan.ALL
+    )
     max_exp_avg_sq_col_factor = tl.maximum(
         col_sum_for_max_exp_avg_sq_col_factor / extent_rows, 7.888609052210118e-31, propagate_nan=tl.PropagateNan.ALL
     )
-    return (max_exp_avg_sq_col_factor,)
+    return exp_avg_sq_col_factor, max_exp_avg_sq_col_factor
 
 
 @triton.jit
-def adamw_amsgrad_10_values(mat_sum_for_max_exp_avg_sq_row_factor, extent_rows):
-    """The new mat_max_2."""
+def adamw_amsgrad_5_values(mat_sum_for_max_exp_avg_sq_row_factor, mat_sum_for_exp_avg_sq_row_factor, extent_rows):
+    """The new mat_max_2, mat_max."""
     return (
         tl.maximum(
             mat_sum_for_max_exp_avg_sq_row_factor / extent_rows, 1.1754943508222875e-38,
             propagate_nan=tl.PropagateNan.ALL
         ),
+        tl.maximum(
+            mat_sum_for_exp_avg_sq_row_factor / extent_rows, 1.1754943508222875e-38, propagate_nan=tl.PropagateNan.ALL
+        )
     )
 
 
 @triton.jit
-def adamw_amsgrad_11_values(max_exp_avg_sq_row_means, mat_max_2):
-    """The new max_exp_avg_sq_row, row_min."""
+def adamw_amsgrad_6_values(exp_avg_sq_row_means, mat_max, max_exp_avg_sq_row_means, mat_max_2):
+    """The new exp_avg_sq_row, max_exp_avg_sq_row."""
+    exp_avg_sq_row_factor = tl.maximum(
+        exp_avg_sq_row_means / mat_max, 7.888609052210118e-31, propagate_nan=tl.PropagateNan.ALL
+    )
     max_exp_avg_sq_row_factor = tl.maximum(
         max_exp_avg_sq_row_means / mat_max_2, 7.888609052210118e-31, propagate_nan=tl.PropagateNan.ALL
     )
-    return max_exp_avg_sq_row_factor, tl.minimum(
-        max_exp_avg_sq_row_factor, 1.1754943508222875e-38, propagate_nan=tl.PropagateNan.ALL
-    )
+    return exp_avg_sq_row_factor, max_exp_avg_sq_row_factor
 
 
 @triton.jit
-def adamw_amsgrad_8_between(table, work, LEVEL: tl.constexpr):
+def adamw_amsgrad_3_between(table, work, LEVEL: tl.constexpr):
     """adamw: matrices of one tensor."""
-    rounds(table, work, adamw_amsgrad_8_values, LEVEL, 0, ())
-    rounds(table, work, adamw_amsgrad_9_values, LEVEL, 1, ())
-    rounds(table, work, adamw_amsgrad_10_values, LEVEL, 2, ())
-    rounds(table, work, adamw_amsgrad_11_values, LEVEL, 3, ())
-
-
-@triton.jit
-def adamw_amsgrad_12_tile(
-    PLAN: tl.constexpr, p, g, exp_avg, max_exp_avg_sq_row, max_exp_avg_sq_col, row_min, beta1,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, live,
-    MASKED: tl.constexpr,
-):
-    """The new p, exp_avg."""
-    # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, times(beta1, exp_avg, PLAN.exp_avg))
-    # max_exp_avg_sq as it is kept
-    max_exp_avg_sq_kept = tl.maximum(
-        max_exp_avg_sq_row * max_exp_avg_sq_col, row_min, propagate_nan=tl.PropagateNan.ALL
-    )
-    p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
-    # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(max_exp_avg_sq_kept), scalar_2, scalar_3)), p)
-    return p, exp_avg
-
-
-@triton.jit(do_not_specialize=["step_key"])
-def adamw_amsgrad_12_sweep(
-    table, work, beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32,
-    SWEEP: tl.constexpr,
-):
-    """adamw: the tiles of one work item."""
-    walk_matrices(
-        table, work, adamw_amsgrad_12_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
-        one_minus_beta1_times_grad_scale, scalar_2, scalar_3), step_key,
-    )
+    rounds(table, work, adamw_amsgrad_3_values, LEVEL, 0, ())
+    rounds(table, work, adamw_amsgrad_4_values, LEVEL, 1, ())
+    rounds(table, work, adamw_amsgrad_5_values, LEVEL, 2, ())
+    rounds(table, work, adamw_amsgrad_6_values, LEVEL, 3, ())

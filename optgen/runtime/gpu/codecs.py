@@ -32,7 +32,6 @@ class Codec:
     guards    `encode` wants a NaN that arithmetic has made
     looks_up  it searches or selects among many numbers
     lines     it takes the numbers of a table for points of a few lines
-    as_kept   a rule goes on with a new value as it is kept
     plus      a zero must be +0
     tables    the numbers that it reads from memory
     """
@@ -45,7 +44,6 @@ class Codec:
     guards: bool = False
     looks_up: bool = False
     lines: bool = False
-    as_kept: bool = False
     plus: bool = False
     tables: tuple[tuple[float, ...], ...] = ()
 
@@ -158,19 +156,6 @@ def plus(c, x, y, VALUE: tl.constexpr):
 def read(x, VALUE: tl.constexpr):
     """x, float32."""
     return times(tl.full([], 1.0, tl.float32), x, VALUE)
-
-
-@triton.jit
-def kept(x, live, MASKED: tl.constexpr, VALUE: tl.constexpr):
-    """The value that a rule goes on with: x, or x as it is kept."""
-    out = x
-    if VALUE.codec.as_kept:
-        made = VALUE.codec.nearest(x, live, MASKED)
-        fields = ()
-        for i in tl.static_range(len(VALUE.fields)):
-            fields = fields + (made[i],)
-        out = read((0, fields), VALUE)
-    return out
 
 
 # -- what the walker calls

@@ -117,7 +117,6 @@ class PlanRecord:
     initial: FormatRecord = FP32
     small: FormatRecord = FP32
     overrides: Mapping[str, FormatRecord] = field(default_factory=dict)
-    read_back: bool = True
 
     def of(self, state: StateRecord, small: bool, vector: bool) -> FormatRecord:
         """Return the format of a state; small tensors are one class, vectors and matrices."""
@@ -211,7 +210,7 @@ def joined(
     wants = {name: formats[name].noise for name in order if name not in still} | {"p": weight.noise if weight else 0}
     noise, words = keys.deal(wants, rare)
     apart = {name for name, fmt in formats.items() if fmt.matrix is not None}
-    early = _settled(tuple(x for x in rule.early if x not in apart), relative) if plan.read_back else ()
+    early = () if apart else _settled(rule.early, relative)
     few = {f.space for fmt in formats.values() for f in fmt.fields} - {"elem"}
     own_matrix = next((x for x in ("last", "first") if x in {fmt.matrix for fmt in formats.values()}), rule.matrix)
     matrix = rule.matrix if rule.by_rows else own_matrix

@@ -32,7 +32,6 @@ class Codec:
     block    elements that share a field; 1 where none do
     packed   True if codes share bytes
     whole    True if the fields hold statistics of the whole tensor
-    as_kept  True if a rule goes on with a new value as it is kept
     """
 
     decode: Callable[..., Tensor]
@@ -42,7 +41,6 @@ class Codec:
     block: int = 1
     packed: bool = False
     whole: bool = False
-    as_kept: bool = False
 
 
 FULL = Codec(lambda b, x: b.elements(x), lambda b, x: (b.flat(x),))
@@ -182,16 +180,6 @@ class Sweep(Blocks):
         function = self.stored.codec(base).root
         assert function is not None
         return self._read(function, base)
-
-    def kept(self, name: str, x: Tensor) -> Tensor:
-        """The value that a rule goes on with: x, or x as its codec keeps it."""
-        codec = self.stored.codec(name)
-        if not codec.as_kept:
-            return x
-        own = self._own(codec)
-        made = codec.nearest(own, x if own is self else own.elements(self.flat(x)))
-        found = codec.decode(own, *made[: len(self.stored.parts(name))])
-        return found if own is self else self.elements(own.flat(found))
 
     def store(self, name: str, x: Tensor) -> None:
         """Encode new values (fp32, in blocks) and write them to the tensors that keep them."""
