@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 
 import pytest
 import torch
 
+import generated
 from optgen.backends import cpp
 from optgen.ops.prims import PRIMS, REDUCTIONS
 from optgen.runtime.cpu import native
-from tests import harness
+from tests import harness, product
 
 HEADERS = sorted(native.HEADERS.glob("simd_*.h"))
 HOST_ONLY = {"pow", "exp", "log"}
 BY_STATEMENT = {"block_max", "block_min"}  # printed as accumulations, not as expressions
 BY_THE_HOST = {"call"}  # functions of whole matrices, between stages
+STRUCT = re.compile(r"^struct (\w+) \{.*?SCALARS = (\d+)(.*?)explicit", re.M | re.S)
+STAGE = re.compile(r"^OPTGEN_INLINE \w+ (\w+)\((.*?)\) \{", re.M | re.S)
 FUNCTION = re.compile(r"^(?:template <[^>]*> )?inline (\w+) ([\w]+|operator\S+)\((.*?)\) ?{", re.M)
 
 
@@ -62,5 +66,32 @@ def test_a_constant_is_its_exact_f32_value(value: float) -> None:
         assert value == float("inf")
         return
     wanted = float(torch.tensor(value, dtype=torch.float32))
-    assert text.endswith("f") and float(text[:-1]) == wanted
+    assert text.endswith("f") and float(torch.tensor(float(text[:-1]), dtype=torch.float32)) == wanted
     assert str(wanted)[0] == text[0]  # the sign of zero, too
+
+
+def given(text: str) -> dict[str, list[str]]:
+    """Return kernel -> the names of its scalars, from the text of a rule."""
+    found = {}
+    for kernel, count, head in STRUCT.findall(text):
+        names = re.findall(r"const F ([^;]*);", head)
+        found[kernel] = re.findall(r"\w+", names[0]) if names else []
+        assert len(found[kernel]) == int(count)
+    for kernel, taken in STAGE.findall(text):
+        names = re.findall(r"\bF (\w+)", taken)
+        found[kernel] = [x for x in names if x not in ("p", "g") and not x.startswith("extent_")]
+    return found
+
+
+@pytest.mark.parametrize("rule", product.WITH_MATRICES)
+def test_scalars_of_a_rule_stand_in_the_order_of_its_record(rule: str) -> None:
+    """Settings that differ in scalars alone share a kernel, so its names are those of one of them."""
+    text = (Path(generated.__path__[0]) / rule / "kernels.h").read_text(encoding="utf-8")
+    wanted: dict[str, list[list[str]]] = {}
+    for record in importlib.import_module(f"generated.{rule}.kernels").RULES:
+        for stage in record.stages:
+            wanted.setdefault(stage.kernel, []).append([record.scalars[k] for k in stage.scalars])
+    found = given(text)
+    assert found
+    for kernel, names in found.items():
+        assert [x.rstrip("_") for x in names] in wanted[kernel]

@@ -20,7 +20,7 @@ OPTGEN_INLINE void cautious_adamw_1(
 // tensor: values of tensors
 template <class S0, class S1>
 OPTGEN_INLINE void cautious_adamw_2(F extent_elements, S0 &tensor_sum_of_agrees, S1 &tensor_div) {
-    tensor_div.set(1.0f / max(F(0.0010000000474974513f), tensor_sum_of_agrees.read() / extent_elements));
+    tensor_div.set(1.0f / max(F(0.001f), tensor_sum_of_agrees.read() / extent_elements));
 }
 
 // a sweep: the update

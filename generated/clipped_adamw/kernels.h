@@ -19,7 +19,7 @@ OPTGEN_INLINE void clipped_adamw_2(S0 &tensor_sum_of_g, S1 &model_sum_of_g) {
 // model: values of the model
 template <class S0, class S1>
 OPTGEN_INLINE void clipped_adamw_3(F max_norm, S0 &model_sum_of_g, S1 &model_min) {
-    model_min.set(min(F(1.0f), max_norm / (sqrt(model_sum_of_g.read()) + 9.999999974752427e-07f)));
+    model_min.set(min(F(1.0f), max_norm / (sqrt(model_sum_of_g.read()) + 1e-06f)));
 }
 
 // a sweep: the update

@@ -69,7 +69,7 @@ OPTGEN_INLINE void dadapt_adam_4(
     // 44  numerator_weighted = where(total > 0, weighted, numerator_weighted)
     const F numerator_weighted_ = where(total_lt, weighted, numerator_weighted.read());
     // 45  d_hat = numerator_weighted / maximum((1 - beta3) * total, 1e-37)
-    const F d_hat = numerator_weighted_ / max(F(9.99999991097579e-38f), one_minus_sqrt_beta2 * total.read());
+    const F d_hat = numerator_weighted_ / max(F(1e-37f), one_minus_sqrt_beta2 * total.read());
     // 48  d = maximum(d, where(total > 0, minimum(d_hat, d * growth_rate), 0.0))
     const F d_ = max(d.read(), where(total_lt, min(d_hat, d.read() * growth_rate), F(0.0f)));
     d.set(d_);

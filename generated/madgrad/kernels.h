@@ -16,22 +16,21 @@ struct madgrad {  // madgrad
         const F grad_sum_sq_ = grad_sum_sq.read();
         const F s_ = s.read();
         const F g_ = grad_scale * g;
-        const F grad_sum_sq_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_))) + 0x2a508935);
+        const F grad_sum_sq_bitcast = as_float(to_int(0.33333334f * to_float(bits(grad_sum_sq_))) + 0x2a508935);
         const F grad_sum_sq_fma = fma(
-            -0.3333333432674408f,
-            fma(-grad_sum_sq_, 1.0f / (grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast),
+            -0.33333334f, fma(-grad_sum_sq_, 1.0f / (grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast),
             grad_sum_sq_bitcast
         );
         const F grad_sum_sq_fma_2 = fma(
-            -0.3333333432674408f, fma(-grad_sum_sq_, 1.0f / (grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma),
+            -0.33333334f, fma(-grad_sum_sq_, 1.0f / (grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma),
             grad_sum_sq_fma
         );
         // 25  before = cbrt(grad_sum_sq) + eps
         const F before = where(
-            0.0f < grad_sum_sq_ & grad_sum_sq_ <= 3.4028234663852886e+38f,
+            0.0f < grad_sum_sq_ & grad_sum_sq_ <= 3.4028235e+38f,
             fma(
-                -0.3333333432674408f,
-                fma(-grad_sum_sq_, 1.0f / (grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2
+                -0.33333334f, fma(-grad_sum_sq_, 1.0f / (grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2),
+                grad_sum_sq_fma_2
             ),
             grad_sum_sq_
         ) + eps;
@@ -41,24 +40,21 @@ struct madgrad {  // madgrad
         const F g_mul = weight_ * g_2;
         // 28  grad_sum_sq = grad_sum_sq + weight * g * g
         const F grad_sum_sq_2 = fma(g_mul, g_2, grad_sum_sq_);
-        const F grad_sum_sq_bitcast_2 = as_float(
-            to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 0x2a508935
-        );
+        const F grad_sum_sq_bitcast_2 = as_float(to_int(0.33333334f * to_float(bits(grad_sum_sq_2))) + 0x2a508935);
         const F grad_sum_sq_fma_3 = fma(
-            -0.3333333432674408f,
+            -0.33333334f,
             fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_bitcast_2 * grad_sum_sq_bitcast_2), grad_sum_sq_bitcast_2),
             grad_sum_sq_bitcast_2
         );
         const F grad_sum_sq_fma_4 = fma(
-            -0.3333333432674408f,
-            fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma_3 * grad_sum_sq_fma_3), grad_sum_sq_fma_3), grad_sum_sq_fma_3
+            -0.33333334f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma_3 * grad_sum_sq_fma_3), grad_sum_sq_fma_3),
+            grad_sum_sq_fma_3
         );
         // 30  denom = cbrt(grad_sum_sq) + eps
         const F denom = where(
-            0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f,
+            0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028235e+38f,
             fma(
-                -0.3333333432674408f,
-                fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma_4 * grad_sum_sq_fma_4), grad_sum_sq_fma_4),
+                -0.33333334f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma_4 * grad_sum_sq_fma_4), grad_sum_sq_fma_4),
                 grad_sum_sq_fma_4
             ),
             grad_sum_sq_2
@@ -88,24 +84,20 @@ struct madgrad_has_momentum {  // madgrad
         const F g_2 = fma(weight_decay, p, g_);                       // 24  g = l2(g, p, weight_decay)
         const F g_mul = weight_ * g_2;
         const F grad_sum_sq_2 = fma(g_mul, g_2, grad_sum_sq_);        // 28  grad_sum_sq = grad_sum_sq + weight * g * g
-        const F grad_sum_sq_bitcast = as_float(
-            to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 0x2a508935
-        );
+        const F grad_sum_sq_bitcast = as_float(to_int(0.33333334f * to_float(bits(grad_sum_sq_2))) + 0x2a508935);
         const F grad_sum_sq_fma = fma(
-            -0.3333333432674408f,
-            fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast),
+            -0.33333334f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast),
             grad_sum_sq_bitcast
         );
         const F grad_sum_sq_fma_2 = fma(
-            -0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma),
+            -0.33333334f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma),
             grad_sum_sq_fma
         );
         // 30  denom = cbrt(grad_sum_sq) + eps
         const F denom = where(
-            0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f,
+            0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028235e+38f,
             fma(
-                -0.3333333432674408f,
-                fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2),
+                -0.33333334f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2),
                 grad_sum_sq_fma_2
             ),
             grad_sum_sq_2

@@ -78,7 +78,7 @@ struct muon_no_matrix {  // muon
 template <class S0>
 OPTGEN_INLINE void muon_match_rms_adamw_1(F lr, F extent_rows, F extent_columns, S0 &lr_times_scale) {
     // 44  scale = 0.2 * sqrt(maximum(height, width)) if match_rms_adamw else sqrt(maximum(1.0, height / width))
-    const F scale = 0.20000000298023224f * sqrt(max(extent_rows, extent_columns));
+    const F scale = 0.2f * sqrt(max(extent_rows, extent_columns));
     lr_times_scale.set(lr * scale);
 }
 

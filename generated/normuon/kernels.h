@@ -58,7 +58,7 @@ OPTGEN_INLINE void normuon_6(S0 &row_sum_for_size, S1 &tensor_sum_for_size) {
 // tensor: values of tensors
 template <class S0>
 OPTGEN_INLINE void normuon_7(F extent_rows, F extent_columns, S0 &by_0p2_times_sqrt_rows_times_columns) {
-    by_0p2_times_sqrt_rows_times_columns.set(0.20000000298023224f * sqrt(extent_rows * extent_columns));
+    by_0p2_times_sqrt_rows_times_columns.set(0.2f * sqrt(extent_rows * extent_columns));
 }
 
 // tensor: values of tensors

@@ -21,13 +21,12 @@ OPTGEN_INLINE void orthograd_2(
     S2 &tensor_sum_for_g_norm, S3 &radial, S4 &g_norm, S5 &by_1em05_times_g_norm
 ) {
     // 23  radial = dot(p, g) / (dot(p, p) + 1e-30)
-    const F radial_ = grad_scale * tensor_sum_for_radial.read() / (tensor_sum_for_radial_2.read() +
-        1.0000000031710769e-30f);
+    const F radial_ = grad_scale * tensor_sum_for_radial.read() / (tensor_sum_for_radial_2.read() + 1e-30f);
     // 25  g_norm, tangent_norm = norm(g), norm(tangent)
     const F g_norm_ = sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm.read());
     radial.set(radial_);
     g_norm.set(g_norm_);
-    by_1em05_times_g_norm.set(9.999999747378752e-06f * g_norm_);
+    by_1em05_times_g_norm.set(1e-05f * g_norm_);
 }
 
 // a sweep: tangent_norm (specs/orthograd.py:25)

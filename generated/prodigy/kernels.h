@@ -56,7 +56,7 @@ OPTGEN_INLINE void prodigy_4(
     // 47  d_numerator = where(d_denom > 0, numerator, d_numerator)
     const F d_numerator_ = where(d_denom_lt, numerator, d_numerator.read());
     // 48  d_hat = d_coef * d_numerator / maximum(d_denom, 1e-37)
-    const F d_hat = d_coef * d_numerator_ / max(F(9.99999991097579e-38f), d_denom.read());
+    const F d_hat = d_coef * d_numerator_ / max(F(1e-37f), d_denom.read());
     // 50  d_max = maximum(d_max, where(d_denom > 0, d_hat, 0.0))
     const F d_max_ = max(d_max.read(), where(d_denom_lt, d_hat, F(0.0f)));
     // 49  raised = where(equal(d, d0), maximum(d, d_hat), d)

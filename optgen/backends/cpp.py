@@ -85,7 +85,7 @@ def literal(value: float | int | bool) -> str:
         return "NAN"
     if math.isinf(value):
         return "INFINITY" if value > 0 else "-INFINITY"
-    return f"{value!r}f"
+    return f"{shortest(value)}f"
 
 
 # C++'s precedence differs from Python's in comparisons, which bind tighter than &, ^ and | there.
@@ -250,7 +250,7 @@ def _sym(p: Printer, n: Node) -> Text:
 
 def _load(p: Printer, n: Node) -> Text:
     assert isinstance(p, CppPrinter)
-    return f"{'raw' if n.uid in p.raw else 'load'}({n.attr}_at + {'b' if n.space.name == 'block' else 'i'})", ATOM
+    return f"{'raw' if n.uid in p.raw else 'load'}({p.phases.place(n)})", ATOM
 
 
 def _draw(p: Printer, n: Node) -> Text:
@@ -333,8 +333,8 @@ class Phases:
         # Scalars keep their position; a name that means something here gets another.
         self.scalar = {let.name: self.fresh(let.name) for let in self.program.host}
         for let in sweep.lets:
-            self._name(let.node, let.name)
             if let.node.op not in ("block_max", "block_min", "draw"):
+                self._name(let.node, let.name)
                 phase = self.phases[self._level[let.node.uid]]
                 (phase.blocks if let.node.space.name == "block" else phase.elements).append(let)
         for n in self.nodes:
@@ -368,6 +368,10 @@ class Phases:
     def _name(self, n: Node, wanted: str) -> None:
         if n.uid not in self.name:
             self.name[n.uid] = self.fresh(wanted)
+
+    def place(self, load: Node) -> str:
+        """Return the address of what a load reads."""
+        return f"{load.attr}_at + {'b' if load.space.name == 'block' else 'i'}"
 
     def _trivial(self, n: Node) -> bool:
         """Return True if n costs less to compute again than to keep: another look at a named value, or noise."""

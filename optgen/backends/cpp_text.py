@@ -30,9 +30,10 @@ from optgen.backends.cpp import (
 from optgen.backends.printer import ATOM, Text, computed, with_comments
 from optgen.backends.reference import ROOT, Codec, X
 from optgen.backends.triton_text import C, multiplied
+from optgen.ir import node as ir
 from optgen.ir.node import Node, postorder
 from optgen.ir.program import Buffer, Schedule, Step
-from optgen.ops import spaces
+from optgen.ops import dtypes, spaces
 
 _RESERVED = RESERVED | frozenset(
     "All APART Arrays at b blocks_ Codec code_at DRAWS encode end FIELDS first full_nearest g h HAS_ROOT Head head i "
@@ -182,15 +183,26 @@ def _cut(new: dict[str, Node], plan: Phases) -> tuple[dict[int, tuple[str, str]]
 
 
 class _CodecPhases(Phases):
-    """The loops of a codec; `given`: the node that its argument x stands for."""
+    """The loops of a codec.
 
-    def __init__(self, schedule: Schedule, given: Node | None = None) -> None:
+    given  the node that its argument x stands for
+    new    before the names of values of rows and columns: they are those of the new value
+    """
+
+    def __init__(self, schedule: Schedule, given: Node | None = None, new: str = "") -> None:
         skip = {given.uid} if given is not None else set()
         lets = tuple(
             let for let in schedule.sweep.lets if let.node.uid not in skip and (let.node.op != "load" or given is None)
         )
         head = {given.uid: "x"} if given is not None else {}
+        self.new = new
         super().__init__(replace(schedule, sweep=replace(schedule.sweep, lets=lets)), _RESERVED, head)
+
+    def place(self, load: Node) -> str:
+        name = load.space.name
+        if name in ("row", "mat"):
+            return f"{self.new}{load.attr}_at + (unsigned)(i & mask)"
+        return super().place(load) if name != "col" else f"{self.new}{load.attr}_at + i"
 
     def _trivial(self, n: Node) -> bool:
         looks = n.op in ("abs", "neg", "bitcast") and n.space.name == "elem"
@@ -198,12 +210,23 @@ class _CodecPhases(Phases):
 
 
 def _buffers(codec: Codec) -> list[Buffer]:
-    known = {b.name: b for s in (codec.decode, codec.nearest) for b in s.stages[0].schedule.program.buffers}
+    """The buffers of elements and blocks."""
+    known = {b.name: b for s in (codec.decode, codec.nearest) for b in s.stages[-1].schedule.program.buffers}
     return [known[name] for name in codec.names]
 
 
-def codec_structs(codec: Codec, name: str, doc: str) -> list[list[str]]:
-    """The structs NAME_fields, which reads, and NAME_stochastic and NAME_nearest, which store."""
+def vectors(step: Step) -> list[str]:
+    """Return the names of the values of rows, columns and matrices that a codec's function of elements reads."""
+    schedule = step.stages[-1].schedule
+    spaces_of = {b.name: b.space.name for b in schedule.program.buffers}
+    return [x for x in schedule.sweep.reads if spaces_of[x] in ("row", "col", "mat")]
+
+
+def codec_structs(codec: Codec, name: str, doc: str, both: bool) -> list[list[str]]:
+    """The structs NAME_fields, which reads, and NAME_stochastic and NAME_nearest, which store.
+
+    both  True if the format rounds some values by random bits and some to nearest
+    """
     fields = f"{name}_fields"
     nearest = _Encoder(codec, codec.nearest)
     out = [[f"// {doc}", *_fields(codec, fields)]]
@@ -211,6 +234,8 @@ def codec_structs(codec: Codec, name: str, doc: str) -> list[list[str]]:
         return [*out, nearest.lines(f"{name}_nearest", fields)]
     stochastic = _Encoder(codec, codec.encode)
     out.append(stochastic.lines(f"{name}_stochastic", fields))
+    if not both:
+        return out
     if nearest.extends(stochastic):
         return [*out, nearest.lines(f"{name}_nearest", f"{name}_stochastic", stochastic)]
     return [*out, nearest.lines(f"{name}_nearest", fields)]
@@ -219,15 +244,14 @@ def codec_structs(codec: Codec, name: str, doc: str) -> list[list[str]]:
 def table_lines(codecs: Iterable[Codec]) -> list[str]:
     """The tables that codecs look numbers up in, each once."""
     steps = [x for codec in codecs for x in (codec.decode, codec.root, codec.encode, codec.nearest) if x is not None]
-    return tables(root for step in steps for root in step.stages[0].schedule.program.roots())
+    return tables(root for step in steps for root in step.stages[-1].schedule.program.roots())
 
 
 def _fields(codec: Codec, struct: str) -> list[str]:
-    buffers = _buffers(codec)
+    buffers, few = _buffers(codec), vectors(codec.decode)
     block = max((b.space.size or 1 for b in buffers), default=1)
-    out = [f"struct {struct} : Codec {{", f"    static constexpr int FIELDS = {len(buffers)};"]
-    has_root = "true" if codec.root is not None else "false"
-    out.append(f"    static constexpr bool HAS_ROOT = {has_root};")
+    out = [f"struct {struct} : Codec {{", f"    static constexpr int FIELDS = {len(buffers) + len(few)};"]
+    out += ["    static constexpr bool HAS_ROOT = true;"] if codec.root is not None else []
     made = []
     for k, b in enumerate(buffers):
         kind, address = STORED[b.dtype.name], "first" if k == 0 else f"more[{k - 1}]"
@@ -237,24 +261,32 @@ def _fields(codec: Codec, struct: str) -> list[str]:
         else:
             out.append(f"    {kind} *__restrict {b.name}_at;")
             made.append(f"{b.name}_at(({kind} *){address})")
+    for k, name in enumerate(few, len(buffers)):
+        made.append(f"{name}_at((const float *){'first' if k == 0 else f'more[{k - 1}]'})")
+    if few:
+        out.append(f"    const float {', '.join(f'*__restrict {name}_at' for name in few)};")
+        out.append("    int mask = -1;")
     packed = [b for b in buffers if b.dtype.packed]
-    tile = max(2048, 16 * block)  # `most_of` in sweep.h
-    out += [f"    alignas(64) uint8_t {b.name}_at[{tile}];" for b in packed]
-    plans = [(_CodecPhases(step.stages[0].schedule), step) for step in (codec.decode, codec.root) if step]
+    # Codes of a value that has rows and columns lie in the blocks of other values.
+    out += [f"    alignas(64) uint8_t {b.name}_at[most_of({'WIDEST' if few else block})];" for b in packed]
+    plans = [(_CodecPhases(step.stages[-1].schedule), step) for step in (codec.decode, codec.root) if step]
     kept: dict[str, str] = {}
     stages: list[tuple[str, str]] = []
     texts: list[list[str]] = []
     known: set[str] = set()
+    (root,) = codec.root.stages[-1].schedule.sweep.stores if codec.root is not None else (None,)
     for plan, step in plans:
-        function, arrays, lines = _reader(plan, step)
+        function, arrays, lines = _reader(plan, step, root.node if root is not None else None)
         kept |= arrays
         texts.append(function)
         stages += [line for line in lines if line[0] not in known]
         known |= {line[0] for line in lines}
     size = f"most_of({block}) / {block}"
     out += [f"    {line}" for line in _arrays({x: (f"alignas(64) {KEPT[kind]}", size) for x, kind in kept.items()})]
-    more = "more" if len(buffers) > 1 else ""
+    more = "more" if len(made) > 1 else ""
     out += ["", f"    {struct}(char *first, char *const *{more}) : {', '.join(made)} {{}}"]
+    if few:
+        out.append("    void within(int row_mask) { mask = row_mask; }")
     if packed:
         unpacked = " ".join(f"unpack<{b.dtype.bits}>({b.name}_at, {b.name}_packed, count);" for b in packed)
         out.append(f"    void unpack_codes(int count) {{ {unpacked} }}")
@@ -283,8 +315,13 @@ def _scalar_lines(plan: Phases, step: Step) -> list[str]:
     return [f"const F {plan.scalar[name]}({printer.text(node)});" for name, node in found]
 
 
-def _reader(plan: _CodecPhases, step: Step) -> tuple[list[str], dict[str, str], list[tuple[str, str]]]:
-    """The function `times` or `root`, the arrays of blocks' values that it reads, and the lines that fill them."""
+def _reader(
+    plan: _CodecPhases, step: Step, root: Node | None
+) -> tuple[list[str], dict[str, str], list[tuple[str, str]]]:
+    """The function `times` or `root`, the arrays of blocks' values that it reads, and the lines that fill them.
+
+    root  what `root` returns, which `times` may call
+    """
     (phase,) = plan.phases
     plan.scalar[C] = C
     scaled = {n.uid for n in plan.nodes if any(a.op == "sym" for a in postorder([n]))}
@@ -301,8 +338,14 @@ def _reader(plan: _CodecPhases, step: Step) -> tuple[list[str], dict[str, str], 
     arrays = {plan.name[n.uid]: type_of(n.dtype) for n in across}
     printer = CppPrinter(plan)
     printer.names |= {n.uid: f"in.{plan.name[n.uid]}" for n in across}
-    wants = _reached([store.node], {n.uid for n in across})
-    lines = [assigned(plan, let, printer) for let in (*inside, *phase.elements) if let.node.uid in wants]
+    known = {n.uid for n in across}
+    lines = []
+    if store.buffer != ROOT and root is not None and root.uid in plan.name:
+        known.add(root.uid)
+        name = printer.names[root.uid] = plan.name[root.uid]
+        lines = [(f"const F {name} = root(in, i);", "")]
+    wants = _reached([store.node], known)
+    lines += [assigned(plan, let, printer) for let in (*inside, *phase.elements) if let.node.uid in wants]
     body = [*_scalar_lines(plan, step), *with_comments(lines, comment_mark="//")]
     if store.buffer == ROOT:
         head, result = "F root(const In &in, int i) const {", _f(printer, store.node)
@@ -316,13 +359,17 @@ def _reader(plan: _CodecPhases, step: Step) -> tuple[list[str], dict[str, str], 
 
 def _given(step: Step) -> tuple[Node, bool]:
     """The node that an encoding begins with, and True if that is the root of the new value."""
-    nodes = list(postorder([s.node for s in step.stages[0].schedule.sweep.stores]))
-    load = next(n for n in nodes if n.op == "load" and n.attr == X)
+    nodes = list(postorder([s.node for s in step.stages[-1].schedule.sweep.stores]))
+    load = next((n for n in nodes if n.op == "load" and n.attr == X), ir.load(X, dtypes.f32, spaces.elem))
     users = [n for n in nodes if any(a is load for a in n.args)]
-    stores = step.stages[0].schedule.sweep.stores
+    stores = step.stages[-1].schedule.sweep.stores
     if len(users) == 1 and users[0].op == "sqrt" and all(s.node is not load for s in stores):
         return users[0], True
     return load, False
+
+
+_DEFAULTS = {"NOISE": 0, "LOOPS": 1, "ROOT_LOOP": 0, "READS": 1, "DRAWS": 0, "KEPT": 0}
+"""Those of `Codec` in sweep.h."""
 
 
 class _Encoder:
@@ -335,7 +382,8 @@ class _Encoder:
 
     def __init__(self, codec: Codec, step: Step) -> None:
         given, rooted = _given(step)
-        plan = _CodecPhases(step.stages[0].schedule, given)
+        self.vectors = vectors(step)
+        plan = _CodecPhases(step.stages[-1].schedule, given, "new_" if self.vectors else "")
         buffers = _buffers(codec)
         block = max((b.space.size or 1 for b in buffers), default=1)
         count = len(plan.phases)
@@ -363,9 +411,10 @@ class _Encoder:
             self.functions |= {(name, k): lines for name, lines in functions.items()}
         packed = [b for b in buffers if b.dtype.packed]
         if packed:
-            texts = [f"no_codes<{block}>({b.name}_at, blocks, live);" for b in packed]
-            texts += [f"pack<{b.dtype.bits}>({b.name}_packed, {b.name}_at, {block} * blocks);" for b in packed]
-            lines = ["void pack_codes(int blocks, const int *live) {", *(f"    {x}" for x in texts), "}"]
+            texts = [f"no_codes<BLOCK>({b.name}_at, blocks, live);" for b in packed]
+            texts += [f"pack<{b.dtype.bits}>({b.name}_packed, {b.name}_at, BLOCK * blocks);" for b in packed]
+            head = "template <int BLOCK> void pack_codes(int blocks, const int *live) {"
+            lines = [head, *(f"    {x}" for x in texts), "}"]
             self.functions["pack_codes", -1] = lines
 
     def _own(self, base: _Encoder) -> list[tuple[str, int]]:
@@ -385,14 +434,17 @@ class _Encoder:
 
     def lines(self, struct: str, fields: str, base: _Encoder | None = None) -> list[str]:
         """Return the struct, which inherits from `fields`, the base's struct if there is one."""
-        known = base.constants if base is not None else {}
+        known = base.constants if base is not None else _DEFAULTS
         arrays = base.arrays if base is not None else {}
         constants = [f"{name} = {n}" for name, n in self.constants.items() if known.get(name) != n]
+        new = self.vectors if base is None else []
         out = [f"struct {struct} : {fields} {{"]
         out += [f"    static constexpr int {', '.join(constants)};"] if constants else []
-        out += [f"    static constexpr bool ROOTED = {str(self.rooted).lower()};"] if base is None else []
+        out += ["    static constexpr bool ROOTED = true;"] if base is None and self.rooted else []
         out += [f"    {line}" for line in _arrays({x: of for x, of in self.arrays.items() if x not in arrays})]
-        out += ["", f"    using {fields}::{fields};"]
+        out += [f"    const float {', '.join(f'*__restrict new_{x}_at' for x in new)};"] if new else []
+        out += [""] if len(out) > 1 else []
+        out += _constructor(struct, fields, new) if new else [f"    using {fields}::{fields};"]
         functions = list(self.functions) if base is None else self._own(base)
         if base is not None:
             hidden = [x for x in ("blocks", "head", "tail", "encode") if x in {name for name, _ in functions}]
@@ -405,6 +457,13 @@ class _Encoder:
                 head = []
             out += [f"    {line}" for line in (*head, *self.functions[name, k])]
         return [*out, "};"]
+
+
+def _constructor(struct: str, fields: str, new: Iterable[str]) -> list[str]:
+    """The constructor of a struct that stores with new values of rows and columns, behind the fields."""
+    made = [f"new_{x}_at((const float *)more[FIELDS - 1 + {k}])" for k, x in enumerate(new)]
+    head = f"    {struct}(char *first, char *const *more) : "
+    return [head + ", ".join([f"{fields}(first, more)", *made]) + " {}"]
 
 
 def _reads_given(plan: _CodecPhases, k: int, given: Node) -> bool:

@@ -7,7 +7,7 @@
 // row: values of rows
 template <class S0, class S1>
 OPTGEN_INLINE void adamw_1(S0 &exp_avg_sq_row, S1 &exp_avg_sq_least) {
-    const F exp_avg_sq_least_ = min(F(1.1754943508222875e-38f), exp_avg_sq_row.read());
+    const F exp_avg_sq_least_ = min(F(1.1754944e-38f), exp_avg_sq_row.read());
     exp_avg_sq_least.set(exp_avg_sq_least_);
 }
 
@@ -38,21 +38,21 @@ OPTGEN_INLINE void adamw_3(
 // col: values of columns
 template <class S0, class S1>
 OPTGEN_INLINE void adamw_4(F extent_rows, S0 &col_sum_for_exp_avg_sq_parts, S1 &exp_avg_sq_parts) {
-    const F exp_avg_sq_parts_ = max(F(7.888609052210118e-31f), col_sum_for_exp_avg_sq_parts.read() / extent_rows);
+    const F exp_avg_sq_parts_ = max(F(7.888609e-31f), col_sum_for_exp_avg_sq_parts.read() / extent_rows);
     exp_avg_sq_parts.set(exp_avg_sq_parts_);
 }
 
 // mat: values of matrices
 template <class S0, class S1>
 OPTGEN_INLINE void adamw_5(F extent_rows, S0 &mat_sum_for_exp_avg_sq_row_factor, S1 &mat_max) {
-    mat_max.set(max(F(1.1754943508222875e-38f), mat_sum_for_exp_avg_sq_row_factor.read() / extent_rows));
+    mat_max.set(max(F(1.1754944e-38f), mat_sum_for_exp_avg_sq_row_factor.read() / extent_rows));
 }
 
 // row: values of rows
 template <class S0, class S1, class S2, class S3>
 OPTGEN_INLINE void adamw_6(S0 &exp_avg_sq_row_means, S1 &mat_max, S2 &exp_avg_sq_row_factor, S3 &exp_avg_sq_least_2) {
-    const F exp_avg_sq_row_factor_ = max(F(7.888609052210118e-31f), exp_avg_sq_row_means.read() / mat_max.read());
-    const F exp_avg_sq_least = min(F(1.1754943508222875e-38f), exp_avg_sq_row_factor_);
+    const F exp_avg_sq_row_factor_ = max(F(7.888609e-31f), exp_avg_sq_row_means.read() / mat_max.read());
+    const F exp_avg_sq_least = min(F(1.1754944e-38f), exp_avg_sq_row_factor_);
     exp_avg_sq_row_factor.set(exp_avg_sq_row_factor_);
     exp_avg_sq_least_2.set(exp_avg_sq_least);
 }
@@ -98,8 +98,8 @@ template <class S0, class S1, class S2, class S3>
 OPTGEN_INLINE void adamw_amsgrad_1(
     S0 &exp_avg_sq_row, S1 &max_exp_avg_sq_row, S2 &max_exp_avg_sq_least, S3 &exp_avg_sq_least
 ) {
-    const F max_exp_avg_sq_least_ = min(F(1.1754943508222875e-38f), max_exp_avg_sq_row.read());
-    const F exp_avg_sq_least_ = min(F(1.1754943508222875e-38f), exp_avg_sq_row.read());
+    const F max_exp_avg_sq_least_ = min(F(1.1754944e-38f), max_exp_avg_sq_row.read());
+    const F exp_avg_sq_least_ = min(F(1.1754944e-38f), exp_avg_sq_row.read());
     max_exp_avg_sq_least.set(max_exp_avg_sq_least_);
     exp_avg_sq_least.set(exp_avg_sq_least_);
 }
@@ -145,9 +145,9 @@ OPTGEN_INLINE void adamw_amsgrad_4(
     S2 &max_exp_avg_sq_col_factor, S3 &exp_avg_sq_parts
 ) {
     const F max_exp_avg_sq_col_factor_ = max(
-        F(7.888609052210118e-31f), col_sum_for_max_exp_avg_sq_col_factor.read() / extent_rows
+        F(7.888609e-31f), col_sum_for_max_exp_avg_sq_col_factor.read() / extent_rows
     );
-    const F exp_avg_sq_parts_ = max(F(7.888609052210118e-31f), col_sum_for_exp_avg_sq_parts.read() / extent_rows);
+    const F exp_avg_sq_parts_ = max(F(7.888609e-31f), col_sum_for_exp_avg_sq_parts.read() / extent_rows);
     max_exp_avg_sq_col_factor.set(max_exp_avg_sq_col_factor_);
     exp_avg_sq_parts.set(exp_avg_sq_parts_);
 }
@@ -158,8 +158,8 @@ OPTGEN_INLINE void adamw_amsgrad_5(
     F extent_rows, S0 &mat_sum_for_max_exp_avg_sq_row_factor, S1 &mat_sum_for_exp_avg_sq_row_factor, S2 &mat_max_2,
     S3 &mat_max
 ) {
-    mat_max_2.set(max(F(1.1754943508222875e-38f), mat_sum_for_max_exp_avg_sq_row_factor.read() / extent_rows));
-    mat_max.set(max(F(1.1754943508222875e-38f), mat_sum_for_exp_avg_sq_row_factor.read() / extent_rows));
+    mat_max_2.set(max(F(1.1754944e-38f), mat_sum_for_max_exp_avg_sq_row_factor.read() / extent_rows));
+    mat_max.set(max(F(1.1754944e-38f), mat_sum_for_exp_avg_sq_row_factor.read() / extent_rows));
 }
 
 // row: values of rows
@@ -168,11 +168,9 @@ OPTGEN_INLINE void adamw_amsgrad_6(
     S0 &max_exp_avg_sq_row_means, S1 &mat_max_2, S2 &exp_avg_sq_row_means, S3 &mat_max, S4 &max_exp_avg_sq_row_factor,
     S5 &exp_avg_sq_row_factor, S6 &exp_avg_sq_least_2
 ) {
-    const F max_exp_avg_sq_row_factor_ = max(
-        F(7.888609052210118e-31f), max_exp_avg_sq_row_means.read() / mat_max_2.read()
-    );
-    const F exp_avg_sq_row_factor_ = max(F(7.888609052210118e-31f), exp_avg_sq_row_means.read() / mat_max.read());
-    const F exp_avg_sq_least = min(F(1.1754943508222875e-38f), exp_avg_sq_row_factor_);
+    const F max_exp_avg_sq_row_factor_ = max(F(7.888609e-31f), max_exp_avg_sq_row_means.read() / mat_max_2.read());
+    const F exp_avg_sq_row_factor_ = max(F(7.888609e-31f), exp_avg_sq_row_means.read() / mat_max.read());
+    const F exp_avg_sq_least = min(F(1.1754944e-38f), exp_avg_sq_row_factor_);
     max_exp_avg_sq_row_factor.set(max_exp_avg_sq_row_factor_);
     exp_avg_sq_row_factor.set(exp_avg_sq_row_factor_);
     exp_avg_sq_least_2.set(exp_avg_sq_least);

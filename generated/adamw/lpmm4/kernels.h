@@ -29,14 +29,14 @@ OPTGEN_INLINE void adamw_2(
 // row: values of rows
 template <class S0, class S1>
 OPTGEN_INLINE void adamw_3(S0 &row_max_for_exp_avg_sq_row_top, S1 &exp_avg_sq_row_top) {
-    const F exp_avg_sq_row_top_ = max(F(3.009265538105056e-36f), row_max_for_exp_avg_sq_row_top.read());
+    const F exp_avg_sq_row_top_ = max(F(3.0092655e-36f), row_max_for_exp_avg_sq_row_top.read());
     exp_avg_sq_row_top.set(exp_avg_sq_row_top_);
 }
 
 // axis: values of the columns' dimensions
 template <class S0, class S1>
 OPTGEN_INLINE void adamw_4(S0 &col_max_for_exp_avg_sq_col_top, S1 &exp_avg_sq_col) {
-    const F exp_avg_sq_col_top = max(F(3.009265538105056e-36f), col_max_for_exp_avg_sq_col_top.read());
+    const F exp_avg_sq_col_top = max(F(3.0092655e-36f), col_max_for_exp_avg_sq_col_top.read());
     exp_avg_sq_col.set(exp_avg_sq_col_top);
 }
 
@@ -66,7 +66,7 @@ OPTGEN_INLINE F adamw_6(
     // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     const F p_2 = fma(-exp_avg_, 1.0f / fma(sqrt(exp_avg_sq), scalar_4, scalar_5), p_);
     const F exp_avg_sq_divisor = min(
-        F(3.4028234663852886e+38f), min(exp_avg_sq_row_top.read(), exp_avg_sq_col_top_spread.read())
+        F(3.4028235e+38f), min(exp_avg_sq_row_top.read(), exp_avg_sq_col_top_spread.read())
     );
     const F exp_avg_sq_exact = 16.0f * (exp_avg_sq / exp_avg_sq_divisor);
     const F exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), exp_avg_sq_exact));
@@ -122,8 +122,8 @@ OPTGEN_INLINE void adamw_amsgrad_3(
     S0 &row_max_for_max_exp_avg_sq_row_top, S1 &row_max_for_exp_avg_sq_row_top, S2 &max_exp_avg_sq_row_top,
     S3 &exp_avg_sq_row_top
 ) {
-    const F max_exp_avg_sq_row_top_ = max(F(3.009265538105056e-36f), row_max_for_max_exp_avg_sq_row_top.read());
-    const F exp_avg_sq_row_top_ = max(F(3.009265538105056e-36f), row_max_for_exp_avg_sq_row_top.read());
+    const F max_exp_avg_sq_row_top_ = max(F(3.0092655e-36f), row_max_for_max_exp_avg_sq_row_top.read());
+    const F exp_avg_sq_row_top_ = max(F(3.0092655e-36f), row_max_for_exp_avg_sq_row_top.read());
     max_exp_avg_sq_row_top.set(max_exp_avg_sq_row_top_);
     exp_avg_sq_row_top.set(exp_avg_sq_row_top_);
 }
@@ -134,8 +134,8 @@ OPTGEN_INLINE void adamw_amsgrad_4(
     S0 &col_max_for_exp_avg_sq_col_top, S1 &col_max_for_max_exp_avg_sq_col_top, S2 &exp_avg_sq_col,
     S3 &max_exp_avg_sq_col
 ) {
-    const F exp_avg_sq_col_top = max(F(3.009265538105056e-36f), col_max_for_exp_avg_sq_col_top.read());
-    const F max_exp_avg_sq_col_top = max(F(3.009265538105056e-36f), col_max_for_max_exp_avg_sq_col_top.read());
+    const F exp_avg_sq_col_top = max(F(3.0092655e-36f), col_max_for_exp_avg_sq_col_top.read());
+    const F max_exp_avg_sq_col_top = max(F(3.0092655e-36f), col_max_for_max_exp_avg_sq_col_top.read());
     exp_avg_sq_col.set(exp_avg_sq_col_top);
     max_exp_avg_sq_col.set(max_exp_avg_sq_col_top);
 }
@@ -179,12 +179,12 @@ OPTGEN_INLINE F adamw_amsgrad_6(
     // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     const F p_2 = fma(-exp_avg_, 1.0f / fma(sqrt(max_exp_avg_sq), scalar_4, scalar_5), p_);
     const F exp_avg_sq_divisor = min(
-        F(3.4028234663852886e+38f), min(exp_avg_sq_row_top.read(), exp_avg_sq_col_top_spread.read())
+        F(3.4028235e+38f), min(exp_avg_sq_row_top.read(), exp_avg_sq_col_top_spread.read())
     );
     const F exp_avg_sq_exact = 16.0f * (exp_avg_sq / exp_avg_sq_divisor);
     const F exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), exp_avg_sq_exact));
     const F max_exp_avg_sq_divisor = min(
-        F(3.4028234663852886e+38f), min(max_exp_avg_sq_row_top.read(), max_exp_avg_sq_col_top_spread.read())
+        F(3.4028235e+38f), min(max_exp_avg_sq_row_top.read(), max_exp_avg_sq_col_top_spread.read())
     );
     const F max_exp_avg_sq_exact = 16.0f * (max_exp_avg_sq / max_exp_avg_sq_divisor);
     const F max_exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), max_exp_avg_sq_exact));

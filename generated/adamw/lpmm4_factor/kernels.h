@@ -7,7 +7,7 @@
 // row: values of rows
 template <class S0, class S1>
 OPTGEN_INLINE void adamw_1(S0 &exp_avg_sq_row, S1 &exp_avg_sq_least) {
-    const F exp_avg_sq_least_ = min(F(1.1754943508222875e-38f), exp_avg_sq_row.read());
+    const F exp_avg_sq_least_ = min(F(1.1754944e-38f), exp_avg_sq_row.read());
     exp_avg_sq_least.set(exp_avg_sq_least_);
 }
 
@@ -46,22 +46,20 @@ OPTGEN_INLINE void adamw_3(
 // col: values of columns
 template <class S0, class S1>
 OPTGEN_INLINE void adamw_4(F extent_rows, S0 &col_sum_for_exp_avg_sq_col_factor, S1 &exp_avg_sq_col) {
-    const F exp_avg_sq_col_factor = max(
-        F(7.888609052210118e-31f), col_sum_for_exp_avg_sq_col_factor.read() / extent_rows
-    );
+    const F exp_avg_sq_col_factor = max(F(7.888609e-31f), col_sum_for_exp_avg_sq_col_factor.read() / extent_rows);
     exp_avg_sq_col.set(exp_avg_sq_col_factor);
 }
 
 // mat: values of matrices
 template <class S0, class S1>
 OPTGEN_INLINE void adamw_5(F extent_rows, S0 &mat_sum_for_exp_avg_sq_row_factor, S1 &mat_max) {
-    mat_max.set(max(F(1.1754943508222875e-38f), mat_sum_for_exp_avg_sq_row_factor.read() / extent_rows));
+    mat_max.set(max(F(1.1754944e-38f), mat_sum_for_exp_avg_sq_row_factor.read() / extent_rows));
 }
 
 // row: values of rows
 template <class S0, class S1, class S2>
 OPTGEN_INLINE void adamw_6(S0 &exp_avg_sq_row_means, S1 &mat_max, S2 &exp_avg_sq_row) {
-    const F exp_avg_sq_row_factor = max(F(7.888609052210118e-31f), exp_avg_sq_row_means.read() / mat_max.read());
+    const F exp_avg_sq_row_factor = max(F(7.888609e-31f), exp_avg_sq_row_means.read() / mat_max.read());
     exp_avg_sq_row.set(exp_avg_sq_row_factor);
 }
 
@@ -70,8 +68,8 @@ template <class S0, class S1, class S2, class S3>
 OPTGEN_INLINE void adamw_amsgrad_1(
     S0 &exp_avg_sq_row, S1 &max_exp_avg_sq_row, S2 &max_exp_avg_sq_least, S3 &exp_avg_sq_least
 ) {
-    const F max_exp_avg_sq_least_ = min(F(1.1754943508222875e-38f), max_exp_avg_sq_row.read());
-    const F exp_avg_sq_least_ = min(F(1.1754943508222875e-38f), exp_avg_sq_row.read());
+    const F max_exp_avg_sq_least_ = min(F(1.1754944e-38f), max_exp_avg_sq_row.read());
+    const F exp_avg_sq_least_ = min(F(1.1754944e-38f), exp_avg_sq_row.read());
     max_exp_avg_sq_least.set(max_exp_avg_sq_least_);
     exp_avg_sq_least.set(exp_avg_sq_least_);
 }
@@ -124,11 +122,9 @@ OPTGEN_INLINE void adamw_amsgrad_4(
     F extent_rows, S0 &col_sum_for_exp_avg_sq_col_factor, S1 &col_sum_for_max_exp_avg_sq_col_factor, S2 &exp_avg_sq_col,
     S3 &max_exp_avg_sq_col
 ) {
-    const F exp_avg_sq_col_factor = max(
-        F(7.888609052210118e-31f), col_sum_for_exp_avg_sq_col_factor.read() / extent_rows
-    );
+    const F exp_avg_sq_col_factor = max(F(7.888609e-31f), col_sum_for_exp_avg_sq_col_factor.read() / extent_rows);
     const F max_exp_avg_sq_col_factor = max(
-        F(7.888609052210118e-31f), col_sum_for_max_exp_avg_sq_col_factor.read() / extent_rows
+        F(7.888609e-31f), col_sum_for_max_exp_avg_sq_col_factor.read() / extent_rows
     );
     exp_avg_sq_col.set(exp_avg_sq_col_factor);
     max_exp_avg_sq_col.set(max_exp_avg_sq_col_factor);
@@ -140,8 +136,8 @@ OPTGEN_INLINE void adamw_amsgrad_5(
     F extent_rows, S0 &mat_sum_for_max_exp_avg_sq_row_factor, S1 &mat_sum_for_exp_avg_sq_row_factor, S2 &mat_max_2,
     S3 &mat_max
 ) {
-    mat_max_2.set(max(F(1.1754943508222875e-38f), mat_sum_for_max_exp_avg_sq_row_factor.read() / extent_rows));
-    mat_max.set(max(F(1.1754943508222875e-38f), mat_sum_for_exp_avg_sq_row_factor.read() / extent_rows));
+    mat_max_2.set(max(F(1.1754944e-38f), mat_sum_for_max_exp_avg_sq_row_factor.read() / extent_rows));
+    mat_max.set(max(F(1.1754944e-38f), mat_sum_for_exp_avg_sq_row_factor.read() / extent_rows));
 }
 
 // row: values of rows
@@ -150,10 +146,8 @@ OPTGEN_INLINE void adamw_amsgrad_6(
     S0 &exp_avg_sq_row_means, S1 &mat_max, S2 &max_exp_avg_sq_row_means, S3 &mat_max_2, S4 &exp_avg_sq_row,
     S5 &max_exp_avg_sq_row
 ) {
-    const F exp_avg_sq_row_factor = max(F(7.888609052210118e-31f), exp_avg_sq_row_means.read() / mat_max.read());
-    const F max_exp_avg_sq_row_factor = max(
-        F(7.888609052210118e-31f), max_exp_avg_sq_row_means.read() / mat_max_2.read()
-    );
+    const F exp_avg_sq_row_factor = max(F(7.888609e-31f), exp_avg_sq_row_means.read() / mat_max.read());
+    const F max_exp_avg_sq_row_factor = max(F(7.888609e-31f), max_exp_avg_sq_row_means.read() / mat_max_2.read());
     exp_avg_sq_row.set(exp_avg_sq_row_factor);
     max_exp_avg_sq_row.set(max_exp_avg_sq_row_factor);
 }

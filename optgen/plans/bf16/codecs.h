@@ -8,7 +8,6 @@
 // bf16
 struct signed_fields : Codec {
     static constexpr int FIELDS = 1;
-    static constexpr bool HAS_ROOT = false;
     uint16_t *__restrict code_at;
 
     signed_fields(char *first, char *const *) : code_at((uint16_t *)first) {}
@@ -19,9 +18,6 @@ struct signed_fields : Codec {
 };
 
 struct signed_nearest : signed_fields {
-    static constexpr int NOISE = 0, LOOPS = 1, ROOT_LOOP = 0, READS = 1, DRAWS = 0, KEPT = 0;
-    static constexpr bool ROOTED = false;
-
     using signed_fields::signed_fields;
     template <bool RAGGED, int VALUE, class N>
     F encode(Loop<0>, Head &h, int i, int end, F x, const N &noise) {

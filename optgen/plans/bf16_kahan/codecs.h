@@ -7,7 +7,6 @@
 // bf16 and its rounding error (Kahan)
 struct weight_bf16_fields : Codec {
     static constexpr int FIELDS = 2;
-    static constexpr bool HAS_ROOT = false;
     uint16_t *__restrict code_at;
     uint16_t *__restrict compensation_at;
 
@@ -21,9 +20,6 @@ struct weight_bf16_fields : Codec {
 };
 
 struct weight_bf16_nearest : weight_bf16_fields {
-    static constexpr int NOISE = 0, LOOPS = 1, ROOT_LOOP = 0, READS = 1, DRAWS = 0, KEPT = 0;
-    static constexpr bool ROOTED = false;
-
     using weight_bf16_fields::weight_bf16_fields;
     template <bool RAGGED, int VALUE, class N>
     F encode(Loop<0>, Head &h, int i, int end, F x, const N &noise) {
@@ -31,7 +27,7 @@ struct weight_bf16_nearest : weight_bf16_fields {
         const I carry = (x_bits >> 16 & 1) + 32767;
         const I weight_ = bits_or_nan(as_float(x_bits)) + carry >> 16;
         const F lost = x - widened(weight_);
-        const F lost_2 = where(abs(lost) <= 3.4028234663852886e+38f, lost, F(0.0f));
+        const F lost_2 = where(abs(lost) <= 3.4028235e+38f, lost, F(0.0f));
         const I x_bits_2 = bits(lost_2);
         const I carry_2 = (x_bits_2 >> 16 & 1) + 32767;
         store_half<2>(code_at + i, bits_or_nan(as_float(x_bits)) + carry);
@@ -43,7 +39,6 @@ struct weight_bf16_nearest : weight_bf16_fields {
 // f16 and its rounding error (Kahan)
 struct weight_f16_fields : Codec {
     static constexpr int FIELDS = 2;
-    static constexpr bool HAS_ROOT = false;
     uint16_t *__restrict code_at;
     uint16_t *__restrict compensation_at;
 
@@ -57,15 +52,12 @@ struct weight_f16_fields : Codec {
 };
 
 struct weight_f16_nearest : weight_f16_fields {
-    static constexpr int NOISE = 0, LOOPS = 1, ROOT_LOOP = 0, READS = 1, DRAWS = 0, KEPT = 0;
-    static constexpr bool ROOTED = false;
-
     using weight_f16_fields::weight_f16_fields;
     template <bool RAGGED, int VALUE, class N>
     F encode(Loop<0>, Head &h, int i, int end, F x, const N &noise) {
         const I weight_ = narrow_half(x);
         const F lost = x - widen_half(weight_);
-        const F lost_2 = where(abs(lost) <= 3.4028234663852886e+38f, lost, F(0.0f));
+        const F lost_2 = where(abs(lost) <= 3.4028235e+38f, lost, F(0.0f));
         store(code_at + i, weight_);
         store(compensation_at + i, narrow_half(lost_2));
         return x;

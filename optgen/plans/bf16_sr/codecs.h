@@ -6,7 +6,6 @@
 // bf16, stochastic
 struct weight_bf16_fields : Codec {
     static constexpr int FIELDS = 1;
-    static constexpr bool HAS_ROOT = false;
     uint16_t *__restrict code_at;
 
     weight_bf16_fields(char *first, char *const *) : code_at((uint16_t *)first) {}
@@ -17,8 +16,7 @@ struct weight_bf16_fields : Codec {
 };
 
 struct weight_bf16_stochastic : weight_bf16_fields {
-    static constexpr int NOISE = 16, LOOPS = 1, ROOT_LOOP = 0, READS = 1, DRAWS = 1, KEPT = 0;
-    static constexpr bool ROOTED = false;
+    static constexpr int NOISE = 16, DRAWS = 1;
 
     using weight_bf16_fields::weight_bf16_fields;
     template <bool RAGGED, int VALUE, class N>
@@ -29,24 +27,9 @@ struct weight_bf16_stochastic : weight_bf16_fields {
     }
 };
 
-struct weight_bf16_nearest : weight_bf16_fields {
-    static constexpr int NOISE = 0, LOOPS = 1, ROOT_LOOP = 0, READS = 1, DRAWS = 0, KEPT = 0;
-    static constexpr bool ROOTED = false;
-
-    using weight_bf16_fields::weight_bf16_fields;
-    template <bool RAGGED, int VALUE, class N>
-    F encode(Loop<0>, Head &h, int i, int end, F x, const N &noise) {
-        const I x_bits = bits(x);
-        const I carry = (x_bits >> 16 & 1) + 32767;
-        store_half<2>(code_at + i, bits_or_nan(as_float(x_bits)) + carry);
-        return x;
-    }
-};
-
 // f16, stochastic
 struct weight_f16_fields : Codec {
     static constexpr int FIELDS = 1;
-    static constexpr bool HAS_ROOT = false;
     uint16_t *__restrict code_at;
 
     weight_f16_fields(char *first, char *const *) : code_at((uint16_t *)first) {}
@@ -57,8 +40,7 @@ struct weight_f16_fields : Codec {
 };
 
 struct weight_f16_stochastic : weight_f16_fields {
-    static constexpr int NOISE = 13, LOOPS = 1, ROOT_LOOP = 0, READS = 1, DRAWS = 1, KEPT = 0;
-    static constexpr bool ROOTED = false;
+    static constexpr int NOISE = 13, DRAWS = 1;
 
     using weight_f16_fields::weight_f16_fields;
     template <bool RAGGED, int VALUE, class N>
@@ -67,8 +49,8 @@ struct weight_f16_stochastic : weight_f16_fields {
         const I sign_ = x_bitcast >> 16 & 0x8000;
         const I magnitude = x_bitcast & 0x7fffffff;
         const F magnitude_bitcast = as_float(magnitude);
-        const M is_subnormal = magnitude_bitcast < 6.103515625e-05f;
-        const I subnormal = to_int(274877906944.0f * magnitude_bitcast);
+        const M is_subnormal = magnitude_bitcast < 6.1035156e-05f;
+        const I subnormal = to_int(274877900000.0f * magnitude_bitcast);
         const I rebiased = min(I(0xf800000), magnitude - 0x38000000);
         const I fixed = where(is_subnormal, subnormal, rebiased << 1);
         store(code_at + i, where(x == x, sign_ | lshr(fixed + middle<VALUE, 14>(noise), 14), I(32256)));
@@ -76,22 +58,9 @@ struct weight_f16_stochastic : weight_f16_fields {
     }
 };
 
-struct weight_f16_nearest : weight_f16_fields {
-    static constexpr int NOISE = 0, LOOPS = 1, ROOT_LOOP = 0, READS = 1, DRAWS = 0, KEPT = 0;
-    static constexpr bool ROOTED = false;
-
-    using weight_f16_fields::weight_f16_fields;
-    template <bool RAGGED, int VALUE, class N>
-    F encode(Loop<0>, Head &h, int i, int end, F x, const N &noise) {
-        store(code_at + i, narrow_half(x));
-        return x;
-    }
-};
-
 // bf16, stochastic
 struct signed_fields : Codec {
     static constexpr int FIELDS = 1;
-    static constexpr bool HAS_ROOT = false;
     uint16_t *__restrict code_at;
 
     signed_fields(char *first, char *const *) : code_at((uint16_t *)first) {}
@@ -102,8 +71,7 @@ struct signed_fields : Codec {
 };
 
 struct signed_stochastic : signed_fields {
-    static constexpr int NOISE = 16, LOOPS = 1, ROOT_LOOP = 0, READS = 1, DRAWS = 1, KEPT = 0;
-    static constexpr bool ROOTED = false;
+    static constexpr int NOISE = 16, DRAWS = 1;
 
     using signed_fields::signed_fields;
     template <bool RAGGED, int VALUE, class N>
@@ -115,9 +83,6 @@ struct signed_stochastic : signed_fields {
 };
 
 struct signed_nearest : signed_fields {
-    static constexpr int NOISE = 0, LOOPS = 1, ROOT_LOOP = 0, READS = 1, DRAWS = 0, KEPT = 0;
-    static constexpr bool ROOTED = false;
-
     using signed_fields::signed_fields;
     template <bool RAGGED, int VALUE, class N>
     F encode(Loop<0>, Head &h, int i, int end, F x, const N &noise) {

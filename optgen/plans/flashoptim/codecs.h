@@ -6,13 +6,12 @@
 // bf16 and its rounding error in 1/254 ulp (FlashOptim)
 struct weight_bf16_fields : Codec {
     static constexpr int FIELDS = 2;
-    static constexpr bool HAS_ROOT = false;
     uint16_t *__restrict code_at;
     uint8_t *__restrict low_at;
 
     weight_bf16_fields(char *first, char *const *more) : code_at((uint16_t *)first), low_at((uint8_t *)more[0]) {}
     Product times(F c, const In &in, int i) const {
-        const F one_over_127(0.007874015718698502f);
+        const F one_over_127(0.007874016f);
         const U8 low_code = raw(low_at + i);
         const F code = counter(low_code) - 8388736.0f;
         const U16 code_stored = raw(code_at + i);
@@ -28,9 +27,6 @@ struct weight_bf16_fields : Codec {
 };
 
 struct weight_bf16_nearest : weight_bf16_fields {
-    static constexpr int NOISE = 0, LOOPS = 1, ROOT_LOOP = 0, READS = 1, DRAWS = 0, KEPT = 0;
-    static constexpr bool ROOTED = false;
-
     using weight_bf16_fields::weight_bf16_fields;
     template <bool RAGGED, int VALUE, class N>
     F encode(Loop<0>, Head &h, int i, int end, F x, const N &noise) {
@@ -57,13 +53,12 @@ struct weight_bf16_nearest : weight_bf16_fields {
 // f16 and its rounding error in 1/254 ulp (FlashOptim)
 struct weight_f16_fields : Codec {
     static constexpr int FIELDS = 2;
-    static constexpr bool HAS_ROOT = false;
     uint16_t *__restrict code_at;
     uint8_t *__restrict low_at;
 
     weight_f16_fields(char *first, char *const *more) : code_at((uint16_t *)first), low_at((uint8_t *)more[0]) {}
     Product times(F c, const In &in, int i) const {
-        const F one_over_127(0.007874015718698502f);
+        const F one_over_127(0.007874016f);
         const U8 low_code = raw(low_at + i);
         const F code = counter(low_code) - 8388736.0f;
         const U16 code_stored = raw(code_at + i);
@@ -79,9 +74,6 @@ struct weight_f16_fields : Codec {
 };
 
 struct weight_f16_nearest : weight_f16_fields {
-    static constexpr int NOISE = 0, LOOPS = 1, ROOT_LOOP = 0, READS = 1, DRAWS = 0, KEPT = 0;
-    static constexpr bool ROOTED = false;
-
     using weight_f16_fields::weight_f16_fields;
     template <bool RAGGED, int VALUE, class N>
     F encode(Loop<0>, Head &h, int i, int end, F x, const N &noise) {
@@ -106,7 +98,6 @@ struct weight_f16_nearest : weight_f16_fields {
 // 8-bit signed blocks of 32: softsign, fp16 scale, nearest
 struct signed_fields : Codec {
     static constexpr int FIELDS = 2;
-    static constexpr bool HAS_ROOT = false;
     uint8_t *__restrict code_at;
     uint16_t *__restrict scale_at;
     alignas(64) float scale_2_kept[most_of(32) / 32];
@@ -120,8 +111,8 @@ struct signed_fields : Codec {
     struct In { F scale_2; };
     In in(int b) const { return {F(scale_2_kept[b])}; }
     Product times(F c, const In &in, int i) const {
-        const F c_times_one_over_127(c * 0.007874015718698502f);
-        const F one_over_127(0.007874015718698502f);
+        const F c_times_one_over_127(c * 0.007874016f);
+        const F one_over_127(0.007874016f);
         const F scale_mul = c_times_one_over_127 * in.scale_2;
         const U8 code_code = raw(code_at + i);
         const F code = counter(code_code) - 8388736.0f;
@@ -130,24 +121,23 @@ struct signed_fields : Codec {
 };
 
 struct signed_nearest : signed_fields {
-    static constexpr int NOISE = 0, LOOPS = 2, ROOT_LOOP = 0, READS = 3, DRAWS = 0, KEPT = 0;
-    static constexpr bool ROOTED = false;
+    static constexpr int LOOPS = 2, READS = 3;
     alignas(64) float scale_mul_kept[most_of(32) / 32], scale_rcp_kept[most_of(32) / 32];
-    I top_kept[most_of(32) / 32];
+    I largest_of_block_kept[most_of(32) / 32];
 
     using signed_fields::signed_fields;
     using Codec::blocks, Codec::head, Codec::tail;
-    struct Head_0 { I top; };
+    struct Head_0 { I largest_of_block; };
     Head_0 head(Loop<0>, int b) const { return {I(INT32_MIN)}; }
-    void tail(Loop<0>, const Head_0 &h, int b) { top_kept[b] = h.top; }
+    void tail(Loop<0>, const Head_0 &h, int b) { largest_of_block_kept[b] = h.largest_of_block; }
     template <bool RAGGED, int VALUE, class N>
     F encode(Loop<0>, Head_0 &h, int i, int end, F x, const N &noise) {
-        h.top = larger<RAGGED>(h.top, bits(abs(x)), i, end);
+        h.largest_of_block = larger<RAGGED>(h.largest_of_block, bits(abs(x)), i, end);
         return x;
     }
     void blocks(Loop<1>, int b) {
-        const I top = largest(top_kept + b);
-        const F scale = max(F(9.999999960041972e-13f), as_float(top));
+        const I largest_of_block = largest(largest_of_block_kept + b);
+        const F scale = max(F(1e-12f), as_float(largest_of_block));
         const F scale_rcp = 1.0f / scale;
         const F scale_mul = 254.0f * scale_rcp;
         store(scale_mul_kept + b, scale_mul);
@@ -180,7 +170,7 @@ struct nonneg_fields : Codec {
     struct In { F scale_2; };
     In in(int b) const { return {F(scale_2_kept[b])}; }
     Product times(F c, const In &in, int i) const {
-        const F scalar_0(sqrt(c * 1.537870048196055e-05f));
+        const F scalar_0(sqrt(c * 1.53787e-05f));
         const F scale_mul = scalar_0 * in.scale_2;
         const U8 code_code = raw(code_at + i);
         const F code = counter(code_code) - 8388608.0f;
@@ -188,7 +178,7 @@ struct nonneg_fields : Codec {
         return {code_mul, code_mul};
     }
     F root(const In &in, int i) const {
-        const F one_over_255(0.003921568859368563f);
+        const F one_over_255(0.003921569f);
         const F scale_mul = one_over_255 * in.scale_2;
         const U8 code_code = raw(code_at + i);
         const F code = counter(code_code) - 8388608.0f;
@@ -197,26 +187,26 @@ struct nonneg_fields : Codec {
 };
 
 struct nonneg_nearest : nonneg_fields {
-    static constexpr int NOISE = 0, LOOPS = 2, ROOT_LOOP = 1, READS = 3, DRAWS = 0, KEPT = 0;
+    static constexpr int LOOPS = 2, ROOT_LOOP = 1, READS = 3;
     static constexpr bool ROOTED = true;
     alignas(64) float scale_mul_2_kept[most_of(32) / 32], scale_mul_kept[most_of(32) / 32];
-    I top_kept[most_of(32) / 32];
+    I largest_of_block_kept[most_of(32) / 32];
 
     using nonneg_fields::nonneg_fields;
     using Codec::blocks, Codec::head, Codec::tail;
-    struct Head_0 { I top; };
+    struct Head_0 { I largest_of_block; };
     Head_0 head(Loop<0>, int b) const { return {I(INT32_MIN)}; }
-    void tail(Loop<0>, const Head_0 &h, int b) { top_kept[b] = h.top; }
+    void tail(Loop<0>, const Head_0 &h, int b) { largest_of_block_kept[b] = h.largest_of_block; }
     template <bool RAGGED, int VALUE, class N>
     F encode(Loop<0>, Head_0 &h, int i, int end, F x, const N &noise) {
-        const F one_over_255(0.003921568859368563f);
-        h.top = larger<RAGGED>(h.top, bits(abs(x)), i, end);
+        const F one_over_255(0.003921569f);
+        h.largest_of_block = larger<RAGGED>(h.largest_of_block, bits(abs(x)), i, end);
         return x;
     }
     void blocks(Loop<1>, int b) {
-        const F one_over_255(0.003921568859368563f);
-        const I top = largest(top_kept + b);
-        const F scale = max(F(9.999999960041972e-13f), as_float(top));
+        const F one_over_255(0.003921569f);
+        const I largest_of_block = largest(largest_of_block_kept + b);
+        const F scale = max(F(1e-12f), as_float(largest_of_block));
         const I scale_cast = narrow_half(scale);
         const F scale_2 = widen_half(scale_cast);
         const F scale_mul = one_over_255 * scale_2;
@@ -229,7 +219,7 @@ struct nonneg_nearest : nonneg_fields {
     Head_1 head(Loop<1>, int b) const { return {F(scale_mul_2_kept[b]), F(scale_mul_kept[b])}; }
     template <bool RAGGED, int VALUE, class N>
     F encode(Loop<1>, Head_1 &h, int i, int end, F x, const N &noise) {
-        const F one_over_255(0.003921568859368563f);
+        const F one_over_255(0.003921569f);
         const I parts_ = to_int(fma(h.scale_mul_2, x, 0.5f));
         const I piece = parts_ & 255;
         const F code = as_float(piece | 0x4b000000) - 8388608.0f;

@@ -6,7 +6,6 @@
 // bf16, nearest
 struct weight_bf16_fields : Codec {
     static constexpr int FIELDS = 1;
-    static constexpr bool HAS_ROOT = false;
     uint16_t *__restrict code_at;
 
     weight_bf16_fields(char *first, char *const *) : code_at((uint16_t *)first) {}
@@ -17,9 +16,6 @@ struct weight_bf16_fields : Codec {
 };
 
 struct weight_bf16_nearest : weight_bf16_fields {
-    static constexpr int NOISE = 0, LOOPS = 1, ROOT_LOOP = 0, READS = 1, DRAWS = 0, KEPT = 0;
-    static constexpr bool ROOTED = false;
-
     using weight_bf16_fields::weight_bf16_fields;
     template <bool RAGGED, int VALUE, class N>
     F encode(Loop<0>, Head &h, int i, int end, F x, const N &noise) {
@@ -33,7 +29,6 @@ struct weight_bf16_nearest : weight_bf16_fields {
 // f16, nearest
 struct weight_f16_fields : Codec {
     static constexpr int FIELDS = 1;
-    static constexpr bool HAS_ROOT = false;
     uint16_t *__restrict code_at;
 
     weight_f16_fields(char *first, char *const *) : code_at((uint16_t *)first) {}
@@ -44,9 +39,6 @@ struct weight_f16_fields : Codec {
 };
 
 struct weight_f16_nearest : weight_f16_fields {
-    static constexpr int NOISE = 0, LOOPS = 1, ROOT_LOOP = 0, READS = 1, DRAWS = 0, KEPT = 0;
-    static constexpr bool ROOTED = false;
-
     using weight_f16_fields::weight_f16_fields;
     template <bool RAGGED, int VALUE, class N>
     F encode(Loop<0>, Head &h, int i, int end, F x, const N &noise) {

@@ -6,7 +6,6 @@
 // bf16 and an fp32 copy
 struct weight_bf16_fields : Codec {
     static constexpr int FIELDS = 2;
-    static constexpr bool HAS_ROOT = false;
     uint16_t *__restrict code_at;
     float *__restrict master_at;
 
@@ -18,9 +17,6 @@ struct weight_bf16_fields : Codec {
 };
 
 struct weight_bf16_nearest : weight_bf16_fields {
-    static constexpr int NOISE = 0, LOOPS = 1, ROOT_LOOP = 0, READS = 1, DRAWS = 0, KEPT = 0;
-    static constexpr bool ROOTED = false;
-
     using weight_bf16_fields::weight_bf16_fields;
     template <bool RAGGED, int VALUE, class N>
     F encode(Loop<0>, Head &h, int i, int end, F x, const N &noise) {
@@ -35,7 +31,6 @@ struct weight_bf16_nearest : weight_bf16_fields {
 // f16 and an fp32 copy
 struct weight_f16_fields : Codec {
     static constexpr int FIELDS = 2;
-    static constexpr bool HAS_ROOT = false;
     uint16_t *__restrict code_at;
     float *__restrict master_at;
 
@@ -47,9 +42,6 @@ struct weight_f16_fields : Codec {
 };
 
 struct weight_f16_nearest : weight_f16_fields {
-    static constexpr int NOISE = 0, LOOPS = 1, ROOT_LOOP = 0, READS = 1, DRAWS = 0, KEPT = 0;
-    static constexpr bool ROOTED = false;
-
     using weight_f16_fields::weight_f16_fields;
     template <bool RAGGED, int VALUE, class N>
     F encode(Loop<0>, Head &h, int i, int end, F x, const N &noise) {

@@ -8,10 +8,9 @@
 // 4-bit signed blocks of 64: softsign(0.5), ue8m8 scale, stochastic
 struct signed_fields : Codec {
     static constexpr int FIELDS = 2;
-    static constexpr bool HAS_ROOT = false;
     uint8_t *__restrict code_packed;
     int16_t *__restrict scale_at;
-    alignas(64) uint8_t code_at[2048];
+    alignas(64) uint8_t code_at[most_of(64)];
     alignas(64) float scale_2_kept[most_of(64) / 64];
 
     signed_fields(char *first, char *const *more) : code_packed((uint8_t *)first), scale_at((int16_t *)more[0]) {}
@@ -35,28 +34,27 @@ struct signed_fields : Codec {
 };
 
 struct signed_stochastic : signed_fields {
-    static constexpr int NOISE = 12, LOOPS = 2, ROOT_LOOP = 0, READS = 3, DRAWS = 2, KEPT = 0;
-    static constexpr bool ROOTED = false;
+    static constexpr int NOISE = 12, LOOPS = 2, READS = 3, DRAWS = 2;
     alignas(64) float divisor_mul_kept[most_of(64) / 64];
-    I top_kept[most_of(64) / 64];
+    I largest_of_block_kept[most_of(64) / 64];
 
     using signed_fields::signed_fields;
     using Codec::blocks, Codec::head, Codec::tail;
-    struct Head_0 { I top; };
+    struct Head_0 { I largest_of_block; };
     Head_0 head(Loop<0>, int b) const { return {I(INT32_MIN)}; }
-    void tail(Loop<0>, const Head_0 &h, int b) { top_kept[b] = h.top; }
+    void tail(Loop<0>, const Head_0 &h, int b) { largest_of_block_kept[b] = h.largest_of_block; }
     template <bool RAGGED, int VALUE, class N>
     F encode(Loop<0>, Head_0 &h, int i, int end, F x, const N &noise) {
         const F x_abs = abs(x);
-        h.top = larger<RAGGED>(h.top, bits(x_abs), i, end);
+        h.largest_of_block = larger<RAGGED>(h.largest_of_block, bits(x_abs), i, end);
         return x;
     }
     void blocks(Loop<1>, int b) {
-        const I top = largest(top_kept + b);
-        const I up = max(I(0x4800000), top) + 32767;
-        const I up_2 = where(top < 0x7f800000, up, I(0x7fc00000));
+        const I largest_of_block = largest(largest_of_block_kept + b);
+        const I up = max(I(0x4800000), largest_of_block) + 32767;
+        const I up_2 = where(largest_of_block < 0x7f800000, up, I(0x7fc00000));
         const I divisor = min(I(0x7f7fffff), up_2 & 0x7fff8000);
-        const F divisor_mul = as_float(divisor) * 0.095238097012043f;
+        const F divisor_mul = as_float(divisor) * 0.0952381f;
         store(divisor_mul_kept + b, divisor_mul);
         store(scale_at + b, up_2 >> 15);
     }
@@ -64,13 +62,13 @@ struct signed_stochastic : signed_fields {
     Head_1 head(Loop<1>, int b) const { return {F(divisor_mul_kept[b])}; }
     template <bool RAGGED, int VALUE, class N>
     F encode(Loop<1>, Head_1 &h, int i, int end, F x, const N &noise) {
-        const I pattern = bits(fma(x, 1.0f / fma(0.0476190485060215f, abs(x), h.divisor_mul), 3080.0f));
+        const I pattern = bits(fma(x, 1.0f / fma(0.04761905f, abs(x), h.divisor_mul), 3080.0f));
         store(code_at + i, pattern + integer<VALUE>(noise) >> 12);
         return x;
     }
-    void pack_codes(int blocks, const int *live) {
-        no_codes<64>(code_at, blocks, live);
-        pack<4>(code_packed, code_at, 64 * blocks);
+    template <int BLOCK> void pack_codes(int blocks, const int *live) {
+        no_codes<BLOCK>(code_at, blocks, live);
+        pack<4>(code_packed, code_at, BLOCK * blocks);
     }
 };
 
@@ -81,9 +79,7 @@ struct signed_nearest : signed_stochastic {
     using signed_stochastic::encode;
     template <bool RAGGED, int VALUE, class N>
     F encode(Loop<1>, Head_1 &h, int i, int end, F x, const N &noise) {
-        store(
-            code_at + i, bits(fma(x, 1.0f / fma(0.0476190485060215f, abs(x), h.divisor_mul), 12582912.0f)) - 0x4b3ffff8
-        );
+        store(code_at + i, bits(fma(x, 1.0f / fma(0.04761905f, abs(x), h.divisor_mul), 12582912.0f)) - 0x4b3ffff8);
         return x;
     }
 };
@@ -94,7 +90,7 @@ struct nonneg_fields : Codec {
     static constexpr bool HAS_ROOT = true;
     uint8_t *__restrict code_packed;
     int16_t *__restrict range_at;
-    alignas(64) uint8_t code_at[2048];
+    alignas(64) uint8_t code_at[most_of(64)];
     alignas(64) int32_t middle_2_kept[most_of(64) / 64], step_2_kept[most_of(64) / 64];
 
     nonneg_fields(char *first, char *const *more) : code_packed((uint8_t *)first), range_at((int16_t *)more[0]) {}
@@ -113,9 +109,7 @@ struct nonneg_fields : Codec {
     struct In { I middle_2; I step_2; };
     In in(int b) const { return {I(middle_2_kept[b]), I(step_2_kept[b])}; }
     Product times(F c, const In &in, int i) const {
-        const U8 code_code = raw(code_at + i);
-        const I piece = to_int(code_code);
-        const F value = as_float(in.middle_2 + piece * in.step_2);
+        const F value = root(in, i);
         return {F(c), value * value};
     }
     F root(const In &in, int i) const {
@@ -126,37 +120,37 @@ struct nonneg_fields : Codec {
 };
 
 struct nonneg_stochastic : nonneg_fields {
-    static constexpr int NOISE = 12, LOOPS = 2, ROOT_LOOP = 1, READS = 3, DRAWS = 2, KEPT = 0;
+    static constexpr int NOISE = 12, LOOPS = 2, ROOT_LOOP = 1, READS = 3, DRAWS = 2;
     static constexpr bool ROOTED = true;
     alignas(64) int32_t half_add_kept[most_of(64) / 64], base_kept[most_of(64) / 64], base_sub_kept[most_of(64) / 64],
         scale_kept[most_of(64) / 64], start_add_kept[most_of(64) / 64], step_3_kept[most_of(64) / 64];
-    I largest_of_block_kept[most_of(64) / 64], pattern_block_min_kept[most_of(64) / 64];
+    I largest_of_block_kept[most_of(64) / 64], smallest_of_block_kept[most_of(64) / 64];
 
     using nonneg_fields::nonneg_fields;
     using Codec::blocks, Codec::head, Codec::tail;
-    struct Head_0 { I largest_of_block; I pattern_block_min; };
+    struct Head_0 { I largest_of_block; I smallest_of_block; };
     Head_0 head(Loop<0>, int b) const { return {I(INT32_MIN), I(INT32_MAX)}; }
     void tail(Loop<0>, const Head_0 &h, int b) {
-        largest_of_block_kept[b] = h.largest_of_block; pattern_block_min_kept[b] = h.pattern_block_min;
+        largest_of_block_kept[b] = h.largest_of_block; smallest_of_block_kept[b] = h.smallest_of_block;
     }
     template <bool RAGGED, int VALUE, class N>
     F encode(Loop<0>, Head_0 &h, int i, int end, F x, const N &noise) {
         const I pattern = bits(x);
         h.largest_of_block = larger<RAGGED>(h.largest_of_block, pattern, i, end);
-        h.pattern_block_min = smaller<RAGGED>(h.pattern_block_min, pattern, i, end);
+        h.smallest_of_block = smaller<RAGGED>(h.smallest_of_block, pattern, i, end);
         return x;
     }
     void blocks(Loop<1>, int b) {
         const I largest_of_block = largest(largest_of_block_kept + b);
-        const I pattern_block_min = smallest(pattern_block_min_kept + b);
+        const I smallest_of_block = smallest(smallest_of_block_kept + b);
         const I largest_ = min(I(0x5f5ffffe), max(I(0x20000000), largest_of_block));
-        const I units = max(I(0), (largest_ >> 22) - max(I(128), pattern_block_min >> 22)) + 3;
+        const I units = max(I(0), (largest_ >> 22) - max(I(128), smallest_of_block >> 22)) + 3;
         const I step_ = bits(
             fma(2097152.0f, 1.0f / to_float(to_int(16.5f / to_float(min(I(16), units)))), 12582912.0f)
         ) - 0x4b400000;
         const I margin = (step_ << 1 >> 1) + 1;
         const I above = (largest_ + margin >> 22) + 1;
-        const I below = pattern_block_min - margin >> 22;
+        const I below = smallest_of_block - margin >> 22;
         const I units_2 = min(I(16), max(I(1), above - max(I(128), below)));
         const I first_ = above - units_2;
         const I start_ = first_ << 22;
@@ -195,31 +189,18 @@ struct nonneg_stochastic : nonneg_fields {
         store(code_at + i, position >> 24);
         return value;
     }
-    void pack_codes(int blocks, const int *live) {
-        no_codes<64>(code_at, blocks, live);
-        pack<4>(code_packed, code_at, 64 * blocks);
+    template <int BLOCK> void pack_codes(int blocks, const int *live) {
+        no_codes<BLOCK>(code_at, blocks, live);
+        pack<4>(code_packed, code_at, BLOCK * blocks);
     }
 };
 
 struct nonneg_nearest : nonneg_stochastic {
     static constexpr int NOISE = 0, DRAWS = 0;
     alignas(64) int32_t start__kept[most_of(64) / 64], start_sub_kept[most_of(64) / 64], step_2_kept[most_of(64) / 64];
-    I smallest_of_block_kept[most_of(64) / 64];
 
     using nonneg_stochastic::nonneg_stochastic;
-    using nonneg_stochastic::blocks, nonneg_stochastic::head, nonneg_stochastic::tail, nonneg_stochastic::encode;
-    struct Head_0 { I largest_of_block; I smallest_of_block; };
-    Head_0 head(Loop<0>, int b) const { return {I(INT32_MIN), I(INT32_MAX)}; }
-    void tail(Loop<0>, const Head_0 &h, int b) {
-        largest_of_block_kept[b] = h.largest_of_block; smallest_of_block_kept[b] = h.smallest_of_block;
-    }
-    template <bool RAGGED, int VALUE, class N>
-    F encode(Loop<0>, Head_0 &h, int i, int end, F x, const N &noise) {
-        const I pattern = bits(x);
-        h.largest_of_block = larger<RAGGED>(h.largest_of_block, pattern, i, end);
-        h.smallest_of_block = smaller<RAGGED>(h.smallest_of_block, pattern, i, end);
-        return x;
-    }
+    using nonneg_stochastic::blocks, nonneg_stochastic::head, nonneg_stochastic::encode;
     void blocks(Loop<1>, int b) {
         const I largest_of_block = largest(largest_of_block_kept + b);
         const I smallest_of_block = smallest(smallest_of_block_kept + b);

@@ -13,8 +13,8 @@ struct nonneg_fields : Codec {
     uint8_t *__restrict code_packed;
     uint8_t *__restrict high_packed;
     int16_t *__restrict peak_at;
-    alignas(64) uint8_t code_at[2048];
-    alignas(64) uint8_t high_at[2048];
+    alignas(64) uint8_t code_at[most_of(64)];
+    alignas(64) uint8_t high_at[most_of(64)];
     alignas(64) int32_t start__kept[most_of(64) / 64];
 
     nonneg_fields(char *first, char *const *more) : code_packed((uint8_t *)first), high_packed((uint8_t *)more[0]),
@@ -29,11 +29,7 @@ struct nonneg_fields : Codec {
     struct In { I start_; };
     In in(int b) const { return {I(start__kept[b])}; }
     Product times(F c, const In &in, int i) const {
-        const U8 code_code = raw(code_at + i);
-        const U8 high_code = raw(high_at + i);
-        const I piece = to_int(high_code);
-        const I code = to_int(code_code) | piece << 2;
-        const F value = as_float(in.start_ + code * 0x2db6db);
+        const F value = root(in, i);
         return {F(c), value * value};
     }
     F root(const In &in, int i) const {
@@ -46,7 +42,7 @@ struct nonneg_fields : Codec {
 };
 
 struct nonneg_stochastic : nonneg_fields {
-    static constexpr int NOISE = 12, LOOPS = 2, ROOT_LOOP = 1, READS = 3, DRAWS = 2, KEPT = 0;
+    static constexpr int NOISE = 12, LOOPS = 2, ROOT_LOOP = 1, READS = 3, DRAWS = 2;
     static constexpr bool ROOTED = true;
     alignas(64) int32_t start__kept[most_of(64) / 64];
     I largest_of_block_kept[most_of(64) / 64];
@@ -65,7 +61,7 @@ struct nonneg_stochastic : nonneg_fields {
     void blocks(Loop<1>, int b) {
         const I largest_of_block = largest(largest_of_block_kept + b);
         const I largest_ = min(I(0x5f524924), max(I(0x20000000), largest_of_block));
-        const I point = -to_int(floor(fma(-to_float(largest_ - 0x20000000), 3.337860619012645e-07f, 0.0009765625f)));
+        const I point = -to_int(floor(fma(-to_float(largest_ - 0x20000000), 3.3378606e-07f, 0.0009765625f)));
         const I top = max(I(7), point);
         const I start_ = (top - 7) * 0x2db6db + 0x20000000;
         store(start__kept + b, start_);
@@ -76,20 +72,20 @@ struct nonneg_stochastic : nonneg_fields {
     template <bool RAGGED, int VALUE, class N>
     F encode(Loop<1>, Head_1 &h, int i, int end, F x, const N &noise) {
         const F under = to_float(max(I(0), min(I(0x5f524924), bits(x)) - h.start_));
-        const F exact = min(F(7.0f), 3.337860619012645e-07f * under);
+        const F exact = min(F(7.0f), 3.3378606e-07f * under);
         const F rest = exact - floor(exact);
-        const F exact_2 = fma(-0.12314802408218384f, rest * (1.0f - rest), exact);
+        const F exact_2 = fma(-0.123148024f, rest * (1.0f - rest), exact);
         const I code = bits(exact_2 + 3072.0f) + integer<VALUE>(noise) >> 12;
         const I piece = code >> 2;
         store(code_at + i, code);
         store(high_at + i, piece);
         return as_float(h.start_ + (code & 7) * 0x2db6db);
     }
-    void pack_codes(int blocks, const int *live) {
-        no_codes<64>(code_at, blocks, live);
-        no_codes<64>(high_at, blocks, live);
-        pack<2>(code_packed, code_at, 64 * blocks);
-        pack<1>(high_packed, high_at, 64 * blocks);
+    template <int BLOCK> void pack_codes(int blocks, const int *live) {
+        no_codes<BLOCK>(code_at, blocks, live);
+        no_codes<BLOCK>(high_at, blocks, live);
+        pack<2>(code_packed, code_at, BLOCK * blocks);
+        pack<1>(high_packed, high_at, BLOCK * blocks);
     }
 };
 
@@ -102,7 +98,7 @@ struct nonneg_nearest : nonneg_stochastic {
         const I largest_of_block = largest(largest_of_block_kept + b);
         const I largest_ = min(I(0x5f524924), max(I(0x20000000), largest_of_block));
         const I largest_add = largest_ - 0x20000000;
-        const F place_ = to_float(largest_add) * 3.337860619012645e-07f;
+        const F place_ = to_float(largest_add) * 3.3378606e-07f;
         const I point = to_int(place_);
         const I rest = largest_add - point * 0x2db6db;
         const I point_2 = point + to_int(0x16dcda < rest);
@@ -114,7 +110,7 @@ struct nonneg_nearest : nonneg_stochastic {
     template <bool RAGGED, int VALUE, class N>
     F encode(Loop<1>, Head_1 &h, int i, int end, F x, const N &noise) {
         const F under = to_float(max(I(0), min(I(0x5f524924), bits(x)) - h.start_));
-        const F exact = min(F(7.0f), 3.337860619012645e-07f * under);
+        const F exact = min(F(7.0f), 3.3378606e-07f * under);
         const I code = bits(exact + 12582912.0f) - 0x4b400000;
         const I piece = code >> 2;
         store(code_at + i, code);

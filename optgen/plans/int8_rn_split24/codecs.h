@@ -6,7 +6,6 @@
 // bf16 and 8 more bits, nearest
 struct weight_bf16_fields : Codec {
     static constexpr int FIELDS = 2;
-    static constexpr bool HAS_ROOT = false;
     uint16_t *__restrict code_at;
     uint8_t *__restrict low_at;
 
@@ -19,9 +18,6 @@ struct weight_bf16_fields : Codec {
 };
 
 struct weight_bf16_nearest : weight_bf16_fields {
-    static constexpr int NOISE = 0, LOOPS = 1, ROOT_LOOP = 0, READS = 1, DRAWS = 0, KEPT = 0;
-    static constexpr bool ROOTED = false;
-
     using weight_bf16_fields::weight_bf16_fields;
     template <bool RAGGED, int VALUE, class N>
     F encode(Loop<0>, Head &h, int i, int end, F x, const N &noise) {
@@ -35,7 +31,6 @@ struct weight_bf16_nearest : weight_bf16_fields {
 // f16 and 8 more bits, nearest
 struct weight_f16_fields : Codec {
     static constexpr int FIELDS = 2;
-    static constexpr bool HAS_ROOT = false;
     uint16_t *__restrict code_at;
     uint8_t *__restrict low_at;
 
@@ -47,7 +42,7 @@ struct weight_f16_fields : Codec {
         const I low = to_int(low_code);
         const I offset = low - 128;
         const I wide = ((high & 32767) << 8) + offset;
-        const I subnormal = bits(2.3283064365386963e-10f * to_float(wide));
+        const I subnormal = bits(2.3283064e-10f * to_float(wide));
         const I normal = (wide << 5) + 0x38000000;
         const I finite = where(wide < 0x40000, subnormal, normal);
         return {
@@ -61,9 +56,6 @@ struct weight_f16_fields : Codec {
 };
 
 struct weight_f16_nearest : weight_f16_fields {
-    static constexpr int NOISE = 0, LOOPS = 1, ROOT_LOOP = 0, READS = 1, DRAWS = 0, KEPT = 0;
-    static constexpr bool ROOTED = false;
-
     using weight_f16_fields::weight_f16_fields;
     template <bool RAGGED, int VALUE, class N>
     F encode(Loop<0>, Head &h, int i, int end, F x, const N &noise) {
@@ -71,8 +63,8 @@ struct weight_f16_nearest : weight_f16_fields {
         const I sign_ = x_bitcast >> 16 & 0x8000;
         const I magnitude = x_bitcast & 0x7fffffff;
         const F magnitude_bitcast = as_float(magnitude);
-        const M is_subnormal = magnitude_bitcast < 6.103515625e-05f;
-        const I subnormal = to_int(137438953472.0f * magnitude_bitcast);
+        const M is_subnormal = magnitude_bitcast < 6.1035156e-05f;
+        const I subnormal = to_int(137438950000.0f * magnitude_bitcast);
         const I rebiased = min(I(0xf800000), magnitude - 0x38000000);
         const I fixed = where(is_subnormal, subnormal, rebiased);
         const I wide = lshr(fixed + 16, 5);
@@ -87,7 +79,6 @@ struct weight_f16_nearest : weight_f16_fields {
 // 8-bit signed blocks of 64: softsign, ue8m8 scale, nearest
 struct signed_fields : Codec {
     static constexpr int FIELDS = 2;
-    static constexpr bool HAS_ROOT = false;
     uint8_t *__restrict code_at;
     int16_t *__restrict scale_at;
     alignas(64) float scale_2_kept[most_of(64) / 64];
@@ -112,28 +103,27 @@ struct signed_fields : Codec {
 };
 
 struct signed_nearest : signed_fields {
-    static constexpr int NOISE = 0, LOOPS = 2, ROOT_LOOP = 0, READS = 3, DRAWS = 0, KEPT = 0;
-    static constexpr bool ROOTED = false;
+    static constexpr int LOOPS = 2, READS = 3;
     alignas(64) float divisor_mul_kept[most_of(64) / 64];
-    I top_kept[most_of(64) / 64];
+    I largest_of_block_kept[most_of(64) / 64];
 
     using signed_fields::signed_fields;
     using Codec::blocks, Codec::head, Codec::tail;
-    struct Head_0 { I top; };
+    struct Head_0 { I largest_of_block; };
     Head_0 head(Loop<0>, int b) const { return {I(INT32_MIN)}; }
-    void tail(Loop<0>, const Head_0 &h, int b) { top_kept[b] = h.top; }
+    void tail(Loop<0>, const Head_0 &h, int b) { largest_of_block_kept[b] = h.largest_of_block; }
     template <bool RAGGED, int VALUE, class N>
     F encode(Loop<0>, Head_0 &h, int i, int end, F x, const N &noise) {
         const F x_abs = abs(x);
-        h.top = larger<RAGGED>(h.top, bits(x_abs), i, end);
+        h.largest_of_block = larger<RAGGED>(h.largest_of_block, bits(x_abs), i, end);
         return x;
     }
     void blocks(Loop<1>, int b) {
-        const I top = largest(top_kept + b);
-        const I up = max(I(0x4800000), top) + 32767;
-        const I up_2 = where(top < 0x7f800000, up, I(0x7fc00000));
+        const I largest_of_block = largest(largest_of_block_kept + b);
+        const I up = max(I(0x4800000), largest_of_block) + 32767;
+        const I up_2 = where(largest_of_block < 0x7f800000, up, I(0x7fc00000));
         const I divisor = min(I(0x7f7fffff), up_2 & 0x7fff8000);
-        const F divisor_mul = as_float(divisor) * 0.003937007859349251f;
+        const F divisor_mul = as_float(divisor) * 0.003937008f;
         store(divisor_mul_kept + b, divisor_mul);
         store(scale_at + b, up_2 >> 15);
     }
@@ -141,7 +131,7 @@ struct signed_nearest : signed_fields {
     Head_1 head(Loop<1>, int b) const { return {F(divisor_mul_kept[b])}; }
     template <bool RAGGED, int VALUE, class N>
     F encode(Loop<1>, Head_1 &h, int i, int end, F x, const N &noise) {
-        store(code_at + i, bits(fma(x, 1.0f / fma(0.003937007859349251f, abs(x), h.divisor_mul), 12583040.0f)));
+        store(code_at + i, bits(fma(x, 1.0f / fma(0.003937008f, abs(x), h.divisor_mul), 12583040.0f)));
         return x;
     }
 };
@@ -164,9 +154,9 @@ struct nonneg_fields : Codec {
         const I scale_bits_2 = where(scale_and == 0xffff, I(0x7fc00000), scale_bits);
         const F scale_2 = as_float(where(scale_and == 0, I(0), scale_bits_2));
         store(scale_2_kept + b, scale_2);
-        const F scale_mul = 0.003921567462384701f * scale_2;
+        const F scale_mul = 0.0039215675f * scale_2;
         const F scale_mul_2 = scale_mul * -8388608.0f;
-        const I scale_bitcast = bits(scale_mul * 0.4990234375f);
+        const I scale_bitcast = bits(scale_mul * 0.49902344f);
         store(scale_mul_kept + b, scale_mul);
         store(scale_mul_2_kept + b, scale_mul_2);
         store(scale_bitcast_kept + b, scale_bitcast);
@@ -176,10 +166,10 @@ struct nonneg_fields : Codec {
         return {F(scale_2_kept[b]), F(scale_mul_kept[b]), F(scale_mul_2_kept[b]), I(scale_bitcast_kept[b])};
     }
     Product times(F c, const In &in, int i) const {
-        const F scalar_0(sqrt(c * 1.5378693206002936e-05f));
+        const F scalar_0(sqrt(c * 1.5378693e-05f));
         const F scale_mul = scalar_0 * in.scale_2;
         const F scale_mul_2 = scale_mul * -8388608.0f;
-        const I scale_bitcast = bits(scale_mul * 0.4990234375f);
+        const I scale_bitcast = bits(scale_mul * 0.49902344f);
         const U8 code_code = raw(code_at + i);
         const F scale_bitcast_2 = as_float(max(bits(fma(counter(code_code), scale_mul, scale_mul_2)), scale_bitcast));
         return {scale_bitcast_2, scale_bitcast_2};
@@ -192,26 +182,26 @@ struct nonneg_fields : Codec {
 };
 
 struct nonneg_nearest : nonneg_fields {
-    static constexpr int NOISE = 0, LOOPS = 2, ROOT_LOOP = 1, READS = 3, DRAWS = 0, KEPT = 0;
+    static constexpr int LOOPS = 2, ROOT_LOOP = 1, READS = 3;
     static constexpr bool ROOTED = true;
     alignas(64) float divisor_mul_kept[most_of(64) / 64], scale_mul_kept[most_of(64) / 64], scale_mul_2_kept[most_of(64)
         / 64];
     alignas(64) int32_t scale_bitcast_kept[most_of(64) / 64];
-    I top_kept[most_of(64) / 64];
+    I largest_of_block_kept[most_of(64) / 64];
 
     using nonneg_fields::nonneg_fields;
     using Codec::blocks, Codec::head, Codec::tail;
-    struct Head_0 { I top; };
+    struct Head_0 { I largest_of_block; };
     Head_0 head(Loop<0>, int b) const { return {I(INT32_MIN)}; }
-    void tail(Loop<0>, const Head_0 &h, int b) { top_kept[b] = h.top; }
+    void tail(Loop<0>, const Head_0 &h, int b) { largest_of_block_kept[b] = h.largest_of_block; }
     template <bool RAGGED, int VALUE, class N>
     F encode(Loop<0>, Head_0 &h, int i, int end, F x, const N &noise) {
-        h.top = larger<RAGGED>(h.top, bits(abs(x)), i, end);
+        h.largest_of_block = larger<RAGGED>(h.largest_of_block, bits(abs(x)), i, end);
         return x;
     }
     void blocks(Loop<1>, int b) {
-        const I top = largest(top_kept + b);
-        const I up = where(top < 0x7f800000, max(I(0x24800000), top) + 16383, I(0x5fffc000));
+        const I largest_of_block = largest(largest_of_block_kept + b);
+        const I up = where(largest_of_block < 0x7f800000, max(I(0x24800000), largest_of_block) + 16383, I(0x5fffc000));
         const I divisor = min(I(0x5f7ffff0), up & 0x7fffc000);
         const F divisor_mul = 255.0f / as_float(divisor);
         const I up_cast = up - 0x20000000 >> 14;
@@ -219,9 +209,9 @@ struct nonneg_nearest : nonneg_fields {
         const I scale_bits = min(I(0x5f7ffff0), (up_and << 14) + 0x20000000);
         const I scale_bits_2 = where(up_and == 0xffff, I(0x7fc00000), scale_bits);
         const F scale = as_float(where(up_and == 0, I(0), scale_bits_2));
-        const F scale_mul = 0.003921567462384701f * scale;
+        const F scale_mul = 0.0039215675f * scale;
         const F scale_mul_2 = scale_mul * -8388608.0f;
-        const I scale_bitcast = bits(scale_mul * 0.4990234375f);
+        const I scale_bitcast = bits(scale_mul * 0.49902344f);
         store(divisor_mul_kept + b, divisor_mul);
         store(scale_mul_kept + b, scale_mul);
         store(scale_mul_2_kept + b, scale_mul_2);

@@ -6,7 +6,6 @@
 // bf16 and 8 more bits, stochastic
 struct weight_bf16_fields : Codec {
     static constexpr int FIELDS = 2;
-    static constexpr bool HAS_ROOT = false;
     uint16_t *__restrict code_at;
     uint8_t *__restrict low_at;
 
@@ -19,8 +18,7 @@ struct weight_bf16_fields : Codec {
 };
 
 struct weight_bf16_stochastic : weight_bf16_fields {
-    static constexpr int NOISE = 8, LOOPS = 1, ROOT_LOOP = 0, READS = 1, DRAWS = 1, KEPT = 0;
-    static constexpr bool ROOTED = false;
+    static constexpr int NOISE = 8, DRAWS = 1;
 
     using weight_bf16_fields::weight_bf16_fields;
     template <bool RAGGED, int VALUE, class N>
@@ -32,24 +30,9 @@ struct weight_bf16_stochastic : weight_bf16_fields {
     }
 };
 
-struct weight_bf16_nearest : weight_bf16_fields {
-    static constexpr int NOISE = 0, LOOPS = 1, ROOT_LOOP = 0, READS = 1, DRAWS = 0, KEPT = 0;
-    static constexpr bool ROOTED = false;
-
-    using weight_bf16_fields::weight_bf16_fields;
-    template <bool RAGGED, int VALUE, class N>
-    F encode(Loop<0>, Head &h, int i, int end, F x, const N &noise) {
-        const I word = bits_or_nan(x) + 0x8080;
-        store_half<2>(code_at + i, word);
-        store_byte<1>(low_at + i, word);
-        return x;
-    }
-};
-
 // f16 and 8 more bits, stochastic
 struct weight_f16_fields : Codec {
     static constexpr int FIELDS = 2;
-    static constexpr bool HAS_ROOT = false;
     uint16_t *__restrict code_at;
     uint8_t *__restrict low_at;
 
@@ -61,7 +44,7 @@ struct weight_f16_fields : Codec {
         const I low = to_int(low_code);
         const I offset = low - 128;
         const I wide = ((high & 32767) << 8) + offset;
-        const I subnormal = bits(2.3283064365386963e-10f * to_float(wide));
+        const I subnormal = bits(2.3283064e-10f * to_float(wide));
         const I normal = (wide << 5) + 0x38000000;
         const I finite = where(wide < 0x40000, subnormal, normal);
         return {
@@ -75,8 +58,7 @@ struct weight_f16_fields : Codec {
 };
 
 struct weight_f16_stochastic : weight_f16_fields {
-    static constexpr int NOISE = 8, LOOPS = 1, ROOT_LOOP = 0, READS = 1, DRAWS = 1, KEPT = 0;
-    static constexpr bool ROOTED = false;
+    static constexpr int NOISE = 8, DRAWS = 1;
 
     using weight_f16_fields::weight_f16_fields;
     template <bool RAGGED, int VALUE, class N>
@@ -85,8 +67,8 @@ struct weight_f16_stochastic : weight_f16_fields {
         const I sign_ = x_bitcast >> 16 & 0x8000;
         const I magnitude = x_bitcast & 0x7fffffff;
         const F magnitude_bitcast = as_float(magnitude);
-        const M is_subnormal = magnitude_bitcast < 6.103515625e-05f;
-        const I subnormal = to_int(2199023255552.0f * magnitude_bitcast);
+        const M is_subnormal = magnitude_bitcast < 6.1035156e-05f;
+        const I subnormal = to_int(2199023300000.0f * magnitude_bitcast);
         const I rebiased = min(I(0xf800000), magnitude - 0x38000000);
         const I fixed = where(is_subnormal, subnormal, rebiased << 4);
         const I wide = lshr(fixed + middle<VALUE, 9>(noise), 9);
@@ -98,34 +80,9 @@ struct weight_f16_stochastic : weight_f16_fields {
     }
 };
 
-struct weight_f16_nearest : weight_f16_fields {
-    static constexpr int NOISE = 0, LOOPS = 1, ROOT_LOOP = 0, READS = 1, DRAWS = 0, KEPT = 0;
-    static constexpr bool ROOTED = false;
-
-    using weight_f16_fields::weight_f16_fields;
-    template <bool RAGGED, int VALUE, class N>
-    F encode(Loop<0>, Head &h, int i, int end, F x, const N &noise) {
-        const I x_bitcast = bits(x);
-        const I sign_ = x_bitcast >> 16 & 0x8000;
-        const I magnitude = x_bitcast & 0x7fffffff;
-        const F magnitude_bitcast = as_float(magnitude);
-        const M is_subnormal = magnitude_bitcast < 6.103515625e-05f;
-        const I subnormal = to_int(137438953472.0f * magnitude_bitcast);
-        const I rebiased = min(I(0xf800000), magnitude - 0x38000000);
-        const I fixed = where(is_subnormal, subnormal, rebiased);
-        const I wide = lshr(fixed + 16, 5);
-        const I word = where(x == x, wide, I(0x7e0000)) + 128;
-        const I kept_ = word;
-        store(code_at + i, sign_ | word >> 8);
-        store(low_at + i, kept_);
-        return x;
-    }
-};
-
 // 8-bit signed blocks of 64: softsign, ue8m8 scale, stochastic
 struct signed_fields : Codec {
     static constexpr int FIELDS = 2;
-    static constexpr bool HAS_ROOT = false;
     uint8_t *__restrict code_at;
     int16_t *__restrict scale_at;
     alignas(64) float scale_2_kept[most_of(64) / 64];
@@ -150,28 +107,27 @@ struct signed_fields : Codec {
 };
 
 struct signed_stochastic : signed_fields {
-    static constexpr int NOISE = 12, LOOPS = 2, ROOT_LOOP = 0, READS = 3, DRAWS = 2, KEPT = 0;
-    static constexpr bool ROOTED = false;
+    static constexpr int NOISE = 12, LOOPS = 2, READS = 3, DRAWS = 2;
     alignas(64) float divisor_mul_kept[most_of(64) / 64];
-    I top_kept[most_of(64) / 64];
+    I largest_of_block_kept[most_of(64) / 64];
 
     using signed_fields::signed_fields;
     using Codec::blocks, Codec::head, Codec::tail;
-    struct Head_0 { I top; };
+    struct Head_0 { I largest_of_block; };
     Head_0 head(Loop<0>, int b) const { return {I(INT32_MIN)}; }
-    void tail(Loop<0>, const Head_0 &h, int b) { top_kept[b] = h.top; }
+    void tail(Loop<0>, const Head_0 &h, int b) { largest_of_block_kept[b] = h.largest_of_block; }
     template <bool RAGGED, int VALUE, class N>
     F encode(Loop<0>, Head_0 &h, int i, int end, F x, const N &noise) {
         const F x_abs = abs(x);
-        h.top = larger<RAGGED>(h.top, bits(x_abs), i, end);
+        h.largest_of_block = larger<RAGGED>(h.largest_of_block, bits(x_abs), i, end);
         return x;
     }
     void blocks(Loop<1>, int b) {
-        const I top = largest(top_kept + b);
-        const I up = max(I(0x4800000), top) + 32767;
-        const I up_2 = where(top < 0x7f800000, up, I(0x7fc00000));
+        const I largest_of_block = largest(largest_of_block_kept + b);
+        const I up = max(I(0x4800000), largest_of_block) + 32767;
+        const I up_2 = where(largest_of_block < 0x7f800000, up, I(0x7fc00000));
         const I divisor = min(I(0x7f7fffff), up_2 & 0x7fff8000);
-        const F divisor_mul = as_float(divisor) * 0.003937007859349251f;
+        const F divisor_mul = as_float(divisor) * 0.003937008f;
         store(divisor_mul_kept + b, divisor_mul);
         store(scale_at + b, up_2 >> 15);
     }
@@ -179,7 +135,7 @@ struct signed_stochastic : signed_fields {
     Head_1 head(Loop<1>, int b) const { return {F(divisor_mul_kept[b])}; }
     template <bool RAGGED, int VALUE, class N>
     F encode(Loop<1>, Head_1 &h, int i, int end, F x, const N &noise) {
-        const I pattern = bits(fma(x, 1.0f / fma(0.003937007859349251f, abs(x), h.divisor_mul), 3200.0f));
+        const I pattern = bits(fma(x, 1.0f / fma(0.003937008f, abs(x), h.divisor_mul), 3200.0f));
         store(code_at + i, pattern + integer<VALUE>(noise) >> 12);
         return x;
     }
@@ -192,7 +148,7 @@ struct signed_nearest : signed_stochastic {
     using signed_stochastic::encode;
     template <bool RAGGED, int VALUE, class N>
     F encode(Loop<1>, Head_1 &h, int i, int end, F x, const N &noise) {
-        store(code_at + i, bits(fma(x, 1.0f / fma(0.003937007859349251f, abs(x), h.divisor_mul), 12583040.0f)));
+        store(code_at + i, bits(fma(x, 1.0f / fma(0.003937008f, abs(x), h.divisor_mul), 12583040.0f)));
         return x;
     }
 };
@@ -219,9 +175,7 @@ struct nonneg_fields : Codec {
     struct In { I middle_2; I step_; };
     In in(int b) const { return {I(middle_2_kept[b]), I(step__kept[b])}; }
     Product times(F c, const In &in, int i) const {
-        const U8 code_code = raw(code_at + i);
-        const I piece = to_int(code_code);
-        const F value = as_float(in.middle_2 + piece * in.step_);
+        const F value = root(in, i);
         return {F(c), value * value};
     }
     F root(const In &in, int i) const {
@@ -232,7 +186,7 @@ struct nonneg_fields : Codec {
 };
 
 struct nonneg_stochastic : nonneg_fields {
-    static constexpr int NOISE = 12, LOOPS = 2, ROOT_LOOP = 1, READS = 3, DRAWS = 2, KEPT = 0;
+    static constexpr int NOISE = 12, LOOPS = 2, ROOT_LOOP = 1, READS = 3, DRAWS = 2;
     static constexpr bool ROOTED = true;
     alignas(64) int32_t half_add_kept[most_of(64) / 64], base_kept[most_of(64) / 64], base_sub_kept[most_of(64) / 64],
         scale_kept[most_of(64) / 64], start_add_kept[most_of(64) / 64], step__kept[most_of(64) / 64];

@@ -8,10 +8,9 @@
 // 4-bit signed blocks of 128: dynamic4, fp32 scale, nearest
 struct signed_fields : Codec {
     static constexpr int FIELDS = 2;
-    static constexpr bool HAS_ROOT = false;
     uint8_t *__restrict code_packed;
     float *__restrict scale_at;
-    alignas(64) uint8_t code_at[2048];
+    alignas(64) uint8_t code_at[most_of(128)];
     alignas(64) float scale_kept[most_of(128) / 128];
 
     signed_fields(char *first, char *const *more) : code_packed((uint8_t *)first), scale_at((float *)more[0]) {}
@@ -42,24 +41,25 @@ struct signed_fields : Codec {
 };
 
 struct signed_nearest : signed_fields {
-    static constexpr int NOISE = 0, LOOPS = 2, ROOT_LOOP = 0, READS = 3, DRAWS = 0, KEPT = 0;
-    static constexpr bool ROOTED = false;
+    static constexpr int LOOPS = 2, READS = 3;
     alignas(64) float scale_rcp_kept[most_of(128) / 128];
-    I top_kept[most_of(128) / 128];
+    I largest_of_block_kept[most_of(128) / 128];
 
     using signed_fields::signed_fields;
     using Codec::blocks, Codec::head, Codec::tail;
-    struct Head_0 { I top; };
+    struct Head_0 { I largest_of_block; };
     Head_0 head(Loop<0>, int b) const { return {I(INT32_MIN)}; }
-    void tail(Loop<0>, const Head_0 &h, int b) { top_kept[b] = h.top; }
+    void tail(Loop<0>, const Head_0 &h, int b) { largest_of_block_kept[b] = h.largest_of_block; }
     template <bool RAGGED, int VALUE, class N>
     F encode(Loop<0>, Head_0 &h, int i, int end, F x, const N &noise) {
-        h.top = larger<RAGGED>(h.top, bits(abs(x)), i, end);
+        h.largest_of_block = larger<RAGGED>(h.largest_of_block, bits(abs(x)), i, end);
         return x;
     }
     void blocks(Loop<1>, int b) {
-        const I top = largest(top_kept + b);
-        const F scale = as_float(where(top < 0x7f800000, max(I(0x4800000), top), I(0x7fc00000)));
+        const I largest_of_block = largest(largest_of_block_kept + b);
+        const F scale = as_float(
+            where(largest_of_block < 0x7f800000, max(I(0x4800000), largest_of_block), I(0x7fc00000))
+        );
         const F scale_rcp = 1.0f / scale;
         store(scale_rcp_kept + b, scale_rcp);
         store(scale_at + b, scale);
@@ -77,14 +77,14 @@ struct signed_nearest : signed_fields {
             )
         );
         const I code = to_int(
-            where(number < 0.9437500238418579f, where(number < 0.0f, -1.0f * number_rint, number_rint), F(8.0f)) + 7.0f
+            where(number < 0.94375f, where(number < 0.0f, -1.0f * number_rint, number_rint), F(8.0f)) + 7.0f
         );
         store(code_at + i, code);
         return x;
     }
-    void pack_codes(int blocks, const int *live) {
-        no_codes<128>(code_at, blocks, live);
-        pack<4>(code_packed, code_at, 128 * blocks);
+    template <int BLOCK> void pack_codes(int blocks, const int *live) {
+        no_codes<BLOCK>(code_at, blocks, live);
+        pack<4>(code_packed, code_at, BLOCK * blocks);
     }
 };
 
@@ -94,7 +94,7 @@ struct nonneg_vector_fields : Codec {
     static constexpr bool HAS_ROOT = true;
     uint8_t *__restrict code_packed;
     float *__restrict scale_at;
-    alignas(64) uint8_t code_at[2048];
+    alignas(64) uint8_t code_at[most_of(128)];
     alignas(64) float scale_kept[most_of(128) / 128], scale_mul_kept[most_of(128) / 128];
 
     nonneg_vector_fields(char *first, char *const *more) : code_packed((uint8_t *)first), scale_at((float *)more[0]) {}
@@ -127,8 +127,7 @@ struct nonneg_vector_fields : Codec {
 };
 
 struct nonneg_vector_nearest : nonneg_vector_fields {
-    static constexpr int NOISE = 0, LOOPS = 2, ROOT_LOOP = 1, READS = 3, DRAWS = 0, KEPT = 0;
-    static constexpr bool ROOTED = false;
+    static constexpr int LOOPS = 2, ROOT_LOOP = 1, READS = 3;
     alignas(64) float divisor_mul_kept[most_of(128) / 128], top_mul_kept[most_of(128) / 128];
     I largest_of_block_kept[most_of(128) / 128];
 
@@ -147,9 +146,9 @@ struct nonneg_vector_nearest : nonneg_vector_fields {
     void blocks(Loop<1>, int b) {
         const F sqrt_0p0625(0.25f);
         const I largest_of_block = largest(largest_of_block_kept + b);
-        const F top = max(F(3.009265538105056e-36f), as_float(largest_of_block));
+        const F top = max(F(3.0092655e-36f), as_float(largest_of_block));
         const F top_mul = sqrt_0p0625 * sqrt(top);
-        const F divisor = min(F(3.4028234663852886e+38f), top);
+        const F divisor = min(F(3.4028235e+38f), top);
         const F divisor_mul = 16.0f / divisor;
         store(divisor_mul_kept + b, divisor_mul);
         store(top_mul_kept + b, top_mul);
@@ -169,8 +168,8 @@ struct nonneg_vector_nearest : nonneg_vector_fields {
         store(code_at + i, parts_);
         return h.top_mul * sqrt(code_2);
     }
-    void pack_codes(int blocks, const int *live) {
-        no_codes<128>(code_at, blocks, live);
-        pack<4>(code_packed, code_at, 128 * blocks);
+    template <int BLOCK> void pack_codes(int blocks, const int *live) {
+        no_codes<BLOCK>(code_at, blocks, live);
+        pack<4>(code_packed, code_at, BLOCK * blocks);
     }
 };

@@ -7,7 +7,6 @@
 // bf16 and 16 more bits
 struct weight_bf16_fields : Codec {
     static constexpr int FIELDS = 2;
-    static constexpr bool HAS_ROOT = false;
     uint16_t *__restrict code_at;
     int16_t *__restrict low_at;
 
@@ -22,9 +21,6 @@ struct weight_bf16_fields : Codec {
 };
 
 struct weight_bf16_nearest : weight_bf16_fields {
-    static constexpr int NOISE = 0, LOOPS = 1, ROOT_LOOP = 0, READS = 1, DRAWS = 0, KEPT = 0;
-    static constexpr bool ROOTED = false;
-
     using weight_bf16_fields::weight_bf16_fields;
     template <bool RAGGED, int VALUE, class N>
     F encode(Loop<0>, Head &h, int i, int end, F x, const N &noise) {
@@ -39,7 +35,6 @@ struct weight_bf16_nearest : weight_bf16_fields {
 // f16 and 16 more bits
 struct weight_f16_fields : Codec {
     static constexpr int FIELDS = 2;
-    static constexpr bool HAS_ROOT = false;
     uint16_t *__restrict code_at;
     int16_t *__restrict low_at;
 
@@ -50,7 +45,7 @@ struct weight_f16_fields : Codec {
         const I16 low_code = raw(low_at + i);
         const I low = to_int(low_code);
         const I wide = ((high & 32767) << 16) + low;
-        const I subnormal = bits(9.094947017729282e-13f * to_float(wide));
+        const I subnormal = bits(9.094947e-13f * to_float(wide));
         const I normal = (wide >> 3) + 0x38000000;
         const I finite = where(wide < 0x4000000, subnormal, normal);
         return {
@@ -64,9 +59,6 @@ struct weight_f16_fields : Codec {
 };
 
 struct weight_f16_nearest : weight_f16_fields {
-    static constexpr int NOISE = 0, LOOPS = 1, ROOT_LOOP = 0, READS = 1, DRAWS = 0, KEPT = 0;
-    static constexpr bool ROOTED = false;
-
     using weight_f16_fields::weight_f16_fields;
     template <bool RAGGED, int VALUE, class N>
     F encode(Loop<0>, Head &h, int i, int end, F x, const N &noise) {
@@ -74,8 +66,8 @@ struct weight_f16_nearest : weight_f16_fields {
         const I sign_ = x_bitcast >> 16 & 0x8000;
         const I magnitude = x_bitcast & 0x7fffffff;
         const F magnitude_bitcast = as_float(magnitude);
-        const M is_subnormal = magnitude_bitcast < 6.103515625e-05f;
-        const F magnitude_mul = 1099511627776.0f * magnitude_bitcast;
+        const M is_subnormal = magnitude_bitcast < 6.1035156e-05f;
+        const F magnitude_mul = 1099511600000.0f * magnitude_bitcast;
         const F whole = floor(magnitude_mul);
         const I rebiased = min(I(0xf800000), magnitude - 0x38000000);
         const I wide = where(

@@ -8,7 +8,6 @@
 // 8-bit signed blocks of 256: dynamic8, fp32 (from 1e-12) scale, nearest
 struct signed_fields : Codec {
     static constexpr int FIELDS = 2;
-    static constexpr bool HAS_ROOT = false;
     uint8_t *__restrict code_at;
     float *__restrict scale_at;
     alignas(64) float scale_kept[most_of(256) / 256];
@@ -45,24 +44,25 @@ struct signed_fields : Codec {
 };
 
 struct signed_nearest : signed_fields {
-    static constexpr int NOISE = 0, LOOPS = 2, ROOT_LOOP = 0, READS = 3, DRAWS = 0, KEPT = 0;
-    static constexpr bool ROOTED = false;
+    static constexpr int LOOPS = 2, READS = 3;
     alignas(64) float scale_rcp_kept[most_of(256) / 256];
-    I top_kept[most_of(256) / 256];
+    I largest_of_block_kept[most_of(256) / 256];
 
     using signed_fields::signed_fields;
     using Codec::blocks, Codec::head, Codec::tail;
-    struct Head_0 { I top; };
+    struct Head_0 { I largest_of_block; };
     Head_0 head(Loop<0>, int b) const { return {I(INT32_MIN)}; }
-    void tail(Loop<0>, const Head_0 &h, int b) { top_kept[b] = h.top; }
+    void tail(Loop<0>, const Head_0 &h, int b) { largest_of_block_kept[b] = h.largest_of_block; }
     template <bool RAGGED, int VALUE, class N>
     F encode(Loop<0>, Head_0 &h, int i, int end, F x, const N &noise) {
-        h.top = larger<RAGGED>(h.top, bits(abs(x)), i, end);
+        h.largest_of_block = larger<RAGGED>(h.largest_of_block, bits(abs(x)), i, end);
         return x;
     }
     void blocks(Loop<1>, int b) {
-        const I top = largest(top_kept + b);
-        const F scale = as_float(where(top < 0x7f800000, max(I(0x2b8cbccc), top), I(0x7fc00000)));
+        const I largest_of_block = largest(largest_of_block_kept + b);
+        const F scale = as_float(
+            where(largest_of_block < 0x7f800000, max(I(0x2b8cbccc), largest_of_block), I(0x7fc00000))
+        );
         const F scale_rcp = 1.0f / scale;
         store(scale_rcp_kept + b, scale_rcp);
         store(scale_at + b, scale);
@@ -88,8 +88,7 @@ struct signed_nearest : signed_fields {
             )
         );
         const I code = to_int(
-            where(number < 0.9964843988418579f, where(number < 0.0f, -1.0f * number_rint, number_rint), F(128.0f))
-            + 127.0f
+            where(number < 0.9964844f, where(number < 0.0f, -1.0f * number_rint, number_rint), F(128.0f)) + 127.0f
         );
         store(code_at + i, code);
         return x;
@@ -155,24 +154,25 @@ struct nonneg_fields : Codec {
 };
 
 struct nonneg_nearest : nonneg_fields {
-    static constexpr int NOISE = 0, LOOPS = 2, ROOT_LOOP = 1, READS = 3, DRAWS = 0, KEPT = 0;
-    static constexpr bool ROOTED = false;
+    static constexpr int LOOPS = 2, ROOT_LOOP = 1, READS = 3;
     alignas(64) float scale_rcp_kept[most_of(256) / 256], scale_sqrt_kept[most_of(256) / 256];
-    I top_kept[most_of(256) / 256];
+    I largest_of_block_kept[most_of(256) / 256];
 
     using nonneg_fields::nonneg_fields;
     using Codec::blocks, Codec::head, Codec::tail;
-    struct Head_0 { I top; };
+    struct Head_0 { I largest_of_block; };
     Head_0 head(Loop<0>, int b) const { return {I(INT32_MIN)}; }
-    void tail(Loop<0>, const Head_0 &h, int b) { top_kept[b] = h.top; }
+    void tail(Loop<0>, const Head_0 &h, int b) { largest_of_block_kept[b] = h.largest_of_block; }
     template <bool RAGGED, int VALUE, class N>
     F encode(Loop<0>, Head_0 &h, int i, int end, F x, const N &noise) {
-        h.top = larger<RAGGED>(h.top, bits(abs(x)), i, end);
+        h.largest_of_block = larger<RAGGED>(h.largest_of_block, bits(abs(x)), i, end);
         return x;
     }
     void blocks(Loop<1>, int b) {
-        const I top = largest(top_kept + b);
-        const F scale = as_float(where(top < 0x7f800000, max(I(0x2b8cbccc), top), I(0x7fc00000)));
+        const I largest_of_block = largest(largest_of_block_kept + b);
+        const F scale = as_float(
+            where(largest_of_block < 0x7f800000, max(I(0x2b8cbccc), largest_of_block), I(0x7fc00000))
+        );
         const F scale_sqrt = sqrt(scale);
         const F scale_rcp = 1.0f / scale;
         store(scale_rcp_kept + b, scale_rcp);
@@ -187,7 +187,7 @@ struct nonneg_nearest : nonneg_fields {
         const F number_max = max(F(0.0f), number);
         const I code = to_int(
             where(
-                number < 0.998242199420929f,
+                number < 0.9982422f,
                 rint(
                     min(
                         F(254.0f),

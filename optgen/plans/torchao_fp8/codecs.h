@@ -8,7 +8,6 @@
 // e4m3 blocks of 256: fp32 (from 2.23e-15) scale, nearest
 struct signed_fields : Codec {
     static constexpr int FIELDS = 2;
-    static constexpr bool HAS_ROOT = false;
     uint8_t *__restrict code_at;
     float *__restrict scale_at;
     alignas(64) float scale_kept[most_of(256) / 256];
@@ -34,27 +33,26 @@ struct signed_fields : Codec {
 };
 
 struct signed_nearest : signed_fields {
-    static constexpr int NOISE = 0, LOOPS = 2, ROOT_LOOP = 0, READS = 3, DRAWS = 0, KEPT = 0;
-    static constexpr bool ROOTED = false;
+    static constexpr int LOOPS = 2, READS = 3;
     alignas(64) float scale_rcp_kept[most_of(256) / 256];
-    I top_kept[most_of(256) / 256];
+    I largest_of_block_kept[most_of(256) / 256];
 
     using signed_fields::signed_fields;
     using Codec::blocks, Codec::head, Codec::tail;
-    struct Head_0 { I top; };
+    struct Head_0 { I largest_of_block; };
     Head_0 head(Loop<0>, int b) const { return {I(INT32_MIN)}; }
-    void tail(Loop<0>, const Head_0 &h, int b) { top_kept[b] = h.top; }
+    void tail(Loop<0>, const Head_0 &h, int b) { largest_of_block_kept[b] = h.largest_of_block; }
     template <bool RAGGED, int VALUE, class N>
     F encode(Loop<0>, Head_0 &h, int i, int end, F x, const N &noise) {
-        const F one_over_448(0.0022321429569274187f);
-        h.top = larger<RAGGED>(h.top, bits(abs(x)), i, end);
+        const F one_over_448(0.002232143f);
+        h.largest_of_block = larger<RAGGED>(h.largest_of_block, bits(abs(x)), i, end);
         return x;
     }
     void blocks(Loop<1>, int b) {
-        const F one_over_448(0.0022321429569274187f);
-        const I top = largest(top_kept + b);
-        const I share = bits(as_float(top) * one_over_448);
-        const I share_where = where(top < 0x7f800000, share, I(0x7fc00000));
+        const F one_over_448(0.002232143f);
+        const I largest_of_block = largest(largest_of_block_kept + b);
+        const I share = bits(as_float(largest_of_block) * one_over_448);
+        const I share_where = where(largest_of_block < 0x7f800000, share, I(0x7fc00000));
         const F scale = as_float(where(share_where < 0x7f800000, max(I(0x2720d7c5), share_where), I(0x7fc00000)));
         const F scale_rcp = 1.0f / scale;
         store(scale_rcp_kept + b, scale_rcp);
@@ -64,7 +62,7 @@ struct signed_nearest : signed_fields {
     Head_1 head(Loop<1>, int b) const { return {F(scale_rcp_kept[b])}; }
     template <bool RAGGED, int VALUE, class N>
     F encode(Loop<1>, Head_1 &h, int i, int end, F x, const N &noise) {
-        const F one_over_448(0.0022321429569274187f);
+        const F one_over_448(0.002232143f);
         const F number = h.scale_rcp * x;
         const F number_abs = abs(number);
         const I small = bits(min(F(0.015625f), number_abs) + 16384.0f) - 0x46800000;

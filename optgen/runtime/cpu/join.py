@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from optgen.runtime.records import EIGHT, Field, Rule, Stage, Temp, Variant
+from optgen.runtime.records import EIGHT, Eager, Field, Rule, Stage, Temp, Variant
 
 KERNEL = "kernel"
 """The name of the kernel in its text."""
@@ -23,8 +23,7 @@ def source(variant: Variant, rule: Rule, text: str, codecs: str) -> str:
     names = ["p", "g", *variant.names]
     values = []
     for owner in ("p", *states):
-        codec = eager.codecs.get(owner, "full")
-        codec += "_stochastic" if owner in eager.noise else "_nearest"
+        codec = _encoding(eager, owner, owner in stores)
         first = next(k for k, name in enumerate(names) if name == owner or _owner(variant, name) == owner)
         base = eager.relative.get(owner)
         given = [
@@ -68,6 +67,13 @@ def source(variant: Variant, rule: Rule, text: str, codecs: str) -> str:
 
 def _owner(variant: Variant, name: str) -> str:
     return next((f.owner for f in variant.fields if f.name == name), "")
+
+
+def _encoding(eager: Eager, owner: str, written: bool) -> str:
+    """Return the struct of a value's codec: one that stores it, or one that reads alone."""
+    codec = eager.codecs.get(owner, "full")
+    rounds = "stochastic" if owner in eager.noise else "nearest"
+    return f"{codec}_{rounds if written or codec == 'full' else 'fields'}"
 
 
 def _codec(codecs: object, owner: str) -> str:
@@ -274,7 +280,7 @@ class _Stage:
         number = len(self.given) + len(self.bases)
         if "p" not in self.stage.reads and "p" not in self.stores:
             return f"Value<untouched, {number}, 0, P, -1, false>"
-        codec = self.eager.codecs.get("p", "full") + ("_stochastic" if "p" in self.eager.noise else "_nearest")
+        codec = _encoding(self.eager, "p", "p" in self.stores)
         return f"Value<{codec}, {number}, 0, P, -1, {str('p' in self.stores).lower()}, false, {more}>"
 
     def value(self, number: int, x: str) -> str:
@@ -294,7 +300,7 @@ class _Stage:
                 self.place(name, name, at)
         codec, base, plus = self.codec(x, owner), "-1", False
         if x in eager.codecs and owner not in self.variant.whole:
-            codec += "_stochastic" if x in eager.noise else "_nearest"
+            codec = _encoding(eager, x, written)
             plus = x in self.variant.nonneg and x not in self.stage.plus
         if x in self.variant.bases:
             base = str([*self.given, *self.bases].index(self.variant.bases[x]))

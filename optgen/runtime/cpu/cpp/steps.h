@@ -10,8 +10,7 @@ namespace {
 
 // Fields of a value of which loops over elements know nothing more.
 struct Single : Codec {
-    static constexpr int NOISE = 0, FIELDS = 1, LOOPS = 1, ROOT_LOOP = 0, READS = 1, DRAWS = 0;
-    static constexpr bool ROOTED = false, HAS_ROOT = false;
+    static constexpr int FIELDS = 1;
 };
 
 // A value that a stage neither reads nor writes.
@@ -86,7 +85,7 @@ template <int BITS, int BLOCK, bool DRAWN> struct packed_numbers : Single {
         store(at + i, bits(x));
         return x;
     }
-    void pack_codes(int blocks, const int *live) {
+    template <int SIZE> void pack_codes(int blocks, const int *live) {
         no_codes<BLOCK>(at, blocks, live);
         pack<BITS>(packed, at, BLOCK * blocks);
     }

@@ -22,15 +22,23 @@ struct Product {
 };
 
 // Defaults for codecs without values of blocks and without packed codes.
+//
+// NOISE      random bits of an element; 0: rounded to nearest
+// LOOPS      in which a new value is stored; ROOT_LOOP: the one that knows the root that is read back of it
+// READS      the loops that read the new value, DRAWS those that draw random bits, one bit each
+// KEPT       arrays of a tile
+// ROOTED     the root is encoded in the place of the value
+// HAS_ROOT   there is a function `root`
 struct Codec {
-    static constexpr int KEPT = 0;  // arrays of a tile
+    static constexpr int NOISE = 0, LOOPS = 1, ROOT_LOOP = 0, READS = 1, DRAWS = 0, KEPT = 0;
+    static constexpr bool ROOTED = false, HAS_ROOT = false;
     struct In {};                   // what is read of a block
     struct Head {};                 // what a loop reads and finds of a block
     In in(int) const { return {}; }
     void within(int) {}  // a tile of one row or of several: see Tile in stages.h
     void decode_blocks(int) const {}
     void unpack_codes(int) const {}
-    void pack_codes(int, const int *) const {}
+    template <int BLOCK> void pack_codes(int, const int *) const {}
     template <int K> void blocks(Loop<K>, int) const {}
     template <int K> Head head(Loop<K>, int) const { return {}; }
     template <int K, class H> void tail(Loop<K>, const H &, int) const {}
@@ -38,8 +46,7 @@ struct Codec {
 
 // fp32 as it is.
 struct full_nearest : Codec {
-    static constexpr int NOISE = 0, FIELDS = 1, LOOPS = 1, ROOT_LOOP = 0, READS = 1, DRAWS = 0;
-    static constexpr bool ROOTED = false, HAS_ROOT = false;
+    static constexpr int FIELDS = 1;
     float *__restrict code_at;
 
     full_nearest(char *first, char *const *) : code_at((float *)first) {}
@@ -371,7 +378,7 @@ template <class Layout, class Rule, class Grad, class P, class... V> struct Swee
                 (static_cast<V &>(all).decode_blocks(b), ...);
             now.template loop<0>();
             now.template rest<1>();
-            (static_cast<V &>(all).pack_codes(extent, live), ...);
+            (static_cast<V &>(all).template pack_codes<BLOCK>(extent, live), ...);
         }
     }
 };
